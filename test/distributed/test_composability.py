@@ -112,7 +112,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @needs(torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES)
     @skip_if_lt_x_gpu(4)
     def test_split_backward_in_low_precision(self):
-        """Beyond upstream: the split backward also adds up gradients of parameters in float32, even several in a row.
+        """The split backward also adds up gradients of parameters in float32, even several in a row.
 
         Before 2.15 they are added in bfloat16, the dtype in which autograd computes them.
         """
@@ -135,7 +135,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=SCHEDULES)
     def test_collectives(self, schedule):
-        """Beyond upstream: each group is gathered and reduced once per step, for any number of microbatches.
+        """Each group is gathered and reduced once per step, for any number of microbatches.
 
         If a rank has several stages, the computation of a microbatch calls no collective. A single stage is gathered by
         its first forward.
@@ -203,7 +203,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
     @skip_if_lt_x_gpu(4)
     def test_runtime_gathers_again(self):
-        """Beyond upstream: a stage may be resharded and gathered again between forwards and before backward."""
+        """A stage may be resharded and gathered again between forwards and before backward."""
         plain = self._plain()
         pipeline, batch = self._pipeline_of_one(plain), self._batch()
         first, second = FORWARDS[:2], FORWARDS[2:]
@@ -227,7 +227,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         ]
     )
     def test_runtime_refuses(self, actions_and_message):
-        """Beyond upstream: all ranks refuse actions that do not fit together."""
+        """All ranks refuse actions that do not fit together."""
         actions, message = actions_and_message
         pipeline = self._pipeline_of_one(self._plain())
         with self.assertRaisesRegex(AssertionError, message):
@@ -245,7 +245,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=SCHEDULES, which=["unused", "layer", "stage"])
     def test_unused_or_frozen(self, schedule, which):
-        """Beyond upstream: an unused parameter, a frozen layer, and a frozen stage have no gradient."""
+        """An unused parameter, a frozen layer, and a frozen stage have no gradient."""
         torch.manual_seed(42)
         make = {1: BlockWithSpare} if which == "unused" else {}
         plain = nn.Sequential(*(make.get(index, Block)(hidden=5) for index in range(BLOCKS))).to(self.device)
@@ -259,7 +259,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=SCHEDULES, scale_grads=[False, True])
     def test_scale_grads(self, schedule, scale_grads):
-        """Beyond upstream: gradients are divided by the number of microbatches once, and by the number of ranks."""
+        """Gradients are divided by the number of microbatches once, and by the number of ranks."""
         mesh, plain = self._pipelines_and_data(), self._plain()
         pipeline = self._pipeline(schedule, plain, mesh, scale_grads=scale_grads)
         batch = self._batch()
@@ -273,13 +273,13 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=SCHEDULES)
     def test_accumulation(self, schedule):
-        """Beyond upstream: the gradients of two steps add up."""
+        """The gradients of two steps add up."""
         self._check_two_steps(schedule, lambda pipeline, batch: None)
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=[*SINGLE, *LOOPED], first=first_mode)
     def test_evaluation(self, schedule, first):
-        """Beyond upstream: an evaluation has the plain model's output, reduces nothing, and does not disturb training.
+        """An evaluation has the plain model's output, reduces nothing, and does not disturb training.
 
         A V-shaped schedule cannot evaluate with any stages, because it asks for the gradients of activations.
         """
@@ -301,7 +301,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
     def test_evaluation_keeps_gradients(self, schedule):
-        """Beyond upstream: the gradients of two steps also add up with an evaluation between them.
+        """The gradients of two steps also add up with an evaluation between them.
 
         Since 2.13 the evaluation sets them to None.
         """
@@ -324,7 +324,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
     def test_deferred_wait(self, schedule, defer_reduce_grad_wait):
-        """Beyond upstream: if a rank may defer the wait, it computes between the start and the end of a stage's
+        """If a rank may defer the wait, it computes between the start and the end of a stage's
         reduction.
 
         At most one reduction is pending.

@@ -315,7 +315,7 @@ class TestMultiProc(DynamoTest):
         units=[(), (Dense,)],
     )
     def test_training(self, strategy, inside, units):
-        """Beyond upstream: each strategy, with FSDP inside the compiled module, or around it."""
+        """Each strategy, with FSDP inside the compiled module, or around it."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units, sharding_strategy=strategy)
         if inside:
@@ -326,7 +326,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(ignored=["layers.1", "layers.0.bias"])
     def test_ignored_states(self, ignored):
-        """Beyond upstream: gradients of ignored modules and parameters stay local (#147143)."""
+        """Gradients of ignored modules and parameters stay local (#147143)."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         plain = copy.deepcopy(ref_model)
         states = [attrgetter(ignored)(plain)]
@@ -342,7 +342,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(how=["compiled outside", "compiled inside", "compiled units"])
     def test_mixed_precision(self, how):
-        """Beyond upstream: the compiled model computes like the same model without a compiler (#161153, #152162)."""
+        """The compiled model computes like the same model without a compiler (#161153, #152162)."""
         counting, plain = CountingBackend(), self._plain(ToyModel())
         bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         units = (Dense,) if how == "compiled units" else ()
@@ -366,7 +366,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_offload_and_evaluation(self):
-        """Beyond upstream: a compiled model with offloaded parameters is evaluated before each step (#139110)."""
+        """A compiled model with offloaded parameters is evaluated before each step (#139110)."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, cpu_offload=CPUOffload(offload_params=True))
         compiled = torch.compile(model, backend=counting)
@@ -388,7 +388,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_accumulation_over_shapes(self):
-        """Beyond upstream: the second microbatch has another shape, for which dynamo compiles the forward again."""
+        """The second microbatch has another shape, for which dynamo compiles the forward again."""
         ref_model = self._plain(ToyModel())
         model = self._sharded(ref_model)
         compiled = torch.compile(model, backend="eager")
@@ -405,7 +405,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_between_steps(self, units):
-        """Beyond upstream: accumulation, changed parameters and evaluations between compiled steps."""
+        """Accumulation, changed parameters and evaluations between compiled steps."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units)
         compiled = torch.compile(model, backend=counting)

@@ -137,7 +137,7 @@ class TestFakePG(FSDPTest):
 
 
 class TestLargeWorlds(MultiProcessTestCase):
-    """Beyond upstream: the shards of each rank of a large world, and the calls that need other ranks.
+    """The shards of each rank of a large world, and the calls that need other ranks.
 
     One process becomes a rank of one fake world after another.
     """

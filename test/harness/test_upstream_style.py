@@ -3,6 +3,7 @@
 import ast
 import os
 import unittest
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -36,7 +37,10 @@ from torch_fsdp_tests.common_utils import (
 
 INPUTS = Path(__file__).parent / "inputs"
 PACKAGE = Path(torch_fsdp_tests.__path__[0])
-IMPORTED = [line for line in (INPUTS / "upstream_names.txt").read_text().splitlines() if not line.startswith("#")]
+IMPORTED, TESTS = (
+    [line for line in (INPUTS / name).read_text().splitlines() if not line.startswith("#")]
+    for name in ("upstream_names.txt", "upstream_tests.txt")
+)
 UPSTREAMS = {name.split(".")[0] for name in IMPORTED}  # the modules and packages that stand for upstream's
 
 
@@ -62,7 +66,27 @@ def defined_and_used() -> tuple[set[str], set[str]]:
     return defined, used
 
 
+def lacking(tests: Iterable[str]) -> list[str]:
+    """Those of these tests (``file::Class.test``) that this suite does not have. A class may inherit a test."""
+    defined: dict[str, set[str]] = {}  # the names of classes and functions, by file
+    found = []
+    for test in tests:
+        file, _, name = test.partition("::")
+        path = PACKAGE.parent / "test" / f"{file}.py"
+        if file not in defined:
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8") if path.exists() else ""))
+            defined[file] = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found += [test] * (not defined[file].issuperset(name.split(".")))
+    return found
+
+
 class TestNames(TestCase):
+    def test_every_test_of_upstream_is_here(self):
+        self.assertGreater(len(TESTS), 500)
+        self.assertEqual(lacking(TESTS), [])
+        other = ["distributed/test_x::TestX.test_x", TESTS[0].replace("::", "::X"), f"{TESTS[0]}_x"]
+        self.assertEqual(lacking([*other, TESTS[0]]), other)
+
     def test_every_name_that_others_import_is_here(self):
         self.assertGreater(len(IMPORTED), 100)
         places = (name.rpartition(".") for name in IMPORTED)

@@ -64,7 +64,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(replicate_first=[False, True])
     def test_training(self, replicate_first):
-        """Beyond upstream: FSDP2 and DDP each average their own gradients once, in either order of wrapping."""
+        """FSDP2 and DDP each average their own gradients once, in either order of wrapping."""
         ref_model, model = self._plain(), self._plain()
         wraps = [lambda: shard_each([*model.linears, model.linears]), lambda: replicate_in_place(model)]
         for wrap in reversed(wraps) if replicate_first else wraps:
@@ -90,7 +90,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_accumulation(self):
-        """Beyond upstream: FSDP2 and DDP do not communicate gradients before the last microbatch."""
+        """FSDP2 and DDP do not communicate gradients before the last microbatch."""
         ref_model, model = self._plain(), self._plain()
         shard_each([*model.linears, model.linears])
         replicate_in_place(model)
@@ -115,7 +115,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_one_module_for_both(self):
-        """Beyond upstream: DDP refuses a sharded module, and a module without parameters left to replicate."""
+        """DDP refuses a sharded module, and a module without parameters left to replicate."""
         with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
             replicate_in_place(shard_each([self._plain()]))
         model = shard_each([replicate_in_place(self._plain())])

@@ -113,7 +113,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_fp16(self):
-        """Beyond upstream: a sum over the replicas in float16 is divided by the factor once."""
+        """A sum over the replicas in float16 is divided by the factor once."""
         model = replicate(nn.Linear(2, 1, bias=False, device=self.device), mp_policy=MixedPrecisionPolicy(FP16, FP16))
         model.set_gradient_divide_factor(4.0)
         model(torch.full((3, 2), 1.0 + self.rank, device=self.device)).sum().backward()
@@ -122,7 +122,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_states_keep_their_precision(self):
-        """Beyond upstream: state dicts are float32, also between forward and backward, and so are optimizer states."""
+        """State dicts are float32, also between forward and backward, and so are optimizer states."""
         _, model, _ = self._init(BF16, FP32)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
@@ -140,7 +140,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_policies_of_root_and_child(self):
-        """Beyond upstream: each module computes, reduces and casts by its own policy, not by the root's."""
+        """Each module computes, reduces and casts by its own policy, not by the root's."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []

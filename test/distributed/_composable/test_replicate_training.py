@@ -310,7 +310,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_parameters(self):
-        """Beyond upstream: a layer that no rank uses has no gradient. The other gradients are averaged as usual."""
+        """A layer that no rank uses has no gradient. The other gradients are averaged as usual."""
         manual_seed(42)
         model = nn.Sequential(DoubleLinear(4, use_second_linear=False), nn.Linear(4, 4))
         ref_model = self._replica(model)
@@ -321,7 +321,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_parameters_that_one_rank_uses(self):
-        """Beyond upstream: with ``set_reduce_scatter_unused_params`` a rank contributes zeros for unused parameters."""
+        """With ``set_reduce_scatter_unused_params`` a rank contributes zeros for unused parameters."""
 
         class Either(nn.Module):
             def __init__(self) -> None:
@@ -348,7 +348,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_values_that_change_between_steps(self):
-        """Beyond upstream: forward uses values that were loaded or written in place before it."""
+        """Forward uses values that were loaded or written in place before it."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         ref_model = self._replica(model)
@@ -374,7 +374,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state(self):
-        """Beyond upstream: after an exception in forward and a reset, training continues as usual."""
+        """After an exception in forward and a reset, training continues as usual."""
         manual_seed(42)
         model = nn.Sequential(MLP(4), MLP(4))
         ref_model = self._replica(model)
@@ -501,7 +501,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],
     )
     def test_1f1b_microbatching(self, use_explicit_unshard, reshard_after_backward, schedule):
-        """Microbatches run in the order of a pipeline. Beyond upstream: also in the interleaved order 1F1B."""
+        """Microbatches run in the order of a pipeline, also in the interleaved order 1F1B."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)

@@ -120,7 +120,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_default_mesh(self):
-        """Beyond upstream: without a mesh all ranks are replicas."""
+        """Without a mesh all ranks are replicas."""
         model = replicate(self._net())
         mesh = model[0].weight.device_mesh
         self.assertEqual((mesh.shape, mesh.mesh_dim_names), ((self.world_size,), ("replicate",)))
@@ -128,7 +128,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_class_of_module(self):
-        """Beyond upstream: a replicated module is still an instance of its class. A slice of it is a plain module."""
+        """A replicated module is still an instance of its class. A slice of it is a plain module."""
         model = replicate(self._net())
         self.assertEqual(type(model).__name__, "ReplicateNet")
         self.assertIsInstance(model, Net)
@@ -141,7 +141,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refusals(self):
-        """Beyond upstream: ``replicate`` refuses invalid modules and meshes. Modules that are already wrapped stay as
+        """``replicate`` refuses invalid modules and meshes. Modules that are already wrapped stay as
         they are.
         """
         mesh = self._mesh(2, 1)
@@ -162,7 +162,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(grouped=[False, True])
     def test_ignored_params(self, grouped):
-        """Beyond upstream: an ignored parameter stays a plain parameter with a local gradient."""
+        """An ignored parameter stays a plain parameter with a local gradient."""
         ref_model, model = self._net(), self._net()
         ignored = model[1].weight
         if grouped:
@@ -186,7 +186,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(both=[False, True])
     def test_named_mesh_dims(self, both):
-        """Beyond upstream: the model has DTensors on the whole mesh. One or both mesh dimensions replicate."""
+        """The model has DTensors on the whole mesh. One or both mesh dimensions replicate."""
         inner = f"inner_{both}"
         names = f"outer_{both}", inner  # meshes with the same names would be equal
         mesh = self._mesh(2, 2, names=names)
@@ -213,7 +213,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_refused(self):
-        """Beyond upstream: ``replicate`` refuses a shard dimension, an unknown dimension, or no dimension."""
+        """``replicate`` refuses a shard dimension, an unknown dimension, or no dimension."""
         self._check_dims_refused("requires replicate-only", shard="shard")
         self._check_dims_refused("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
         self._check_dims_refused("At least one of shard or replicate")
@@ -221,7 +221,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_of_shards_and_replicas(self):
-        """Beyond upstream: ``replicate`` also refuses a shard dimension together with a replicate dimension."""
+        """``replicate`` also refuses a shard dimension together with a replicate dimension."""
         with torch_defect("fsdp2_replicate_accepts_dims_that_shard"):
             self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
 
@@ -287,7 +287,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
     def test_train_mixed_model(self, root, accumulate, frozen):
-        """Beyond upstream: some layers are replicated and some sharded. Each kind uses its own collectives."""
+        """Some layers are replicated and some sharded. Each kind uses its own collectives."""
         manual_seed(42)
         model = nn.Sequential(*(MLP(4) for _ in range(4)), nn.Linear(4, 4))
         if frozen:
@@ -322,7 +322,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_layers_reshard_under_replicated_root(self):
-        """Beyond upstream: sharded layers reshard after forward under either kind of root."""
+        """Sharded layers reshard after forward under either kind of root."""
         for root in ("fully_shard", "replicate"):
             model = self._net()
             fully_shard(model[1])
@@ -333,7 +333,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_group_under_replicated_root(self):
-        """Beyond upstream: layers that are sharded as one group train under either kind of root."""
+        """Layers that are sharded as one group train under either kind of root."""
         for root in ("fully_shard", "replicate"):
             ref_model, model = self._net(), self._net()
             fully_shard([model[0], model[1]])
@@ -344,7 +344,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(root=list(ROOTS))
     def test_replicated_group(self, root):
-        """Beyond upstream: layers that are replicated as one group share an all-reduce."""
+        """Layers that are replicated as one group share an all-reduce."""
         ref_model, model = self._net(), self._net()
         self.assertEqual([type(each).__name__ for each in replicate([model[0], model[1]])], ["ReplicateLinear"] * 2)
         ROOTS[root](model)
@@ -361,7 +361,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(tied=[False, True], frozen=[(), ("layers.0", "norm"), ("tok_embeddings", "pos_embeddings")])
     def test_tied_and_frozen(self, tied, frozen):
-        """Beyond upstream: models with tied and frozen parameters train correctly."""
+        """Models with tied and frozen parameters train correctly."""
         manual_seed(42)
         model = tiny_transformer(weight_tying=tied)
         for name in frozen:
@@ -376,7 +376,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(factor=[None, 0.5, 1.0, 3.0, 4.0])
     def test_gradient_divide_factor(self, factor):
-        """Beyond upstream: the sum over the replicas is divided by the factor, or by the number of replicas."""
+        """The sum over the replicas is divided by the factor, or by the number of replicas."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
         if factor is not None:
             model.set_gradient_divide_factor(factor)
@@ -387,7 +387,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_forced_sum(self):
-        """Beyond upstream: the factor also works with forced sums. A replica is a shard group of one rank."""
+        """The factor also works with forced sums. A replica is a shard group of one rank."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
         model.set_gradient_divide_factor(4.0)
         model.set_force_sum_reduction_for_comms(True)
@@ -398,14 +398,14 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forced_sum(self):
-        """Beyond upstream: without a factor, a forced sum is divided afterwards and gives the average."""
+        """Without a factor, a forced sum is divided afterwards and gives the average."""
         ref_model, model = self._net(), replicate(self._net())
         model.set_force_sum_reduction_for_comms(True)
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_hook(self):
-        """Beyond upstream: a hook gets the averaged gradients of a group as a flat tensor, and may change them."""
+        """A hook gets the averaged gradients of a group as a flat tensor, and may change them."""
         ref_model, model = self._net(), self._net()
         replicate_each([*model])
         replicate(model)
@@ -429,7 +429,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_replicas_stay_equal(self):
-        """Beyond upstream: after 20 steps on different data, replicas are bitwise equal."""
+        """After 20 steps on different data, replicas are bitwise equal."""
         model = self._net()
         replicate_each([*model, model])
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -444,7 +444,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_replicas_are_not_compared(self):
-        """Beyond upstream: unlike DDP, ``replicate`` broadcasts nothing. Each rank keeps its own initial values."""
+        """Unlike DDP, ``replicate`` broadcasts nothing. Each rank keeps its own initial values."""
         model = nn.Linear(2, 2, device=self.device)
         with torch.no_grad():
             for param in model.parameters():
@@ -459,7 +459,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict(self):
-        """Beyond upstream: state dicts have whole values under the original names, also while a model is unsharded."""
+        """State dicts have whole values under the original names, also while a model is unsharded."""
         ref_model, model = self._net(), self._net()
         replicate_each([*model, model])
         other = replicate(nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(3))))
@@ -477,7 +477,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_meta_device(self):
-        """Beyond upstream: a model may be replicated on the meta device, then materialized and trained."""
+        """A model may be replicated on the meta device, then materialized and trained."""
         ref_model = self._net()
         with torch.device("meta"):
             model = Net(4)
@@ -494,7 +494,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm(self):
-        """Beyond upstream: the norm of replicated gradients counts one replica."""
+        """The norm of replicated gradients counts one replica."""
         ref_model, model = self._net(), replicate(self._net())
         self._seed()
         inp = self._inputs(3, 4)

@@ -228,7 +228,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unit_that_does_not_run(self):
-        """Beyond upstream: a model is tracked correctly if one of its units does not run in an iteration."""
+        """A model is tracked correctly if one of its units does not run in an iteration."""
         model = self._sharded()
         inp = self._input()
         train(model, inp)
@@ -242,7 +242,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 1])
     def test_uneven_shards(self, rows):
-        """Beyond upstream: each rank keeps as many bytes as the largest shard has, including padding."""
+        """Each rank keeps as many bytes as the largest shard has, including padding."""
         model = nn.Linear(DIM, rows, bias=False, device=self.device)
         shard_each([model])
         internals.initialize_lazily(model)  # older versions of torch create the padding anew
@@ -265,7 +265,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_same_bytes_in_later_steps(self):
-        """Beyond upstream: in the fifth step every phase has the bytes of the second, and the peak does not grow."""
+        """In the fifth step every phase has the bytes of the second, and the peak does not grow."""
         model = self._sharded()
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         tracker = self._tracker(model, optim)
@@ -288,7 +288,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10])
     def test_reduce_scatter_buffers(self, most):
-        """Beyond upstream: the given number of reduce-scatter inputs is kept, and none after backward."""
+        """The given number of reduce-scatter inputs is kept, and none after backward."""
         model = self._sharded()
         model.set_reduce_scatter_max_input_buffers(most)
         tracker = self._tracker(model)
@@ -304,7 +304,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_parameters(self):
-        """Beyond upstream: frozen parameters are gathered as usual, and have no gradient bytes."""
+        """Frozen parameters are gathered as usual, and have no gradient bytes."""
         model = self._plain()
         for block in model[:BLOCKS]:
             block.in_proj.requires_grad_(False)
@@ -325,7 +325,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(low_precision=[False, True])
     def test_accumulation(self, low_precision):
-        """Beyond upstream: unreduced gradients stay, once, in the dtype of the reduction."""
+        """Unreduced gradients stay, once, in the dtype of the reduction."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
         model = self._sharded(mp_policy=policy)
         whole = BYTES * (BLOCKS * BLOCK + REST)
@@ -349,7 +349,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
     @skip_if_lt_x_gpu(2)
     def test_replicate(self):
-        """Beyond upstream: replicas keep whole parameters and gradients, and a copy from forward to backward."""
+        """Replicas keep whole parameters and gradients, and a copy from forward to backward."""
         model = self._plain()
         replicate_each([*model[:BLOCKS], model])
         whole = BYTES * (BLOCKS * BLOCK + REST)
@@ -368,7 +368,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_agrees_with_storages(self):
-        """Beyond upstream: the tracker counts the same bytes for shards and gradients as the tensors' storages hold."""
+        """The tracker counts the same bytes for shards and gradients as the tensors' storages hold."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -381,7 +381,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_iteration_without_reset(self):
-        """Beyond upstream: the root may run once between resets; the tracker reports a second run."""
+        """The root may run once between resets; the tracker reports a second run."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -392,13 +392,13 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_model_without_fsdp(self):
-        """Beyond upstream: a model without any FSDP module is refused."""
+        """A model without any FSDP module is refused."""
         with self.assertRaises(AssertionError):
             self._tracker(self._plain())
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_are_freed_by_reduction(self):
-        """Beyond upstream: after a unit has reduced its gradients, none of its unsharded gradients is left."""
+        """After a unit has reduced its gradients, none of its unsharded gradients is left."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -411,7 +411,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_group_of_modules(self):
-        """Beyond upstream: a model with a group of modules is tracked, and then trains as before."""
+        """A model with a group of modules is tracked, and then trains as before."""
         model = self._plain()
         shard_each([[model[0], model[1]], model])
         inp = self._input()
@@ -427,7 +427,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hooks_keep_their_order(self):
-        """Beyond upstream: a hook that was registered after FSDP's hooks still runs after them after tracking."""
+        """A hook that was registered after FSDP's hooks still runs after them after tracking."""
         model = self._sharded()
         seen: list[str] = []
         model[0].register_forward_hook(lambda block, *_: seen.append(type(block.in_proj.weight).__name__))
@@ -477,7 +477,7 @@ class TestTrackerInTraining(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_is_not_changed(self):
-        """Beyond upstream: under the tracker, and after it, a model trains the same as without it."""
+        """Under the tracker, and after it, a model trains the same as without it."""
         ref_model, model = self._plain(), self._sharded()
 
         def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class TestDTensorReshardMeshChange(ReshardingTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fewer_ranks(self):
-        """Beyond upstream: four ranks save. Each rank loads the whole tensor by itself, and two ranks load halves."""
+        """Four ranks save. Each rank loads the whole tensor by itself, and two ranks load halves."""
         line, _ = self._meshes()
         pair = DeviceMesh(self.device_type, [0, 1])
         wholes = {f"{rows} rows": counted(rows, 2).to(self.device) for rows in (1, 3, 7, 8)}
@@ -150,7 +150,7 @@ class FullySharded:
 
 
 class TestFullyShardLayouts(DTensorTestBase):
-    """Beyond upstream: each layout of FSDP2 is loaded in each other one, with even and uneven rows."""
+    """Each layout of FSDP2 is loaded in each other one, with even and uneven rows."""
 
     @property
     def world_size(self) -> int:

@@ -73,7 +73,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_another_shape(self):
-        """Beyond upstream: if a tensor is larger in the model, all ranks refuse to load."""
+        """If a tensor is larger in the model, all ranks refuse to load."""
         path = self._write({"weight": torch.ones(3, 2)})
         model = FSDP(filled(nn.Linear(2, 4, bias=False), seed=1).to(self.device), device_mesh=self.mesh)
         before = full_parameters(model)
@@ -94,7 +94,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_into_shards(self):
-        """Beyond upstream: the same, but for a model of FSDP2, whose state dict has DTensors.
+        """The same, but for a model of FSDP2, whose state dict has DTensors.
 
         The first rank broadcasts a full tensor, but the others receive it in a DTensor like that of their state dict,
         and hang. This is a defect seen with torch 2.13.0. So the ranks here compare their tensors before they
@@ -129,7 +129,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_of_another_dtype(self):
-        """Beyond upstream: a bfloat16 file is converted to the model's dtype.
+        """A bfloat16 file is converted to the model's dtype.
 
         All ranks but the first interpret the bytes as float32, a defect seen with torch 2.13.0.
         """
@@ -151,7 +151,7 @@ class TestFormatUtils(DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP1 on 4", "FSDP2 on 4", "FSDP2 on 2x2", "FSDP2 and TP on 2x2"])
     def test_dcp_to_torch_save_and_back(self, layout):
-        """Beyond upstream: a sharded checkpoint becomes one file of full tensors, and then a checkpoint again.
+        """A sharded checkpoint becomes one file of full tensors, and then a checkpoint again.
 
         The file has the states of a plain model and its optimizer, with the same nested dicts. Another number of ranks
         can load the new checkpoint, and training continues.
@@ -180,7 +180,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_torch_save_of_plain_model(self):
-        """Beyond upstream: FSDP2 continues a plain training after its file is converted to a checkpoint."""
+        """FSDP2 continues a plain training after its file is converted to a checkpoint."""
         plain = Run(LAYOUTS["plain"]).train(range(2))
         file, path = os.path.join(self.temp_dir, "file"), os.path.join(self.temp_dir, "checkpoint")
         wanted = from_first_rank(plain.full())

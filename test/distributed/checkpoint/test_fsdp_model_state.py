@@ -91,7 +91,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_groups_train_on(self):
-        """Beyond upstream: two groups load one checkpoint. Each then trains on its own data, independently."""
+        """Two groups load one checkpoint. Each then trains on its own data, independently."""
         group = self._create_new_dist_group()
         source = self._on_meta(seed=0)
         reference = nn.Linear(8, 8, device=self.device)
@@ -111,7 +111,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_sizes(self):
-        """Beyond upstream: the same number of ranks, fewer, more, and one, with uneven rows and a buffer."""
+        """The same number of ranks, fewer, more, and one, with uneven rows and a buffer."""
         groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
         config = {
             "sizes": [(4, 4), (4, 2), (2, 4), (4, 1)],
@@ -163,7 +163,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
         loaded=["plain", "FSDP1 on 2", "FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4"],
     )
     def test_training_goes_on(self, saved, loaded):
-        """Beyond upstream: with the optimizer, between FSDP1, FSDP2 and a plain model."""
+        """With the optimizer, between FSDP1, FSDP2 and a plain model."""
         self._check_goes_on(saved, loaded)
 
 

@@ -99,7 +99,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fewer_ranks(self):
-        """Beyond upstream: two ranks load what four ranks have saved."""
+        """Two ranks load what four ranks have saved."""
         pair = dist.new_group([0, 1])
         model, optim = self._create_model(0, range(2))
         dcp.save(sharded_state_dicts(model, optim), checkpoint_id=self.temp_dir)
@@ -147,7 +147,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_groups(self):
-        """Beyond upstream: two models on two ranks each have separate checkpoints, and the second pair saves once more.
+        """Two models on two ranks each have separate checkpoints, and the second pair saves once more.
 
         A collective of all ranks would hang there.
         """

@@ -73,7 +73,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_tp_to_fsdp(self):
-        """Beyond upstream: the other direction, into sharded tensors, compared with a plain model."""
+        """The other direction, into sharded tensors, compared with a plain model."""
         model, plain = self._tensor_parallel(), MLPModule(self.device)
         for each in (model, plain):
             self._step(each)
@@ -94,7 +94,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=FULLY_SHARDED, loaded=WITH_TENSOR)
     def test_to_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: with the optimizer, and with uneven rows and columns."""
+        """With the optimizer, and with uneven rows and columns."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -102,7 +102,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=FULLY_SHARDED)
     def test_from_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: the other direction."""
+        """The other direction."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -110,7 +110,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=WITH_TENSOR)
     def test_between_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: between different numbers of ranks, with FSDP2 and without."""
+        """Between different numbers of ranks, with FSDP2 and without."""
         self._check_goes_on(saved, loaded)
 
 

@@ -71,7 +71,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fully_shard(self):
-        """Beyond upstream: FSDP2, with uneven rows, and a path that starts with the name of a protocol."""
+        """FSDP2, with uneven rows, and a path that starts with the name of a protocol."""
         Run(LAYOUTS["FSDP2 on 2"]).train(range(2)).save(f"file://{self.temp_dir}/checkpoint")
         run = Run(LAYOUTS["FSDP2 on 2"], seed=1).train(range(9, 10))
         run.load(f"file://{self.temp_dir}/checkpoint")
@@ -83,7 +83,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_overwrite_refused(self):
-        """Beyond upstream: a writer that may not overwrite leaves the old checkpoint unchanged and loadable."""
+        """A writer that may not overwrite leaves the old checkpoint unchanged and loadable."""
         run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
         wanted = run.full()
@@ -96,7 +96,7 @@ class TestFSSpec(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_memory_of_a_process(self):
-        """Beyond upstream: files in the memory of other ranks cannot be read, and all ranks get an error.
+        """Files in the memory of other ranks cannot be read, and all ranks get an error.
 
         This shows that a rank reads files, including those of other ranks.
         """

@@ -109,7 +109,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=HYBRID, loaded=[*SHARDED, *HYBRID])
     def test_from_hybrid(self, saved, loaded):
-        """Beyond upstream: training continues in other layouts, with uneven rows and ranks without rows."""
+        """Training continues in other layouts, with uneven rows and ranks without rows."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -117,14 +117,14 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=["plain", *SHARDED], loaded=HYBRID)
     def test_to_hybrid(self, saved, loaded):
-        """Beyond upstream: the other direction."""
+        """The other direction."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_one_replica_of_four(self):
-        """Beyond upstream: two replicas of two shards become one replica of four."""
+        """Two replicas of two shards become one replica of four."""
         source = self._create_model(self._square(), False, 0, range(2))
         dcp.save(sharded_state_dicts(*source), checkpoint_id=self.temp_dir)
         mesh = init_device_mesh(self.device_type, (1, 4))
@@ -137,7 +137,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_each_element_is_stored_once(self, layout):
-        """Beyond upstream: only one replica is written, so the chunks of a tensor add up to its size."""
+        """Only one replica is written, so the chunks of a tensor add up to its size."""
         path = os.path.join(self.temp_dir, layout)
         Run(LAYOUTS[layout]).train(range(1)).save(path)
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -152,7 +152,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_replicas_differ(self, layout):
-        """Beyond upstream: if replicas differ, which should never happen, all ranks load the same one.
+        """If replicas differ, which should never happen, all ranks load the same one.
 
         Then the replicas of each shard are equal, and each shard equals that of one replica.
         """
@@ -177,7 +177,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_replicas_agree_after_loading(self):
-        """Beyond upstream: after a load and one step, FSDP2's replicas have the same shards, bit for bit."""
+        """After a load and one step, FSDP2's replicas have the same shards, bit for bit."""
         Run(LAYOUTS["FSDP2 on 4"]).train(range(2)).save(self.temp_dir)
         run = Run(LAYOUTS["FSDP2 on 2x2"], seed=1).train(range(5, 6))
         run.load(self.temp_dir)

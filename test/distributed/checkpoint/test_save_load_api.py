@@ -81,13 +81,13 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_path_object(self):
-        """Beyond upstream: a ``Path`` works like a string."""
+        """A ``Path`` works like a string."""
         self._check_saves_and_loads(Path(self.temp_dir) / "here")  # type: ignore[arg-type]
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_no_path(self):
-        """Beyond upstream: without a path, a reader and a writer, ``save`` and ``load`` raise an error."""
+        """Without a path, a reader and a writer, ``save`` and ``load`` raise an error."""
         for call in (dcp.save, dcp.load):
             with self.assertRaisesRegex(RuntimeError, "`checkpoint_id` must be specified"):
                 call({"tensor": torch.ones(1)})
@@ -96,7 +96,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_keys_that_differ_between_ranks(self):
-        """Beyond upstream: a key that only one rank has is saved too, and each rank can load it."""
+        """A key that only one rank has is saved too, and each rank can load it."""
         model = self._model(0)
         own = {f"of rank {self.rank}": torch.full((2,), 1.0 + self.rank)}
         dcp.save({"model": model.state_dict(), **own}, checkpoint_id=self.temp_dir)
@@ -111,7 +111,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_missing_key(self):
-        """Beyond upstream: if one rank asks for a missing key, all ranks get an error that names it."""
+        """If one rank asks for a missing key, all ranks get an error that names it."""
         dcp.save({"model": self._model(0).state_dict()}, checkpoint_id=self.temp_dir)
         state: dict[str, Any] = {"model": self._model(1).state_dict()}
         if self.rank == 1:
@@ -124,7 +124,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_rank_fails_to_write(self):
-        """Beyond upstream: if one rank cannot write, all ranks get an error that names it. Nothing loadable is left."""
+        """If one rank cannot write, all ranks get an error that names it. Nothing loadable is left."""
         model = self._model(0)
 
         class BrokenWriter(FileSystemWriter):
@@ -148,7 +148,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP2 on 2", "TP on 2"])
     def test_load_into_live_shards(self, layout):
-        """Beyond upstream: a load writes into a DTensor's shard in place, so the model has the values at once.
+        """A load writes into a DTensor's shard in place, so the model has the values at once.
 
         The shards keep their memory.
         """

@@ -114,7 +114,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2])
     def test_patched_methods(self, fsdp):
-        """Beyond upstream, where each test has it: the models' and optimizers' own methods can be replaced by DSD's."""
+        """The models' and optimizers' own methods can be replaced by DSD's."""
         pair, other = (
             self._composite(seed, self._fsdp1 if fsdp == 1 else self._fsdp2, torch.optim.Adam) for seed in (0, 1)
         )
@@ -199,7 +199,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS, several_optimizers=[False, True])
     def test_fsdp2_ddp(self, optimizer_class, several_optimizers):
-        """Beyond upstream: one layer is in DDP, two are in FSDP2, with one optimizer for all or one for each kind."""
+        """One layer is in DDP, two are in FSDP2, with one optimizer for all or one for each kind."""
 
         def distribute(model: Any) -> Any:
             model.l = self._ddp(model.l)
@@ -216,7 +216,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_ddp_model(self):
-        """Beyond upstream: like :meth:`test_fsdp_ddp`, for the model only."""
+        """Like :meth:`test_fsdp_ddp`, for the model only."""
         pair, other = (self._composite(seed, self._with_ddp, torch.optim.Adam) for seed in (0, 1))
         pair.train(range(2))
         for options in (StateDictOptions(), FULL):
@@ -228,7 +228,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], optimizer_class=ADAMS)
     def test_frozen(self, fsdp, optimizer_class):
-        """Beyond upstream: state dicts have frozen parameters, without states, unless an option ignores them."""
+        """State dicts have frozen parameters, without states, unless an option ignores them."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(model) if fsdp == 1 else self._fsdp2(model)
@@ -292,7 +292,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_cpu_offload_full_optim_state_dict_fsdp1(self):
-        """Beyond upstream: the cases that :meth:`test_cpu_offload_full_state_dict` leaves out."""
+        """The cases that :meth:`test_cpu_offload_full_state_dict` leaves out."""
         pair = self._trained_on_mesh(1, torch.optim.Adam)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL_ON_HOST)
         if self.rank > 0:
@@ -321,7 +321,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[True, False])
     def test_activation_ckpt_before_fsdp1(self, use_orig_params):
-        """Beyond upstream: like :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
+        """Like :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(checkpointed(model), use_orig_params=use_orig_params)
@@ -395,7 +395,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_param_matching_on_each_rank(self):
-        """Beyond upstream: like :meth:`test_optim_state_dict_param_matching`, but each rank has the full dict."""
+        """Like :meth:`test_optim_state_dict_param_matching`, but each rank has the full dict."""
         saving, loading, osd = self._with_new_setting(FULL)
         with torch_defect("fsdp2_new_setting_of_full_optim_state"):
             set_optimizer_state_dict(loading.model, loading.optims, osd, options=FULL)
@@ -403,7 +403,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_param_matching_of_shards(self):
-        """Beyond upstream: like :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
+        """Like :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
         saving, loading, osd = self._with_new_setting(StateDictOptions())
         set_optimizer_state_dict(loading.model, loading.optims, osd)
         self._check_loaded(saving, loading)
@@ -579,7 +579,7 @@ class TestStateDict(StateDictTest):
 
     @requires_world_size(2)
     def test_module_inside_an_fsdp1_instance(self):
-        """Beyond upstream: a full state dict of a part of the model has whole parameters."""
+        """A full state dict of a part of the model has whole parameters."""
         plain = nn.Sequential(nn.Linear(4, 2, device=self.device))
         expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
         FSDP(plain, use_orig_params=True)

@@ -1,7 +1,4 @@
-"""The options of distributed state dicts for FSDP2 models, and the loads that are refused.
-
-Beyond upstream, which tests some of this for plain models.
-"""
+"""The options of distributed state dicts for FSDP2 models, and the loads that are refused."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_copy_of_dtensors(self):
-        """Beyond upstream: the copy is a DTensor of the same placements with a local tensor of its own."""
+        """The copy is a DTensor of the same placements with a local tensor of its own."""
         utils = internals.state_dict_utils
         state_dict = {
             "tensor": self._sharded(),
@@ -167,7 +167,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[4, 5, 2], share_memory=[False, True])
     def test_copy_of_sharded_tensors(self, rows, share_memory):
-        """Beyond upstream: states of FSDP1 are copied into the same host memory again and again.
+        """States of FSDP1 are copied into the same host memory again and again.
 
         Ranks may have no shard. What happens to the state dict later does not change its copy.
         """
@@ -191,7 +191,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[4, 5, 2])
     def test_gather_of_sharded_tensors(self, rows):
-        """Beyond upstream: states of FSDP1 are gathered, and they can be offloaded before that."""
+        """States of FSDP1 are gathered, and they can be offloaded before that."""
         utils, state = internals.state_dict_utils, self._state_of_fsdp1(rows)
         wanted = whole_tree(state)
         offloaded = utils._offload_state_dict_to_cpu(state)
@@ -240,7 +240,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(layout=["FSDP2", "HSDP", "FSDP2 + TP", "largest dimension"], rows=[4, 8])
     def test_slices_and_gathers_of_fsdp2(self, layout, rows):
-        """Beyond upstream: a tensor is split into shards and gathered again, and nothing keeps the whole."""
+        """A tensor is split into shards and gathered again, and nothing keeps the whole."""
         model = self._meshed(layout, rows)
         for seed, (name, param) in enumerate(model.named_parameters()):
             local = param.to_local()
@@ -256,7 +256,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_shards_on_meta_device(self):
-        """Beyond upstream: a shard without memory is replaced by one with memory of its size."""
+        """A shard without memory is replaced by one with memory of its size."""
         full = uniform(6, 2, seed=0)
         with torch.device("meta"):
             model = nn.Linear(2, 6, bias=False)
@@ -271,7 +271,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[12, 5, 2])
     def test_gathered_dict_is_the_callers(self, rows):
-        """Beyond upstream: changing a gathered dict changes no shard, and no other rank's dict.
+        """Changing a gathered dict changes no shard, and no other rank's dict.
 
         Some ranks have no rows.
         """
@@ -288,7 +288,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(placements=[(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Replicate())])
     def test_gather_over_two_dimensions(self, placements):
-        """Beyond upstream: over a mesh of two dimensions, with any placements."""
+        """Over a mesh of two dimensions, with any placements."""
         mesh: DeviceMesh = make_mesh(2, 2, names=("first", "second"))
         full = torch.arange(math.prod((5, 3)), dtype=torch.float32, device=self.device).view(5, 3)
         tensor = distribute_tensor(full, mesh, placements)

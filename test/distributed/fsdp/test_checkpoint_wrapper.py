@@ -192,7 +192,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(entered, 2)
 
     def test_preserve_rng_state_is_passed_on(self):
-        """Beyond upstream: without ``preserve_rng_state``, recomputation draws new dropout; gradients differ."""
+        """Without ``preserve_rng_state``, recomputation draws new dropout; gradients differ."""
         for name in ("reentrant", "no_reentrant"):
             with self.subTest(wrapper=name):
                 plain = Counting()
@@ -282,7 +282,7 @@ class CheckpointWrapperTest(TestCase):
                     self.assertIsNotNone(param.grad)
 
     def test_apply_activation_checkpointing_keeps_names(self):
-        """Beyond upstream: state dicts have the plain model's keys and load in both directions."""
+        """State dicts have the plain model's keys and load in both directions."""
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 plain, model = ThreeBlocks(), ThreeBlocks()
@@ -299,7 +299,7 @@ class CheckpointWrapperTest(TestCase):
                     self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
     def test_apply_activation_checkpointing_leaves_the_root(self):
-        """Beyond upstream: the root is never wrapped. An argument that is no policy and no function is refused."""
+        """The root is never wrapped. An argument that is no policy and no function is refused."""
         for chosen in (
             {},
             {"check_fn": lambda module: True},
@@ -316,7 +316,7 @@ class CheckpointWrapperTest(TestCase):
             wrapping.apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
 
     def test_custom_policy_gives_arguments_to_the_wrapper(self):
-        """Beyond upstream: a policy can give each module its own arguments."""
+        """A policy can give each module its own arguments."""
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         given = {model[0]: {"checkpoint_impl": wrapping.CheckpointImpl.REENTRANT}, model[2]: True}
         policy = CustomPolicy(lambda module: given.get(module, False))
@@ -391,7 +391,7 @@ class CheckpointWrapperTest(TestCase):
         return loss.detach(), [x.grad, *(param.grad for param in model.parameters())]
 
     def test_same_numbers(self):
-        """Beyond upstream: loss and gradients match the plain model, dropout included.
+        """Loss and gradients match the plain model, dropout included.
 
         With recomputation they match bitwise. Offloaded tensors come back contiguous, even transposed weights, and the
         product with such a weight is summed in another order. So offloading needs the float32 tolerance.
@@ -413,7 +413,7 @@ class CheckpointWrapperTest(TestCase):
                         optim.step()
 
     def test_number_of_forwards(self):
-        """Beyond upstream: checkpoints run forward twice per iteration. Offloading, or no gradients, means once."""
+        """Checkpoints run forward twice per iteration. Offloading, or no gradients, means once."""
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 inner = Counting()

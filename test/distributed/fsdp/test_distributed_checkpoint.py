@@ -97,7 +97,7 @@ class TestDistributedCheckpoint(FSDPTest):
 
 
 class TestCheckpointOnDisk(FSDPTest):
-    """Beyond upstream: shards, different world sizes, continued training, and damaged checkpoints."""
+    """Shards, different world sizes, continued training, and damaged checkpoints."""
 
     @property
     def world_size(self) -> int:
@@ -113,7 +113,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @with_temp_dir
     @subtests(kind=_DISTRIBUTED_STATE_DICT_IMPLS)
     def test_shards_of_each_rank(self, kind):
-        """Beyond upstream: each rank's shards get the values of the saved model, even if a rank has an empty shard.
+        """Each rank's shards get the values of the saved model, even if a rank has an empty shard.
 
         On three ranks, the last layer (1 x 3 with a bias) gives the third rank no part of the flat parameter, and two
         ranks no rows. Values outside the state dict do not change: non-persistent buffers and ``requires_grad``.
@@ -197,14 +197,14 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_sharded(self):
-        """Beyond upstream: model and optimizer load from shards on disk, in the same world size or another one."""
+        """Model and optimizer load from shards on disk, in the same world size or another one."""
         config = {"sizes": [(2, 2), (2, 4), (4, 2), (4, 1)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), SHARDED)
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_local(self):
-        """Beyond upstream: flat shards load on another number of ranks. Each rank reads its own part.
+        """Flat shards load on another number of ranks. Each rank reads its own part.
 
         One rank has no flat shard, see ``test_flat_shards_for_one_rank``.
         """
@@ -214,7 +214,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_flat_shards_for_one_rank(self):
-        """Beyond upstream: a single rank uses full state dicts, so its model does not load flat shards.
+        """A single rank uses full state dicts, so its model does not load flat shards.
 
         The error of the planner, or of the model, names the keys, and training continues as if nothing had been loaded.
         The data on disk is complete: read as tensors, each flat shard is a layer's weight followed by its bias.
@@ -250,7 +250,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_flat_shards_of_more_ranks(self):
-        """Beyond upstream: flat shards of four ranks have the wrong size for two ranks, and both refuse them."""
+        """Flat shards of four ranks have the wrong size for two ranks, and both refuse them."""
         pair = dist.new_group([0, 1])
         source, _ = self._trained(0, dist.group.WORLD)
         with mode(source, LOCAL):
@@ -278,7 +278,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_full(self):
-        """Beyond upstream: full state dicts, written by all ranks together or by rank 0 only."""
+        """Full state dicts, written by all ranks together or by rank 0 only."""
         config = {
             "sizes": [(2, 2), (2, 4), (4, 2), (4, 1)],
             "offload_to_cpu": [False, True],
@@ -342,7 +342,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_empty_shards(self):
-        """Beyond upstream: a sharded optimizer state can be saved and loaded even if a rank has no rows.
+        """A sharded optimizer state can be saved and loaded even if a rank has no rows.
 
         The default planner drops sharded tensors without a local shard. It then misses their names, assumes a
         checkpoint of torch 2.3, and does not find that version's names. ``flatten_sharded_tensors=False`` prevents
@@ -372,7 +372,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_ignored_parameters(self):
-        """Beyond upstream: the state of a parameter that FSDP ignores is loaded whole."""
+        """The state of a parameter that FSDP ignores is loaded whole."""
         plain = layers(0, self.device, hidden=4, outputs=4)
         model = FSDP(plain, ignored_states=[plain[2]])
         optim = torch.optim.Adam(model.parameters())
@@ -398,7 +398,7 @@ class TestCheckpointOnDisk(FSDPTest):
         damage=["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"],
     )
     def test_damaged_checkpoint(self, kind, damage):
-        """Beyond upstream: if one rank cannot read, all ranks get an error. The model does not change and trains on.
+        """If one rank cannot read, all ranks get an error. The model does not change and trains on.
 
         The test loads into a copy of the state dict. Local state dicts hold the live shards, so without a copy the
         values read before the damage would be in the model.
@@ -461,7 +461,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_surplus_in_checkpoint(self):
-        """Beyond upstream: extra values in the checkpoint are not read. Only the model's own load refuses them."""
+        """Extra values in the checkpoint are not read. Only the model's own load refuses them."""
         for kind in (FULL, SHARDED):
             path = self._path(kind)
             larger = self._wrapped(layers(0, self.device).append(nn.Linear(1, 1, device=self.device)))

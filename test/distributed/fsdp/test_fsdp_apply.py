@@ -88,7 +88,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_other_parameters_stay(self):
-        """Beyond upstream: parameters that the function does not write are bitwise the same."""
+        """Parameters that the function does not write are bitwise the same."""
         model = self._transformer()
         plain = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -111,7 +111,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_each_rank_writes_its_shard(self):
-        """Beyond upstream: if ranks write different values, each element gets the value of the rank that owns it."""
+        """If ranks write different values, each element gets the value of the rank that owns it."""
         for build in (self._nested, self._transformer):
             model = build()
 
@@ -165,7 +165,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_after_apply(self):
-        """Beyond upstream: a model trains from the written values, whichever instance ``apply`` was called on first."""
+        """A model trains from the written values, whichever instance ``apply`` was called on first."""
         for first in ("root", "inner"):
             plain, model = self._two_layers()
             for each in (plain, model):
@@ -189,7 +189,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_function_raises(self):
-        """Beyond upstream: after an exception FSDP is idle and sharded, nothing is written, and the model trains."""
+        """After an exception FSDP is idle and sharded, nothing is written, and the model trains."""
         plain, model = self._two_layers()
         states = internals.fsdp1_common
         with self.assertRaisesRegex(KeyError, "on purpose"):
@@ -205,7 +205,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_function_raises_on_an_inner_instance(self):
-        """Beyond upstream: after an exception under a nested instance, the whole model still runs.
+        """After an exception under a nested instance, the whole model still runs.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``apply`` undoes its lazy initialization only if the function returns,
         so the inner instance stays a root. ::

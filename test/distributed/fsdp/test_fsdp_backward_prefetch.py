@@ -160,7 +160,7 @@ class TestBackwardPrefetch(FSDPTest):
     def _test_backward_prefetch(
         self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
     ) -> None:
-        # Beyond upstream: under SHARD_GRAD_OP the choices are the same, but the parameters are already gathered.
+        # Under SHARD_GRAD_OP the choices are the same, but the parameters are already gathered.
         gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
         for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):
             self.assertEqual(record, _expected(backward_prefetch), may_be="empty")
@@ -168,7 +168,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_there_in_time(self):
-        """Beyond upstream: only with prefetch, a layer's parameters are gathered before its backward starts."""
+        """Only with prefetch, a layer's parameters are gathered before its backward starts."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_what_is_there_in_time)
 
     def _test_what_is_there_in_time(self, backward_prefetch: BackwardPrefetch | None) -> None:
@@ -208,7 +208,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_order_that_changes(self):
-        """Beyond upstream: backward gathers in the reverse order of its own forward. Earlier ones do not count."""
+        """Backward gathers in the reverse order of its own forward. Earlier ones do not count."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_order_that_changes)
 
     def _test_order_that_changes(self, backward_prefetch: BackwardPrefetch | None) -> None:
@@ -224,7 +224,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_same_gradients(self):
-        """Beyond upstream: gradients are bitwise the same in all modes, on every rank and in every step."""
+        """Gradients are bitwise the same in all modes, on every rank and in every step."""
         of_modes = []
         for backward_prefetch in PREFETCHES:
             model = self._transformer(backward_prefetch)

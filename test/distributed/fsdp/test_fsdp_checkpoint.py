@@ -211,14 +211,14 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_uneven_shards(self):
-        """Beyond upstream: layers of 16, 25 and 12 elements. 25 is odd, and so is the sum."""
+        """Layers of 16, 25 and 12 elements. 25 is odd, and so is the sum."""
         config = {"offload_activations": [True, False], "use_orig_params": [False, True]}
         for test in (self._test_checkpoint_fsdp_wrapping, self._test_basic_checkpoint_end_to_end):
             self.run_subtests(config, test, cpu_offload=CPUOffload(offload_params=False), widths=(3, 4, 5, 2))
 
     @skip_if_lt_x_gpu(2)
     def test_how_often_recomputation_gathers(self):
-        """Beyond upstream: a checkpoint around FSDP gathers again to recompute; one within FSDP does not."""
+        """A checkpoint around FSDP gathers again to recompute; one within FSDP does not."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_how_often_recomputation_gathers)
 
@@ -313,7 +313,7 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_checkpoint_submodule_sharded(self, device):
-        """Beyond upstream: the same with sharded parameters, which are freed again after backward."""
+        """The same with sharded parameters, which are freed again after backward."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_checkpoint_submodule, use_reentrant=False)
 

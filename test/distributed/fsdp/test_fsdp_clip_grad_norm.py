@@ -226,7 +226,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_beyond_low_precision(self, device):
-        """Beyond upstream: a norm too large for float16 is returned as infinity, but clipping uses the true norm."""
+        """A norm too large for float16 is returned as infinity, but clipping uses the true norm."""
         mixed_precision = MixedPrecision(
             param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
         )
@@ -271,7 +271,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_of_the_whole_gradient(self, device):
-        """Beyond upstream: it is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
+        """It is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
         self.run_subtests(
             {
                 "device": [device],
@@ -305,7 +305,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parameters_outside_of_fsdp(self, device):
-        """Beyond upstream: gradients that FSDP ignores count once, not once per rank, and are clipped as well."""
+        """Gradients that FSDP ignores count once, not once per rank, and are clipped as well."""
         self.run_subtests({"device": [device], "norm_type": [1, 2, math.inf]}, self._test_parameters_outside_of_fsdp)
 
     def _test_parameters_outside_of_fsdp(self, device: str, norm_type: float) -> None:
@@ -342,7 +342,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_rank_without_gradients(self, device):
-        """Beyond upstream: a rank without trainable elements takes part and gets the same norm."""
+        """A rank without trainable elements takes part and gets the same norm."""
         self.run_subtests({"device": [device], "norm_type": [1, 2]}, self._test_rank_without_gradients)
         model = self._half_frozen(device)
         self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
@@ -358,7 +358,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_maximum_norm_of_a_rank_without_gradients(self, device):
-        """Beyond upstream: a later, smaller gradient has a smaller maximum norm. Fails: the first one is returned.
+        """A later, smaller gradient has a smaller maximum norm. Fails: the first one is returned.
 
         A rank without gradients uses the instance's constant zero as its own norm, and the all-reduce of the maximum
         writes its result into that constant. From then on the rank contributes the largest norm so far, and all ranks

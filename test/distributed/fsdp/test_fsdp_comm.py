@@ -139,7 +139,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_bytes(self):
-        """Beyond upstream: each shard is sent once per pass, each gradient once, in the dtypes of mixed precision."""
+        """Each shard is sent once per pass, each gradient once, in the dtypes of mixed precision."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -178,7 +178,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_prefetch_adds_nothing(self):
-        """Beyond upstream: prefetching moves all-gathers, but adds none and does not change gradients."""
+        """Prefetching moves all-gathers, but adds none and does not change gradients."""
         self.run_subtests(
             {
                 "forward_prefetch": [False, True],
@@ -217,7 +217,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_model(self):
-        """Beyond upstream: without trainable parameters, nothing is reduced. Backward still gathers and frees."""
+        """Without trainable parameters, nothing is reduced. Backward still gathers and frees."""
         self.run_subtests({"sharding_strategy": STRATEGIES, "backward_prefetch": PREFETCHES}, self._test_frozen_model)
 
     def _test_frozen_model(

@@ -279,7 +279,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_custom_hook_reduces(self):
-        """Beyond upstream: a hook replaces the reduction. It gets whole gradients, once per instance and backward."""
+        """A hook replaces the reduction. It gets whole gradients, once per instance and backward."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "has_wrapping": [True, False]}, self._test_custom_hook_reduces
         )
@@ -305,7 +305,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_and_no_sync(self):
-        """Beyond upstream: a hook does not run in ``no_sync()``. Later it gets the accumulated gradient."""
+        """A hook does not run in ``no_sync()``. Later it gets the accumulated gradient."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_hook_and_no_sync)
 
     def _test_hook_and_no_sync(self, sharding_strategy: ShardingStrategy) -> None:
@@ -324,7 +324,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_that_is_not_callable(self):
-        """Beyond upstream: a hook that is not callable is refused by name. Another can be registered afterwards."""
+        """A hook that is not callable is refused by name. Another can be registered afterwards."""
         model = self._net(ShardingStrategy.FULL_SHARD)
         with self.assertRaisesRegex(ValueError, "The communication hook must be callable but got not a hook"):
             model.register_comm_hook(DummyState(), "not a hook")

@@ -114,7 +114,7 @@ class TestParityWithDDP(_TwoRanks):
             )
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Beyond upstream: afterwards nothing stays gathered, and the shards hold each element once, plus padding."""
+        """Afterwards nothing stays gathered, and the shards hold each element once, plus padding."""
         loss = super()._train_for_several_steps(model, *args, **kwargs)
         if not isinstance(model, FSDP):
             self._numel = sum(param.numel() for param in model.parameters())  # of the reference, which trains first
@@ -189,7 +189,7 @@ class TestParityWithDDP(_TwoRanks):
 
     @skip_if_lt_x_gpu(2)
     def test_every_step(self):
-        """Beyond upstream: tokens differ by rank, and each rank compares gradients and parameters after each step."""
+        """Tokens differ by rank, and each rank compares gradients and parameters after each step."""
         self.run_subtests(
             {"sharding_strategy": sharding_strategy_config, "use_orig_params": [False, True]}, self._test_every_step
         )
@@ -327,7 +327,7 @@ class TestHooks(_TwoRanks):
 
     @skip_if_lt_x_gpu(2)
     def test_no_hooks_without_grad(self):
-        """Beyond upstream: a forward under ``no_grad`` registers no hooks, and the next one with gradients does."""
+        """A forward under ``no_grad`` registers no hooks, and the next one with gradients does."""
         model = self._transformer()
         inputs = model.module.get_input(get_devtype())
         with torch.no_grad():
@@ -365,7 +365,7 @@ class TestNoGrad(_TwoRanks):
         dtype=[None, torch.bfloat16],
     )
     def test_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
-        """Beyond upstream: a model is evaluated in inference mode between steps.
+        """A model is evaluated in inference mode between steps.
 
         The first evaluation is the way round fsdp1_inference_mode_breaks_training.
         """
@@ -404,7 +404,7 @@ class TestNoGrad(_TwoRanks):
         dtype=[None, torch.bfloat16],
     )
     def test_first_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
-        """Beyond upstream: a model that was first used in inference mode can be trained."""
+        """A model that was first used in inference mode can be trained."""
         ref_model = filled(nn.Linear(3, 5)).to(get_devtype())
         model = FSDP(
             copy.deepcopy(ref_model),

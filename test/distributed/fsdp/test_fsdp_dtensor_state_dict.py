@@ -154,7 +154,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @FOUR_RANKS
     def test_local_shapes_of_uneven_shards(self):
-        """Beyond upstream: four ranks have 2, 2, 1 and 0 of 5 rows, and 3, 3, 3 and 1 of 10 rows."""
+        """Four ranks have 2, 2, 1 and 0 of 5 rows, and 3, 3, 3 and 1 of 10 rows."""
         self.assertEqual(self.world_size, 4)
         model, optim = self._create_model(False, self._mesh())
         use_sharded_state_dicts(model)
@@ -170,7 +170,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_full_tensors(self, is_even_sharded_model):
-        """Beyond upstream: the joined shards equal FULL_STATE_DICT and the plain model's values."""
+        """The joined shards equal FULL_STATE_DICT and the plain model's values."""
         wanted = plain_parameters_and_moments(*self._reference(is_even_sharded_model, range(1)))
         model, optim = self._create_model(is_even_sharded_model, self._mesh())
         use_sharded_state_dicts(model)
@@ -185,7 +185,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_training_goes_on(self, is_even_sharded_model):
-        """Beyond upstream: another model loads both dicts and then trains exactly as the first one."""
+        """Another model loads both dicts and then trains exactly as the first one."""
         mesh = self._mesh()
         plain, _ = self._reference(is_even_sharded_model, range(3))
         for use_orig_params in (False, True):
@@ -206,7 +206,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @FOUR_RANKS
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: a checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
+        """A checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
         sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"
         config = {"sizes": sizes, "is_even_sharded_model": [False], orig: [False, True]}
         self.run_subtests(config, self._test_checkpoint_on_disk)
@@ -244,7 +244,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(2)
     def test_damaged_checkpoint(self):
-        """Beyond upstream: every rank gets the error, and the live model and optimizer do not change."""
+        """Every rank gets the error, and the live model and optimizer do not change."""
         mesh = self._mesh()
         good, wide, short = (os.path.join(self.temp_dir, name) for name in ("good", "wide", "short"))
 

@@ -171,7 +171,7 @@ class TestFSDPExecOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_more_forwards_than_in_the_first_iteration(self, device, sharding_strategy):
-        """Beyond upstream: an extra unit after the last one of the first iteration also gives a warning."""
+        """An extra unit after the last one of the first iteration also gives a warning."""
         model = self._wrapped(sharding_strategy, device)
         self._iterate(model, device)
         with _order_warnings() as found:
@@ -185,7 +185,7 @@ class TestFSDPExecOrder(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_without_debug_level(self, device):
-        """Beyond upstream: below DETAIL nothing is checked, warned about or sent, even if ranks differ."""
+        """Below DETAIL nothing is checked, warned about or sent, even if ranks differ."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,

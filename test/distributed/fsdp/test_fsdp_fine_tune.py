@@ -197,7 +197,7 @@ class TestFSDPFineTune(FSDPTest):
                     self._set_seq_module_requires_grad(seq, True)
                 seq(inp).sum().backward()
                 _assert_post_backward_reshard_count(step)
-                # Beyond upstream: afterwards no unit stays gathered, frozen or not, except for the defect in
+                # Afterwards no unit stays gathered, frozen or not, except for the defect in
                 # test_frozen_unit_is_freed_at_the_end.
                 stays = not use_orig_params and left_over[0]
                 self.assertEqual(self._gathered(seq), [stays] + [False] * (self.NUM_LINEARS - 1))
@@ -206,7 +206,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_is_freed_at_the_end(self, device):
-        """Beyond upstream: with SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
+        """With SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
 
         With flat parameters it does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: the first unit stays gathered
         between iterations if its input needs no gradient, so its memory is never sharded. The first linear layer below
@@ -243,7 +243,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_root_keeps_its_parameters(self, device):
-        """Beyond upstream: after backward a frozen root has its original parameters."""
+        """After backward a frozen root has its original parameters."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "inp_requires_grad": [False, True]},
             self._test_frozen_root_keeps_its_parameters,
@@ -377,13 +377,13 @@ class TestFSDPFineTune(FSDPTest):
                 losses.append(loss.detach())
                 optim.zero_grad()
                 loss.backward()
-                # Beyond upstream: nothing stays gathered, even if the input's gradient reshards a unit before backward
+                # Nothing stays gathered, even if the input's gradient reshards a unit before backward
                 # has unsharded it. For flat parameters, see test_frozen_unit_is_freed_at_the_end.
                 first, of_frozen, last = self._gathered(model)
                 self.assertEqual((first, of_frozen and (is_learnable or use_orig_params), last), (False, False, False))
                 optim.step()
             self.assertEqual(*losses)
-            # Beyond upstream: the input's gradient comes from the concatenation alone, since no layer uses the input.
+            # The input's gradient comes from the concatenation alone, since no layer uses the input.
             low = mixed_precision.param_dtype or torch.float32
             for learnable_input in inputs:
                 expected = 2 * learnable.to(low).float() if is_learnable else None

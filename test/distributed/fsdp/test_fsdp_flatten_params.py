@@ -140,7 +140,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_empty_module(self):
-        """A module without parameters has no flat parameter and computes; beyond upstream: in ``param_dtype``."""
+        """A module without parameters has no flat parameter and computes in ``param_dtype``."""
         for dtype in (torch.float32, torch.float16):
             module = self._get_empty_module()
             (x,) = module.get_input(self.device, torch.float32)
@@ -336,7 +336,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_refused(self):
-        """Beyond upstream: parameters that cannot be flattened raise ValueError."""
+        """Parameters that cannot be flattened raise ValueError."""
 
         def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> Handle:
             params = [
@@ -397,7 +397,7 @@ class ShardsTest(FlattenTest):
         mp_param_dtype=[None, torch.float16],
     )
     def test_shards_make_the_whole(self, case, use_orig_params, mp_param_dtype):
-        """Beyond upstream: the ranks' shards in order are the parameters in memory order."""
+        """The ranks' shards in order are the parameters in memory order."""
         module = self._layers(case)
         alignment = 1 if not use_orig_params else 8 if mp_param_dtype else 4
         pieces, starts, total = {}, {}, 0
@@ -443,7 +443,7 @@ class ShardsTest(FlattenTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_gradients_of_shared_params(self, use_orig_params):
-        """Beyond upstream: a shared parameter gets the gradients of all its uses and is still shared afterwards."""
+        """A shared parameter gets the gradients of all its uses and is still shared afterwards."""
         reference = self._get_shared_params_transformer().eval()  # no dropout, since inputs differ by rank
         model = FSDP(self._get_shared_params_transformer().eval(), use_orig_params=use_orig_params)
         initial = {name: param.detach().clone() for name, param in reference.named_parameters()}

@@ -164,7 +164,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_units_in_backward(self):
-        """Beyond upstream: the trunk's gradients are not reduced, but its parameters are freed again."""
+        """The trunk's gradients are not reduced, but its parameters are freed again."""
         self.run_subtests(
             {
                 "with_nested_trunk": [True, False],
@@ -227,7 +227,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_beside_trainable(self):
-        """Beyond upstream: with original parameters, a flat parameter may mix frozen and trainable parameters."""
+        """With original parameters, a flat parameter may mix frozen and trainable parameters."""
         self.run_subtests(
             {
                 "sharding_strategy": [
@@ -284,7 +284,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_freezing_between_microbatches(self):
-        """Beyond upstream: a parameter that is frozen for one microbatch keeps its gradient of the others."""
+        """A parameter that is frozen for one microbatch keeps its gradient of the others."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(self.device)
         model = FSDP(copy.deepcopy(plain), use_orig_params=True)

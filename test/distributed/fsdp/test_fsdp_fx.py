@@ -109,7 +109,7 @@ class TestSymbolicTracing(TestCase):
         self.assertEqual(len(info.visited_params), len(info.param_forward_order))
 
     def test_layers_that_do_not_run(self):
-        """Beyond upstream: the record has no layers that the traced branch skips, and never an unused parameter."""
+        """The record has no layers that the traced branch skips, and never an unused parameter."""
         model = Model()
         info, seq = traced(model, run_all_layers=False), model.layer2
         expected = [model, model.layer0, model.relu, seq, seq[0], seq[1], seq[2], model.relu]
@@ -124,7 +124,7 @@ class TestSymbolicTracing(TestCase):
             self.assertNotIn(model.weight_unused, traced(model, run_all_layers).visited_params)
 
     def test_exception_while_tracing(self):
-        """Beyond upstream: after an exception, the tracer has its own methods again and works."""
+        """After an exception, the tracer has its own methods again and works."""
         model = Model()
         tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
         original = tracer.call_module, tracer.create_proxy
@@ -142,7 +142,7 @@ class TestRuntimeOrder(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_order_at_runtime(self):
-        """Beyond upstream: FSDP runs its units in the order that tracing recorded."""
+        """FSDP runs its units in the order that tracing recorded."""
         device = self.device
         for run_all_layers in (False, True):
             torch.manual_seed(0)

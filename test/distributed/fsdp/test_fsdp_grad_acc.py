@@ -171,7 +171,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_held_meanwhile(self):
-        """Beyond upstream: ``no_sync()`` keeps the unsharded gradient and does not reduce. Later it is a shard."""
+        """``no_sync()`` keeps the unsharded gradient and does not reduce. Later it is a shard."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]}, self._test_what_is_held_meanwhile
         )
@@ -207,7 +207,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_with_accumulation(self):
-        """Beyond upstream: over steps with momentum, parameters and full gradients match averaging by hand."""
+        """Over steps with momentum, parameters and full gradients match averaging by hand."""
         turns = [
             _GradAccConfigs([_GradAccConfig(use_no_sync, 1) for use_no_sync in (first, not first, first)])
             for first in (True, False)
@@ -246,7 +246,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_same_batch_twice(self):
-        """Beyond upstream: the gradient is exactly doubled, however it is accumulated and was cleared before."""
+        """The gradient is exactly doubled, however it is accumulated and was cleared before."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -289,7 +289,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unit_that_is_used_only_in_no_sync(self):
-        """Beyond upstream: the next synchronization includes a unit that only ran in ``no_sync()``."""
+        """The next synchronization includes a unit that only ran in ``no_sync()``."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
             self._test_unit_that_is_used_only_in_no_sync,
@@ -307,7 +307,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unit_of_one_element(self):
-        """Beyond upstream: gradients add up if a unit has fewer elements than there are ranks."""
+        """Gradients add up if a unit has fewer elements than there are ranks."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -332,7 +332,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_microbatch_without_a_gradient(self):
-        """Beyond upstream: a unit keeps its gradient if its next backward computes none for its parameters."""
+        """A unit keeps its gradient if its next backward computes none for its parameters."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
             self._test_microbatch_without_a_gradient,

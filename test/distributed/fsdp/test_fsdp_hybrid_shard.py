@@ -88,7 +88,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_invalid_mesh_specification_raises(self):
-        """Beyond upstream: a mesh must have two dimensions and cannot be combined with process groups."""
+        """A mesh must have two dimensions and cannot be combined with process groups."""
         device_type = accelerator.current().type
         with self.assertRaisesRegex(ValueError, "Expected device_mesh to have ndim=2 but got 1"):
             self._wrapped(MyModel().to(self.device), None, device_mesh=init_device_mesh(device_type, (4,)))
@@ -120,7 +120,7 @@ class TestFSDPHybridShard(FSDPTest):
     def _check_same_state(
         self, model: FSDP, optim: torch.optim.Optimizer, loaded: FSDP, loaded_optim: torch.optim.Optimizer
     ) -> None:
-        """Beyond upstream: full parameters and moments equal the source's and are the same on all ranks."""
+        """Full parameters and moments equal the source's and are the same on all ranks."""
         found, wanted = full_parameters(loaded), full_parameters(model)
         self.assertEqual(found, wanted, rtol=0, atol=0)
         for name, value in found.items():
@@ -157,7 +157,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sync_of_uneven_shapes_and_buffers(self):
-        """Beyond upstream: all ranks get rank 0's parameters and buffers, through either group.
+        """All ranks get rank 0's parameters and buffers, through either group.
 
         torch 2.9.1 and 2.11.0 skip buffers in the second of the two broadcasts, so ranks 2 and 3 have
         those of rank 2.
@@ -280,7 +280,7 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(strategy=internals.hybrid_strategies, use_orig_params=[False, True], use_device_mesh=[False, True])
     def test_parity_on_data_of_each_rank(self, strategy, use_orig_params, use_device_mesh):
-        """Beyond upstream: with data that differs by rank, match FULL_SHARD and a replica averaged by hand."""
+        """With data that differs by rank, match FULL_SHARD and a replica averaged by hand."""
         mesh = init_device_mesh(accelerator.current().type, (2, 2)) if use_device_mesh else None
         groups = None if use_device_mesh else self._groups()
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_stays_unsharded(self):
-        """Beyond upstream: after forward, HYBRID_SHARD keeps only the root gathered, ZERO2 all. Backward frees all."""
+        """After forward, HYBRID_SHARD keeps only the root gathered, ZERO2 all. Backward frees all."""
         groups = self._groups()
         for strategy in internals.hybrid_strategies():
             model = self._wrapped(MyModel().to(self.device), groups, sharding_strategy=strategy)

@@ -284,7 +284,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_managed(model, ignored)
         self._check_training(model, local, ignored, momentum)
 
-        # Beyond upstream: the collectives of one more iteration, and their order.
+        # The collectives of one more iteration, and their order.
         with recorded() as calls:
             self._train_model(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
         sent = [(call.name, call.dtype, call.numel) for call in calls]
@@ -332,7 +332,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_gradients_have_their_size(self):
-        """Beyond upstream: SGD steps match. Adam would hide gradients of a wrong size."""
+        """SGD steps match. Adam would hide gradients of a wrong size."""
         self.run_subtests(
             {"use_orig_params": [False, True], "ignore_modules": [True, False]},
             self._test_ignored_gradients_have_their_size,
@@ -363,7 +363,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_meta_module_is_not_materialized(self):
-        """Beyond upstream: nothing is materialized if only ignored modules are on the meta device."""
+        """Nothing is materialized if only ignored modules are on the meta device."""
         model = ModelWithIgnoredModules(1)
         ignored = model.layer1[2].to("meta")
         FSDP(model, ignored_modules=[ignored], param_init_fn=lambda module: self.fail(f"{module} is materialized"))
@@ -371,7 +371,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_parameter_beside_parameters_on_meta(self):
-        """Beyond upstream: FSDP manages no ignored parameter, although it materializes the parameter beside it."""
+        """FSDP manages no ignored parameter, although it materializes the parameter beside it."""
         self.run_subtests(
             {"use_orig_params": [False, True], "has_values": [False, True]},
             self._test_ignored_parameter_beside_parameters_on_meta,
@@ -390,7 +390,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_keep_their_dtype(self):
-        """Beyond upstream: mixed precision for buffers does not change the buffers of ignored modules."""
+        """Mixed precision for buffers does not change the buffers of ignored modules."""
         self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)
 
     def _test_ignored_buffers_keep_their_dtype(self, nested: bool) -> None:
@@ -407,7 +407,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffer_of_the_same_name(self):
-        """Beyond upstream: the root's buffer is cast even if an inner instance ignores one of the same local name.
+        """The root's buffer is cast even if an inner instance ignores one of the same local name.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0, which add the names of a nested instance's ignored buffers to those of
         the root, without the path to that instance (``_get_ignored_buffer_names``), and then leave the root's own

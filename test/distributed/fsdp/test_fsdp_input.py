@@ -166,14 +166,14 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_input_type_sharded(self, device):
-        """Beyond upstream: the same with shards, and with data that differs by rank."""
+        """The same with shards, and with data that differs by rank."""
         for input_cls in (dict, list):
             with self.subTest(input_cls=input_cls):
                 self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
 
     @skip_if_lt_x_gpu(2)
     def test_containers(self, device):
-        """Beyond upstream: nested containers, also as outputs. The pre-backward logic of each unit runs once."""
+        """Nested containers, also as outputs. The pre-backward logic of each unit runs once."""
         self.run_subtests({"kind": list(CONTAINERS)}, self._test_containers, device=device)
 
     def _test_containers(self, kind: str, device: str) -> None:
@@ -207,7 +207,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_several_outputs(self, device):
-        """Beyond upstream: a unit with several outputs prepares its backward once, whichever outputs are used."""
+        """A unit with several outputs prepares its backward once, whichever outputs are used."""
         self.run_subtests({"used": ["all", "sum", "first", "second"]}, self._test_several_outputs, device=device)
 
     def _test_several_outputs(self, used: str, device: str) -> None:
@@ -222,7 +222,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_keyword_only(self, device):
-        """Beyond upstream: inputs that are passed by keyword only."""
+        """Inputs that are passed by keyword only."""
 
         def call(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return each(x=x, scale={"by": 2 * x.detach()})
@@ -247,7 +247,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_cast_in_containers(self, device):
-        """Beyond upstream: with fp16 parameters, root and unit cast floats in containers to fp16, but not integers."""
+        """With fp16 parameters, root and unit cast floats in containers to fp16, but not integers."""
         self.run_subtests({"is_root": [True, False]}, self._test_cast_in_containers, device=device)
 
     def _test_cast_in_containers(self, is_root: bool, device: str) -> None:

@@ -200,7 +200,7 @@ class TestFSDPMemory(FSDPTest):
             expected = [*[forward] * 3, backward, {**backward, "momentum": shard}, {**forward, "momentum": shard}]
             self.assertEqual(found, dict(zip(POINTS, expected, strict=True)))
 
-        # Beyond upstream: the shards hold all parameters, and less than one element of padding per rank and unit.
+        # The shards hold all parameters, and less than one element of padding per rank and unit.
         of_all = torch.tensor(shard, device=self.device)
         dist.all_reduce(of_all)
         self.assertGreaterEqual(of_all.item(), total)
@@ -227,7 +227,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_only_on_the_path(self):
-        """Beyond upstream: in forward, a unit is gathered only while it, or a unit inside it, runs."""
+        """In forward, a unit is gathered only while it, or a unit inside it, runs."""
         model = self._sharded(SMALL[0])
         units = {name: unit for name, unit in internals.instances(model).items() if internals.handle(unit)}
         self._shard_bytes(model)
@@ -258,7 +258,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_until_backward(self):
-        """Beyond upstream: with SHARD_GRAD_OP, parameters gathered by forward stay until backward frees them all."""
+        """With SHARD_GRAD_OP, parameters gathered by forward stay until backward frees them all."""
         self.run_subtests({"with_checkpoint": [False, True]}, self._test_gathered_until_backward)
 
     def _test_gathered_until_backward(self, with_checkpoint: bool) -> None:
@@ -275,7 +275,7 @@ class TestFSDPMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("ckpt", ["no_ckpt", "ckpt"])
     def test_no_growth(self, ckpt):
-        """Beyond upstream: at each point, the last iteration holds as much memory as the one before.
+        """At each point, the last iteration holds as much memory as the one before.
 
         The test counts all tensors. If the device has statistics, it also compares the allocator's peaks.
         """
@@ -300,7 +300,7 @@ class TestFSDPMemory(FSDPTest):
     @needs(torch_facts.RECORDS_STREAM_OF_UNSHARDED_COPIES)
     @skip_if_lt_x_gpu(2)
     def test_readers_of_offloaded_parameters(self):
-        """Beyond upstream: the copy of an offloaded flat parameter is not reused before its readers have run.
+        """The copy of an offloaded flat parameter is not reused before its readers have run.
 
         Without sharding, there is no all-gather between the copy and its readers.
         """
@@ -328,7 +328,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_deleted_model_is_freed(self):
-        """Beyond upstream: nothing of a deleted model stays in memory."""
+        """Nothing of a deleted model stays in memory."""
         self.run_subtests(
             {"runs": [False, True], "use_orig_params": [False, True]},
             self._test_deleted_model_is_freed,

@@ -271,7 +271,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_each_rank_initializes_its_own_shard(self):
-        """Beyond upstream: each rank initializes its own shard. With ``sync_module_states`` the values are rank 0's."""
+        """Each rank initializes its own shard. With ``sync_module_states`` the values are rank 0's."""
         self.run_subtests({"sync": [False, True], "use_orig_params": [False, True]}, self._test_each_rank_initializes)
 
     def _test_each_rank_initializes(self, sync: bool, use_orig_params: bool) -> None:
@@ -295,7 +295,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_init_fn_is_called_once_for_each_module(self):
-        """Beyond upstream: each module is initialized once. An outer instance skips modules of a nested one."""
+        """Each module is initialized once. An outer instance skips modules of a nested one."""
         called: collections.Counter[nn.Module] = collections.Counter()
 
         def init(module: nn.Module) -> None:
@@ -318,7 +318,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_nested_fsdp_keeps_its_values(self):
-        """Beyond upstream: initializing a module around an FSDP instance leaves that instance's parameters alone."""
+        """Initializing a module around an FSDP instance leaves that instance's parameters alone."""
 
         class Around(nn.Module):
             def __init__(self, inner: nn.Module) -> None:
@@ -337,7 +337,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_module_without_reset_parameters(self):
-        """Beyond upstream: a module with parameters but without ``reset_parameters`` is refused, with a warning."""
+        """A module with parameters but without ``reset_parameters`` is refused, with a warning."""
         with META:
             model = nn.Sequential(nn.Linear(5, 5), OwnWeight())
         with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):
@@ -346,7 +346,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_module_beside_one_on_meta(self):
-        """Beyond upstream: a module that has values keeps them, although a module beside it is on meta."""
+        """A module that has values keeps them, although a module beside it is on meta."""
         self.run_subtests(
             {"use_orig_params": [False, True], "in_own_unit": [False, True]},
             self._test_module_beside_one_on_meta,

@@ -336,12 +336,12 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_module_that_stayed_gathered(self):
-        """Beyond upstream: a unit that stays gathered after forward is freed, even if its own backward never runs."""
+        """A unit that stays gathered after forward is freed, even if its own backward never runs."""
         self._test_unused_module_that_stayed_gathered(use_orig_params=True)
 
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
-        """Beyond upstream: the same without original parameters. The unit stays gathered, which is a defect.
+        """The same without original parameters. The unit stays gathered, which is a defect.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0. A SHARD_GRAD_OP unit that ran in forward, and whose output no loss uses,
         is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter that points to its
@@ -476,7 +476,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             for handle in internals.handles(overlap):
                 self.assertIsNone(handle.sharded_grad)
             self.assertEqual([param.grad for param in overlap.parameters()], [None] * 4)
-            # Beyond upstream: one step for each parameter that has elements in this rank's shard.
+            # One step for each parameter that has elements in this rank's shard.
             owned = {id(param): 1 for param in overlap.parameters() if param.numel() > 0}
             self.assertEqual(dict(CountingSGD.steps), owned)
 
@@ -517,7 +517,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @requires_world_size(4)
     def test_fsdp_cpu_training_with_replicas(self):
-        """Beyond upstream: hybrid strategies over two groups of two ranks keep the replicas the same."""
+        """Hybrid strategies over two groups of two ranks keep the replicas the same."""
         self.run_subtests(
             {
                 "sharding_strategy": internals.hybrid_strategies(),
@@ -635,12 +635,12 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             )
         expected_buffers = [torch.zeros(shape, device=self.device) for shape in ((2, 2), (4,), (3, 2))]
         self.assertEqual(list(model.buffers()), expected_buffers, may_be="zero")
-        # Beyond upstream: the parameters, too, are those that rank 0 began with.
+        # The parameters, too, are those that rank 0 began with.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
 
     @skip_if_lt_x_gpu(2)
     def test_averaged_model(self):
-        """Beyond upstream: ``AveragedModel`` copies the model and averages its shards."""
+        """``AveragedModel`` copies the model and averages its shards."""
         model = FSDP(nn.Linear(4, 4, bias=False, device=self.device), use_orig_params=True)
         before = full_parameters(model)["weight"]
         with torch_defect("fsdp1_model_is_not_copied"):
@@ -734,7 +734,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
             self.assertEqual([handle.device for handle in handles], [device] * 2)
 
-        # Beyond upstream: the model also trains.
+        # The model also trains.
         inputs = [torch.rand(3, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
         model(inputs[self.rank].to(self.device)).square().sum().backward()
         torch.stack([local(x).square().sum() for x in inputs]).mean().backward()
@@ -902,7 +902,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             model = FSDP(module, sync_module_states=True, device_id=device_id)
         with FSDP.summon_full_params(model):
             _assert_module_states(model, self.process_group, functools.partial(self.assertEqual, may_be="zero"))
-            # Beyond upstream: gathered parameters are the same on all ranks in any case. These must be rank 0's.
+            # Gathered parameters are the same on all ranks in any case. These must be rank 0's.
             self.assertEqual(model.module.weight.detach(), weight_of(0).to(self.device), rtol=0, atol=0)
         self.assertEqual(model.module.buffer, torch.zeros(3, device=self.device))
 
@@ -1032,7 +1032,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
 class TestDefaults(TestCase):
     def test_defaults(self):
-        """Beyond upstream: the defaults are the documented ones."""
+        """The defaults are the documented ones."""
         states = {"state_dict_config": None, "optim_state_dict_config": None}
         gathered = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": False}
         check_defaults(

@@ -318,7 +318,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_e2e_bf16(self):
-        """Beyond upstream: the same in bfloat16, also with gradients reduced in full precision."""
+        """The same in bfloat16, also with gradients reduced in full precision."""
         self.run_subtests(
             {
                 "mp_config": [
@@ -418,7 +418,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
-        """Beyond upstream: a forward without a backward does not change the gradients of the next iteration.
+        """A forward without a backward does not change the gradients of the next iteration.
 
         It does change them, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0 and a low ``param_dtype``, in training
         and in eval mode, except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first
@@ -446,7 +446,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
-        """Beyond upstream: offloaded low precision gradients that were set to None are there again after backward.
+        """Offloaded low precision gradients that were set to None are there again after backward.
 
         They are not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0: the flat parameter's own pinned gradient is
         cast to the low dtype, and cast back only if the parameter still has a gradient. The second backward raises when
@@ -499,13 +499,13 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion(self, strategy, use_orig_params, low, conversion):
-        """Beyond upstream: ``half`` and similar methods work before the first step, also with mixed precision."""
+        """``half`` and similar methods work before the first step, also with mixed precision."""
         self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
 
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
-        """Beyond upstream: between steps they work or are refused. No step computes with an old shard."""
+        """Between steps they work or are refused. No step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
         model(torch.ones(1, 4, device=self.device)).sum().backward()
         with contextlib.suppress(RuntimeError, ValueError), torch_defect("fsdp1_conversion_is_undone"):
@@ -514,7 +514,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(strategy=STRATEGIES[:2], use_orig_params=[False, True], conversion=["half", "double"])
     def test_other_dtype_between_steps_is_refused(self, strategy, use_orig_params, conversion):
-        """Beyond upstream: parameters gathered in one dtype cannot be gathered in another. The next forward raises."""
+        """Parameters gathered in one dtype cannot be gathered in another. The next forward raises."""
         model = self._layer_to_convert(strategy, use_orig_params, None)
         for _ in range(2):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
@@ -542,13 +542,13 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion(self, conversion):
-        """Beyond upstream: a conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
+        """A conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
         self._test_gradients_after_conversion(conversion, use_orig_params=False)
 
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion_with_orig_params(self, conversion):
-        """Beyond upstream: the same with the original parameters."""
+        """The same with the original parameters."""
         shows = torch_defect("fsdp1_conversion_brings_back_gradients")
         self._test_gradients_after_conversion(conversion, True, shows)
 
@@ -623,7 +623,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             with torch.no_grad():  # a way round the defect fsdp1_unused_forward_costs_reduction
                 output = model(*inputs)
             self.assertEqual(output.dtype, torch.float32 if full_precision else torch.float16)
-            if full_precision:  # beyond upstream: the result is exactly that of full precision
+            if full_precision:  # the result is exactly that of full precision
                 reference.bn.running_mean.copy_(model.bn.running_mean)
                 reference.bn.running_var.copy_(model.bn.running_var)
                 self.assertEqual(output, reference(*inputs))
@@ -649,7 +649,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_full_precision_in_eval_buffers_under_any_root(self):
-        """Beyond upstream: a root without parameters casts buffers if any of its instances uses mixed precision."""
+        """A root without parameters casts buffers if any of its instances uses mixed precision."""
         with internals.switched(FULL_PRECISION_IN_EVAL, True):
             layers = [LinearMixedPrecision(torch.float32, f"buffer{index}").to(self.device) for index in (0, 1)]
             half = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=True)
@@ -715,7 +715,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
     )
     def test_parity_with_casts_by_hand(self, dtypes, layout):
-        """Beyond upstream: on each rank, gradients, parameters and losses bitwise match a model that casts by hand.
+        """On each rank, gradients, parameters and losses bitwise match a model that casts by hand.
 
         The reference computes with a copy in ``param_dtype``, averages gradients over the ranks in ``reduce_dtype`` and
         steps in float32. Inputs differ by rank, and so do Adam's moments after the first of the three steps.
@@ -756,7 +756,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])
     def test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
-        """Beyond upstream: if one rank's scaled loss or output overflows, all ranks skip the step.
+        """If one rank's scaled loss or output overflows, all ranks skip the step.
 
         An infinite loss makes the whole gradient infinite. An infinite output affects one row of the gradient. Only one
         rank has that row, and only the scaler tells the other ranks.
@@ -904,7 +904,7 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     """The dtypes that a model and its two submodules see if one or both of them have their own precision.
 
-    Beyond upstream: in bfloat16 as well as float16, and gradients have the original dtype.
+    In bfloat16 as well as float16, and gradients have the original dtype.
     """
 
     world_size = 2
@@ -1063,7 +1063,7 @@ class TestFSDPTrainEval(FSDPTest):
         eval_source = torch.randn(8, 1, 8, device=device)
         eval_target = torch.randn(16, 1, 8, device=device)
         sums = []
-        expected: list[torch.Tensor] | None = None  # beyond upstream: the average, kept by hand
+        expected: list[torch.Tensor] | None = None  # the average, kept by hand
         for _ in range(3):
             model.train()
             source, target = torch.randn(8, 4, 8, device=device), torch.randn(16, 4, 8, device=device)

@@ -61,7 +61,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_of_each_step(self):
-        """Beyond upstream: parameter and input gradients at every step, with data that differs by rank."""
+        """Parameter and input gradients at every step, with data that differs by rank."""
         self.run_subtests(
             {
                 "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
@@ -97,7 +97,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathers_of_each_pass(self):
-        """Beyond upstream: FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once.
+        """FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once.
 
         Its post-backward logic runs once, after both runs.
         """
@@ -120,7 +120,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_two_forwards_then_two_backwards(self):
-        """Beyond upstream: gradients of two losses add up if both forwards ran before the backwards.
+        """Gradients of two losses add up if both forwards ran before the backwards.
 
         Other combinations than this one may kill the process.
         """

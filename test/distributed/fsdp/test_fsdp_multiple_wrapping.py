@@ -51,7 +51,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_root_owns_shared_state(self, device):
-        """Beyond upstream: after its first forward, the second root shares streams and order with the inner unit."""
+        """After its first forward, the second root shares streams and order with the inner unit."""
         inner = InnerModel(device)
         first = self._train_under_root(inner, device)
         (unit,) = inner.layers
@@ -70,7 +70,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_through_second_root(self, device):
-        """Beyond upstream: steps through the second root match a local copy with averaged gradients."""
+        """Steps through the second root match a local copy with averaged gradients."""
         inner = InnerModel(device)
         self._train_under_root(inner, device)
         reference = nn.Linear(5, 5).to(device)
@@ -93,7 +93,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_root_that_ran_is_refused(self, device):
-        """Beyond upstream: an instance that ran as a root cannot run inside another root."""
+        """An instance that ran as a root cannot run inside another root."""
         first = self._train_under_root(InnerModel(device), device)
         second = FSDP(first, device_id=torch.device(device))
         with self.assertRaisesRegex(AssertionError, "Non-root FSDP instance's `_is_root` should not have been set yet"):

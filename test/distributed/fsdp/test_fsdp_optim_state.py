@@ -555,7 +555,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_state_of_a_shared_parameter(self, use_orig_params):
-        """Beyond upstream: its state has the first name of the parameter, and the values of the plain model's state."""
+        """Its state has the first name of the parameter, and the values of the plain model's state."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(self.device)
         plain[2].weight = plain[0].weight
@@ -586,13 +586,13 @@ class TestFSDPOptimState(FSDPTest):
         )
         with self.assertRaisesRegex(RuntimeError, message) as raised:
             FSDP.full_optim_state_dict(model, run.optim)
-        accused = re.findall(r"Rank (\d+) is missing", str(raised.exception))  # beyond upstream
+        accused = re.findall(r"Rank (\d+) is missing", str(raised.exception))
         self.assertEqual(accused, [str(rank) for rank in range(1, self.world_size)])
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], use_legacy=[False, True])
     def test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params, use_legacy):
-        """Beyond upstream: the other ranks free the memory that was gathered for rank 0."""
+        """The other ranks free the memory that was gathered for rank 0."""
         run = self._init_nested_model("wrap", use_orig_params=use_orig_params)
         self._train(run, 3)
         set_state_dict_type(run.model, FULL_ON_RANK_0)
@@ -646,7 +646,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_nested(self):
-        # Beyond upstream: LOCAL_STATE_DICT, documented as not supported yet for optimizers, works like shards.
+        # LOCAL_STATE_DICT, documented as not supported yet for optimizers, works like shards.
         local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
         interfaces = [FlattenSharded(), OptimStateDict(SHARDS), OptimStateDict(local)]
         self._test_load_optim_state(interfaces, self._init_nested_model, wrap_alt=True)
@@ -658,7 +658,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @requires_world_size(4)
     def test_uneven_shards(self):
-        """Beyond upstream: four ranks have 2, 2, 1 and 0 of 5 rows. The last rank also has none of 3 rows."""
+        """Four ranks have 2, 2, 1 and 0 of 5 rows. The last rank also has none of 3 rows."""
         run = self._init_nested_model("wrap")
         self._train(run, 3)
         osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
@@ -1064,7 +1064,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_steps_are_apart(self):
-        """Beyond upstream: each parameter of a saved state has its own step count, which increases by one per step.
+        """Each parameter of a saved state has its own step count, which increases by one per step.
 
         In torch 2.9.1, 2.11.0 and 2.13.0 all parameters of one flat parameter share one step tensor
         (``_unflatten_communicated_optim_state``), also after ``torch.save``. If an optimizer with separate parameters
@@ -1085,7 +1085,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_damaged_state_is_refused(self):
-        """Beyond upstream: a damaged state raises an error that names the fault. The optimizer does not change."""
+        """A damaged state raises an error that names the fault. The optimizer does not change."""
         run = self._init_nested_model("wrap")
         self._train(run, 3)
         model, optim = run.model, run.optim
@@ -1138,7 +1138,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
-        """Beyond upstream: a state of the wrong shape is an error, as with flat parameters, and is not loaded.
+        """A state of the wrong shape is an error, as with flat parameters, and is not loaded.
 
         torch 2.9.1, 2.11.0 and 2.13.0 cut the given state (``_shard_orig_param_state``) without a look at its shape, so
         a transposed state is loaded in the wrong order. Minimal: ``FSDP(nn.Linear(2, 3), use_orig_params=True)``, one
@@ -1157,7 +1157,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @requires(lambda: "here offloading copies" if accelerator.current().has("device_memory") else None)
     def test_offloaded_state_of_original_parameters(self):
-        """Beyond upstream: with or without offloading, ``exp_avg`` is the average, not a state gathered later.
+        """With or without offloading, ``exp_avg`` is the average, not a state gathered later.
 
         torch 2.9.1, 2.11.0 and 2.13.0 gather the states of a parameter one after another into the same tensor
         (``_allgather_orig_param_states``) and rely on offloading to copy it. On the CPU offloading does not copy, so
@@ -1181,7 +1181,7 @@ class TestFSDPOptimState(FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: a checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
+        """A checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
         groups = {size: group_of(range(size)) for size in (4, 2, 1)}
         kinds = [SHARDS, FULL_EVERYWHERE, FULL_ON_RANK_0]
         # All pairs of sizes, kind and parameters are tested; all triples only if slow tests are enabled.
@@ -1252,7 +1252,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
-        """Beyond upstream: an optimizer state dict loads from disk even if a rank has no rows of a parameter.
+        """An optimizer state dict loads from disk even if a rank has no rows of a parameter.
 
         In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then
         misses the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". Minimal: this
@@ -1276,7 +1276,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_damaged_checkpoint(self):
-        """Beyond upstream: every rank gets the error. Model and optimizer train on as if nothing had been loaded."""
+        """Every rank gets the error. Model and optimizer train on as if nothing had been loaded."""
         model = FSDP(
             self._init_nested_model("wrap").model
         )  # wraps the rest too: parameters outside FSDP would be loaded in place

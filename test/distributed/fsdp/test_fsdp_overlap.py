@@ -218,7 +218,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_order(self):
-        """Beyond upstream: the next layer is gathered before this layer's gradients, after them, or when needed."""
+        """The next layer is gathered before this layer's gradients, after them, or when needed."""
         self.run_subtests(
             {
                 "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
@@ -268,7 +268,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     @skip_if_lt_x_gpu(2)
     def test_limit_of_all_gathers(self):
-        """Beyond upstream: with two outstanding frees, an unshard waits for one. Without the limit, none waits."""
+        """With two outstanding frees, an unshard waits for one. Without the limit, none waits."""
         self.run_subtests(
             {
                 "limit_all_gathers": [True, False],
@@ -309,7 +309,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     @skip_if_lt_x_gpu(2)
     def test_frees_that_are_recorded(self):
-        """Beyond upstream: only real frees are recorded. Under SHARD_GRAD_OP, forward frees nothing."""
+        """Only real frees are recorded. Under SHARD_GRAD_OP, forward frees nothing."""
         for strategy, in_forward in ((ShardingStrategy.FULL_SHARD, LAYERS), (ShardingStrategy.SHARD_GRAD_OP, 0)):
             with self.subTest(strategy=strategy):
                 model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)

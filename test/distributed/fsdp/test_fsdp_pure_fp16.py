@@ -50,7 +50,7 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_bf16_dtypes(self):
-        """Beyond upstream: the same for a model in bf16."""
+        """The same for a model in bf16."""
         self._run_dtypes(torch.bfloat16)
 
     def _run_dtypes(self, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ class TestPureFP16(FewRanksTest):
                     MixedPrecision(),
                     MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
                     MixedPrecision(param_dtype=torch.float32),
-                    MixedPrecision(reduce_dtype=torch.float32),  # beyond upstream
+                    MixedPrecision(reduce_dtype=torch.float32),
                 ],
             },
             self._test_fp16_dtypes,
@@ -100,7 +100,7 @@ class TestPureFP16(FewRanksTest):
             self.assertEqual((flat_param.dtype, flat_param.grad.dtype, handle._orig_param_dtype), (dtype,) * 3)
             self.assertEqual(handle._fwd_bwd_param_dtype, param_dtype)
             self.assertEqual(handle._reduce_dtype, reduce_dtype)
-        # Beyond upstream: the collectives use this dtype.
+        # The collectives use this dtype.
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype] * len(handles))
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         self.assertGreater(len(grads), 0)
@@ -109,7 +109,7 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parameters_after_a_step(self):
-        """Beyond upstream: in fp16 and bf16, all parameters match a local model with averaged gradients."""
+        """In fp16 and bf16, all parameters match a local model with averaged gradients."""
         self.run_subtests(
             {"dtype": [torch.float16, torch.bfloat16], "to_half_before_fsdp_init": [False, True]},
             self._test_parameters_after_a_step,
@@ -141,7 +141,7 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict_of_half_model(self):
-        """Beyond upstream: the full state dict of an fp16 model is fp16. An fp32 model loads its exact values."""
+        """The full state dict of an fp16 model is fp16. An fp32 model loads its exact values."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_state_dict_of_half_model)
 
     def _test_state_dict_of_half_model(self, use_orig_params: bool) -> None:

@@ -78,7 +78,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler._scale, torch.tensor(2.0), exact_device=True)
 
     def test_scaled_dtypes(self):
-        """Beyond upstream: tensors keep their dtype, alone and in iterables. Other outputs are refused."""
+        """Tensors keep their dtype, alone and in iterables. Other outputs are refused."""
         scaler = self._scaler()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             for shape in ((2,), ()):  # for tensors without dimensions, the wider dtype of the scale could win
@@ -139,7 +139,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(scaler.get_scale(), 1.0)
 
     def test_disabled(self):
-        """Beyond upstream: a disabled scaler changes nothing and steps with any gradient."""
+        """A disabled scaler changes nothing and steps with any gradient."""
         scaler = self._scaler(enabled=False)
         loss = torch.full((1,), 4.0)
         self.assertIs(scaler.scale(loss), loss)
@@ -153,7 +153,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 1.0)
 
     def test_order_of_calls(self):
-        """Beyond upstream: it is an error to unscale twice, to unscale after a step, or to update without a check."""
+        """It is an error to unscale twice, to unscale after a step, or to update without a check."""
         scaler = self._scaler()
         param = torch.ones(2, requires_grad=True)
         optim = torch.optim.SGD([param], lr=1.0)
@@ -175,7 +175,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(param.grad, torch.full((2,), 0.5))
 
     def test_update_with_a_new_scale(self):
-        """Beyond upstream: a new scale is copied from a number or a tensor. Unsuitable tensors are refused."""
+        """A new scale is copied from a number or a tensor. Unsuitable tensors are refused."""
         scaler = self._scaler()
         scaler.scale(torch.ones(1))
         scaler.update(8.0)
@@ -189,7 +189,7 @@ class TestShardGradScaler(TestCase):
                 scaler.update(refused)
 
     def test_update_with_a_vector_of_one(self):
-        """Beyond upstream: a new scale may be any tensor with one element, as the error for other tensors says.
+        """A new scale may be any tensor with one element, as the error for other tensors says.
 
         It may not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0, here and in ``torch.amp.GradScaler``: the
         scale has no dimensions, and ``copy_`` cannot copy a vector into it::
@@ -205,7 +205,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(scaler.get_scale(), 4.0)
 
     def test_two_optimizers(self):
-        """Beyond upstream: an inf skips only the step of its own optimizer. The scale is shared."""
+        """An inf skips only the step of its own optimizer. The scale is shared."""
         scaler = self._scaler()
         ps = [torch.full((2,), 3.0, requires_grad=True) for _ in range(2)]
         optims = [torch.optim.SGD([param], lr=1.0) for param in ps]
@@ -227,7 +227,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 0.5)
 
     def test_unscaling_of_each_dtype(self):
-        """Beyond upstream: gradients of several dtypes are all unscaled and checked, in any order in the optimizer."""
+        """Gradients of several dtypes are all unscaled and checked, in any order in the optimizer."""
         dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float16]
         for spoilt in (None, *range(len(dtypes))):
             scaler = self._scaler()
@@ -252,7 +252,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
 
     def _check_scale(self, scaler: GradScaler, expected: float) -> None:
-        """Beyond upstream: all ranks must have the expected scale."""
+        """All ranks must have the expected scale."""
         self.assertEqual(of_all_ranks(scaler.get_scale()), [float(expected)] * self.world_size)
 
     @skip_if_lt_x_gpu(2)
@@ -320,7 +320,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def test_sharded_grad_scaler_found_inf(self):
         """If a gradient is not finite on one rank, all ranks skip the step, and the scale backs off.
 
-        Beyond upstream: the first or the last rank has it, as inf or NaN. A skipped step changes no bit.
+        The first or the last rank has it, as inf or NaN. A skipped step changes no bit.
         """
         self.run_subtests(
             {
@@ -369,7 +369,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_growth(self):
-        """Beyond upstream: the scale doubles after two clean steps in a row, and an inf restarts the count.
+        """The scale doubles after two clean steps in a row, and an inf restarts the count.
 
         It backs off once, even if several ranks have an inf.
         """
@@ -392,7 +392,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(factors=[(3.0, 0.25), (1.5, 0.1)])
     def test_factors(self, factors):
-        """Beyond upstream: the scale grows and backs off by the factors that were given."""
+        """The scale grows and backs off by the factors that were given."""
         growth, backoff = factors
         scaler = self._scaler(growth_factor=growth, backoff_factor=backoff, growth_interval=1, init_scale=2.0)
         param = torch.ones(2, device=self.device, requires_grad=True)
@@ -412,7 +412,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
-        """Beyond upstream: a rank with nothing to train also has a record and backs off with the other ranks.
+        """A rank with nothing to train also has a record and backs off with the other ranks.
 
         Both trainable parameters lie in the second half of a flat parameter, and the first rank has none of that half.
         """
@@ -444,7 +444,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ranks_of_another_group(self):
-        """Beyond upstream: a scaler checks only the ranks of its own group."""
+        """A scaler checks only the ranks of its own group."""
         mine = dist.new_group([self.rank], use_local_synchronization=True)
         scaler = self._scaler(process_group=mine)
         param = torch.ones(2, device=self.device, requires_grad=True)

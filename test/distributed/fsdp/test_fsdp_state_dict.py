@@ -698,7 +698,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_configs_of_an_outer_context_come_back(self):
-        """Beyond upstream: an inner context restores the configurations of the outer one when it ends."""
+        """An inner context restores the configurations of the outer one when it ends."""
         model = self._skipping(double_nest=True)
         configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
@@ -709,7 +709,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict_type_after_exception(self):
-        """Beyond upstream: the context restores the state dict type even after an exception.
+        """The context restores the state dict type even after an exception.
 
         FSDP restores the type after a ``yield`` without ``finally``. So after a failed load, every later
         ``model.state_dict()`` is silently of the wrong kind. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In one rank or
@@ -822,7 +822,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_trained_state_dict(self):
-        """Beyond upstream: saved values equal those of a plain model that trains on the rows of all ranks.
+        """Saved values equal those of a plain model that trains on the rows of all ranks.
 
         Full and sharded state dicts are copies, so training does not change them. Local ones hold the live shards.
         """
@@ -832,7 +832,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_trained_local_state_dict_offloaded(self):
-        """Beyond upstream: the same for a local state dict that is offloaded to host memory.
+        """The same for a local state dict that is offloaded to host memory.
 
         On a device other than the host this fails for trainable parameters, a defect seen with torch 2.13.0: the copy
         of a flat shard, a view created without autograd, does not require a gradient, so ``ShardedTensor.cpu`` refuses
@@ -848,7 +848,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_copy_of_a_local_state_dict(self):
-        """Beyond upstream: a local state dict can be copied after a step. It has the new values."""
+        """A local state dict can be copied after a step. It has the new values."""
         model = self._wrapped(self._uneven_layers())
         state_dict = self._save(model, "local_state_dict")
         self._step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=0)
@@ -900,7 +900,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(form=FORMS, strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
     def test_gathered_storage(self, form, strategy):
-        """Beyond upstream: saving frees only what it gathered itself. Parameters gathered by forward stay."""
+        """Saving frees only what it gathered itself. Parameters gathered by forward stay."""
         kind, use_orig_params = form
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
@@ -921,7 +921,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_non_persistent_buffers(self):
-        """Beyond upstream: non-persistent buffers are neither saved nor loaded, with any kind of state dict."""
+        """Non-persistent buffers are neither saved nor loaded, with any kind of state dict."""
         for kind in SUPPORTED:
             model, other = (FSDP(Model(True, register_buffers=True)) for _ in range(2))
             state_dict = self._save(model, kind)
@@ -936,7 +936,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(form=FORMS, damage=["missing", "unexpected", "shape"])
     def test_damaged_state_dict(self, form, damage):
-        """Beyond upstream: every rank gets an error that names the mismatch, and the rest is loaded.
+        """Every rank gets an error that names the mismatch, and the rest is loaded.
 
         As with plain modules, matching values are loaded before the error is raised. The values that the error names
         are unchanged, nothing stays gathered, and forward works. The state dict itself does not change.
@@ -987,7 +987,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_lost_shard(self):
-        """Beyond upstream: it is an error if a rank lacks a shard that the tensor's metadata list.
+        """It is an error if a rank lacks a shard that the tensor's metadata list.
 
         FSDP assumes that the tensor ends there and silently fills the rows with zeros. Seen with torch 2.13.0, 2.11.0
         and 2.9.1. In two ranks::
@@ -1011,7 +1011,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_plain_tensors_are_refused(self):
-        """Beyond upstream: plain tensors do not load as shards, and the model does not change."""
+        """Plain tensors do not load as shards, and the model does not change."""
         model = self._get_simple_model()
         whole = self._save(model, "state_dict")
         for kind, name in (("sharded_state_dict", "weight"), ("local_state_dict", unshard_utils.FLAT_PARAM)):
@@ -1022,7 +1022,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_save_after_refused_load(self):
-        """Beyond upstream: if an inner instance refuses a load, the outer instances can still be saved.
+        """If an inner instance refuses a load, the outer instances can still be saved.
 
         FSDP does not leave the contexts that it entered for the outer instances. Their parameters stay gathered, and
         the model can no longer be saved or loaded. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
@@ -1044,7 +1044,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_beside_managed_parameters(self):
-        """Beyond upstream: state dicts cast back buffers of mixed precision. Ignored buffers are not cast or copied."""
+        """State dicts cast back buffers of mixed precision. Ignored buffers are not cast or copied."""
         for kind in SUPPORTED:
             norms = [nn.BatchNorm1d(4).to(self.device) for _ in range(2)]
             model = FSDP(nn.Sequential(*norms), ignored_modules=[norms[1]], mixed_precision=HALF)
@@ -1058,7 +1058,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):
-        """Beyond upstream: a rank that gets no state dict never has more than one unit gathered.
+        """A rank that gets no state dict never has more than one unit gathered.
 
         The units are nested. So a rank that gets a state dict has all of them gathered at once, and a copy of one.
         """
@@ -1139,7 +1139,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_state_dict_is_chunks(self):
-        """Beyond upstream: each rank has its chunk of the rows, or nothing. Only the last chunk may be smaller."""
+        """Each rank has its chunk of the rows, or nothing. Only the last chunk may be smaller."""
         config = {"use_orig_params": [False, True], "offload_to_cpu": [False, True], "pair": [False, True]}
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
         self.run_subtests(config, self._test_sharded_state_dict_is_chunks, pairs)

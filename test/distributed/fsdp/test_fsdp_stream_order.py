@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Beyond upstream: FSDP1's streams wait for each other when they share memory. The test needs no accelerator."""
+"""FSDP1's streams wait for each other when they share memory. The test needs no accelerator."""
 
 import contextlib
 from typing import Any

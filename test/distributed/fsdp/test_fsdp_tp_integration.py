@@ -269,7 +269,7 @@ class TestTPFSDPIntegration(TPTest):
         self._sync_tp_grads(tp_fsdp_model, mesh.get_group("tp"))
         grads = self._full_grads(fsdp_model), self._full_grads(tp_fsdp_model, mesh)
         self.assertEqual(grads[1], grads[0])
-        # Beyond upstream: compare by name with one process that has all batches.
+        # Compare by name with one process that has all batches.
         wanted = self._reference_step(reference, ref_optim, seed=1)
         self.assertEqual(grads[0], wanted)
         self.assertEqual(grads[1], wanted)
@@ -285,7 +285,7 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(synchronizes=[True, False])
     def test_replicas_stay_alike(self, synchronizes):
-        """Beyond upstream: unsplit parameters stay the same on all ranks only if gradients are synchronized."""
+        """Unsplit parameters stay the same on all ranks only if gradients are synchronized."""
         mesh = self._mesh()
         tp_group = mesh.get_group("tp")
         model = self._tp_fsdp_model(mesh, use_orig_params=True)
@@ -395,7 +395,7 @@ class TestTPFSDPIntegration(TPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_state_dict_of_uneven_columns(self):
-        """Beyond upstream: a DTensor has the parameter's shape, also if tensor parallelism splits it unevenly.
+        """A DTensor has the parameter's shape, also if tensor parallelism splits it unevenly.
 
         Uneven columns need no communication. With uneven rows ranks would disagree and hang.
         """
@@ -418,7 +418,7 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False])
     def test_full_optim_state_dict(self, use_orig_params):
-        """Beyond upstream: a full state dict has full tensors on each rank, also for parameters that are split."""
+        """A full state dict has full tensors on each rank, also for parameters that are split."""
         trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
         states = self._optim_state(trained, FULL)["state"]
         for name, param in reference.named_parameters():
@@ -431,14 +431,14 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
     def test_optim_state_dict_is_loaded(self, kind):
-        """Beyond upstream: another model loads the optimizer state and continues the training."""
+        """Another model loads the optimizer state and continues the training."""
         with torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp"):
             self._test_optim_state_dict_is_loaded(kind, use_orig_params=True)
 
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
     def test_optim_state_dict_of_flat_parameters_is_loaded(self, kind):
-        """Beyond upstream: the same if the optimizer steps flat parameters."""
+        """The same if the optimizer steps flat parameters."""
         with torch_defect("fsdp1_optim_state_of_flat_parameter_is_not_loaded_with_tp"):
             self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
 

@@ -35,7 +35,7 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_below_a_root(self):
-        """Beyond upstream: if the whole model is in FSDP, it comes first and is the only root."""
+        """If the whole model is in FSDP, it comes first and is the only root."""
         model, instances = self._nested()
         root = FSDP(model)
         self._assert_are(FSDP.fsdp_modules(root), [root, *instances])
@@ -44,7 +44,7 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_shared_instance(self):
-        """Beyond upstream: an instance with two names is listed once, at its first position."""
+        """An instance with two names is listed once, at its first position."""
         layer, other = (FSDP(nn.Linear(2, 2, device=self.device)) for _ in range(2))
         model = nn.ModuleDict({"one": layer, "two": nn.Sequential(other, layer), "three": layer})
         self._assert_are(FSDP.fsdp_modules(model), [layer, other])
@@ -55,7 +55,7 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_without_fsdp(self):
-        """Beyond upstream: without FSDP instances, the list is empty."""
+        """Without FSDP instances, the list is empty."""
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         self.assertEqual(FSDP.fsdp_modules(model), [])
         self.assertEqual(FSDP.fsdp_modules(model, root_only=True), [])

@@ -77,12 +77,12 @@ class TestUnevenParamShard(_UnevenBase):
 
     @skip_if_lt_x_gpu(2)
     def test_padding_stays_zero(self, device):
-        """Beyond upstream: of nine elements, the first rank has five. The second has four and one padding element."""
+        """Of nine elements, the first rank has five. The second has four and one padding element."""
         self._test_padding_stays_zero(device)
 
     @skip_if_lt_x_gpu(2)
     def test_empty_shard(self, device):
-        """Beyond upstream: only the first rank has a part of a one-element parameter. All ranks train as with DDP."""
+        """Only the first rank has a part of a one-element parameter. All ranks train as with DDP."""
         self.run_subtests(
             {
                 "use_orig_params": [False, True],
@@ -122,7 +122,7 @@ class TestUnevenParamShard(_UnevenBase):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict_round_trip(self, device):
-        """Beyond upstream: full and sharded state dicts restore each element and contain no padding."""
+        """Full and sharded state dicts restore each element and contain no padding."""
         self.run_subtests(
             {
                 "state_dict_type": [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
@@ -150,7 +150,7 @@ class TestUnevenParamShardFourRanks(_UnevenBase):
 
     @skip_if_lt_x_gpu(4)
     def test_rank_of_padding_alone(self, device):
-        """Beyond upstream: of nine elements, three ranks have three each. The fourth has only padding."""
+        """Of nine elements, three ranks have three each. The fourth has only padding."""
         self._test_padding_stays_zero(device)
 
 

@@ -187,7 +187,7 @@ class TestUnshardParamsBase(FSDPTest):
                     self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
                 for handle in internals.handles(model):
-                    if handle.uses_sharded_strategy:  # beyond upstream: offloaded parameters are freed on the device
+                    if handle.uses_sharded_strategy:  # offloaded parameters are freed on the device
                         freed = room_in(_summoned(handle.flat_param, mixed_precision)) == 0
                         offloads = not torch_facts.KEEPS_HOST_TENSORS_IN_PLACE or self.device != host
                         self.assertEqual(freed, offload_to_cpu and offloads)
@@ -427,7 +427,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_writeback_is_of_the_own_shard(self):
-        """Beyond upstream: each element keeps exactly the value written by the rank that owns it."""
+        """Each element keeps exactly the value written by the rank that owns it."""
         self.run_subtests(
             {
                 "writeback": [True, False],
@@ -456,7 +456,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_writeback_of_many_parameters(self):
-        """Beyond upstream: all parameters that share a flat parameter are written back, not only one.
+        """All parameters that share a flat parameter are written back, not only one.
 
         This includes parameters that the context moved to host memory while FSDP keeps them on the device.
         """
@@ -481,7 +481,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
-        """Beyond upstream: the context gathers all and frees it in the end, also after an error. Training goes on."""
+        """The context gathers all and frees it in the end, also after an error. Training goes on."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],
@@ -527,7 +527,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_of_distinct_data(self):
-        """Beyond upstream: if tokens differ by rank, gradients match DDP and are bitwise the same on all ranks."""
+        """If tokens differ by rank, gradients match DDP and are bitwise the same on all ranks."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_of_distinct_data)
 
     def _test_with_grads_of_distinct_data(self, sharding_strategy: ShardingStrategy) -> None:
@@ -556,7 +556,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_written_back_to_the_own_shard(self):
-        """Beyond upstream: each rank's part of its changes to the gradients is written back to its shard."""
+        """Each rank's part of its changes to the gradients is written back to its shard."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
 
     def _test_grads_are_written_back_to_the_own_shard(self, writeback: bool) -> None:
@@ -570,7 +570,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_of_many_parameters_are_resharded(self):
-        """Beyond upstream: each parameter in a flat parameter gets its own part of the gradient back."""
+        """Each parameter in a flat parameter gets its own part of the gradient back."""
         model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), use_orig_params=True)
         model(torch.arange(5.0, device=self.device) + self.rank).square().sum().backward()
         expected = [grad.flatten().tolist() for grad in _get_fsdp_grads(model).values()]
@@ -580,7 +580,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_on_rank_0_only(self):
-        """Beyond upstream: with ``rank0_only``, other ranks keep their gradient shards during and after the context."""
+        """With ``rank0_only``, other ranks keep their gradient shards during and after the context."""
         model, grads = self._two_layers_with_grads()
         mine = [grad.flatten()[self._owners(grad.numel()) == self.rank] for grad in grads]
         with FSDP.summon_full_params(model, rank0_only=True, writeback=False, with_grads=True):
@@ -591,7 +591,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_open_between_forward_and_backward(self):
-        """Beyond upstream: summoning before backward shows full precision parameters and does not change gradients."""
+        """Summoning before backward shows full precision parameters and does not change gradients."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "mixed_precision": _mixed_precisions()},
             self._test_open_between_forward_and_backward,
@@ -610,7 +610,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_that_only_some_ranks_have(self):
-        """Beyond upstream: a missing gradient shard counts as zeros if other ranks have one, and stays missing."""
+        """A missing gradient shard counts as zeros if other ranks have one, and stays missing."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_that_only_some_ranks_have)
 
     def _test_grads_that_only_some_ranks_have(self, writeback: bool) -> None:
@@ -643,7 +643,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_gone_after_zero_grad(self):
-        """Beyond upstream: a gradient that was cleared between two contexts does not come back."""
+        """A gradient that was cleared between two contexts does not come back."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES},
             self._test_grads_are_gone_after_zero_grad,
@@ -657,7 +657,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_low_precision_grads(self):
-        """Beyond upstream: gradients that are kept in low precision are shown unsharded, and training goes on."""
+        """Gradients that are kept in low precision are shown unsharded, and training goes on."""
         config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
         model = FSDP(nn.Linear(4, 3, bias=False, device=self.device), mixed_precision=config, use_orig_params=True)
         inputs = torch.arange(4.0, device=self.device).view(1, 4)
@@ -673,7 +673,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_of_another_dtype_on_some_ranks(self):
-        """Beyond upstream: a rank without gradients contributes zeros of the gradients' dtype.
+        """A rank without gradients contributes zeros of the gradients' dtype.
 
         Nothing is exchanged, because messages of different sizes would abort a rank or hang.
         """
@@ -691,7 +691,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_offloaded_parameters_have_memory(self):
-        """Beyond upstream: parameters that are moved to the host can be read there.
+        """Parameters that are moved to the host can be read there.
 
         Their values are compared where :func:`to_host_is_a_copy` makes reading them safe.
         """
@@ -714,7 +714,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(4)
     def test_unshard_within_the_group(self):
-        """Beyond upstream: parameters and gradients are gathered from the ranks of the instance's own group."""
+        """Parameters and gradients are gathered from the ranks of the instance's own group."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_unshard_within_the_group)
 
     def _test_unshard_within_the_group(self, use_orig_params: bool) -> None:
@@ -742,7 +742,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(4)
     def test_rank0_only_within_the_group(self):
-        """Beyond upstream: ``rank0_only`` means the first rank of each group.
+        """``rank0_only`` means the first rank of each group.
 
         The docstring of ``summon_full_params`` says "global rank 0", but the code checks the rank within the group.
         """
@@ -844,7 +844,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_nested_contexts_raise(self):
-        """Beyond upstream: parameters that are summoned cannot be summoned again. The outer context stays valid."""
+        """Parameters that are summoned cannot be summoned again. The outer context stays valid."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_nested_contexts_raise)
 
     def _test_nested_contexts_raise(self, use_orig_params: bool) -> None:
@@ -861,7 +861,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_needs_orig_params(self):
-        """Beyond upstream: ``with_grads`` needs the original parameters, with any strategy."""
+        """``with_grads`` needs the original parameters, with any strategy."""
         for sharding_strategy in STRATEGIES:
             model = self._two_layers(sharding_strategy=sharding_strategy, use_orig_params=False)
             with self.assertRaisesRegex(NotImplementedError, "with_grads=True, use_orig_params=False"):

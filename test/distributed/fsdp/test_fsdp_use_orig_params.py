@@ -433,7 +433,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_with_offload(self):
-        """Beyond upstream: a forward without a backward does not lose the gradients of the next forward.
+        """A forward without a backward does not lose the gradients of the next forward.
 
         It does lose them, seen with torch 2.13.0 for every strategy. With offloaded parameters on a device with its own
         memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an error. Each
@@ -457,7 +457,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], use_orig_params=[False, True])
     def test_units_run_without_gradients_first(self, sharding_strategy, use_orig_params):
-        """Beyond upstream: with forward prefetching, units run without gradients and then with them (#111354)."""
+        """With forward prefetching, units run without gradients and then with them (#111354)."""
         torch.manual_seed(0)
         ref_model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).to(self.device)
         model = FSDP(
@@ -484,7 +484,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], offload_params=[False, True])
     def test_evaluation_after_zero_grad(self, sharding_strategy, offload_params):
-        """Beyond upstream: an evaluation leaves parameters without gradients, before the first step and after it."""
+        """An evaluation leaves parameters without gradients, before the first step and after it."""
         offload = CPUOffload(offload_params=offload_params)
         kwargs = {"use_orig_params": True, "device_id": self.device}
         model = FSDP(nn.Linear(4, 4), sharding_strategy=sharding_strategy, cpu_offload=offload, **kwargs)
@@ -569,7 +569,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_parameters_are_views_of_the_local_shard(self, sharding_strategy):
-        """Beyond upstream: after backward, parameters are views of the local shard, and gathered memory is freed."""
+        """After backward, parameters are views of the local shard, and gathered memory is freed."""
         model = self._fsdp(sharding_strategy)
         flat_params = internals.flat_params(model)
         self.assertEqual(len(flat_params), 2)  # neither the ReLU nor the root has parameters of its own
@@ -596,7 +596,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optimizer_state_is_local(self):
-        """Beyond upstream: state has the shape of the local shard. An empty shard has no gradient and no state."""
+        """State has the shape of the local shard. An empty shard has no gradient and no state."""
         for sharding_strategy in (FULL_SHARD, SHARD_GRAD_OP):
             model = self._fsdp(sharding_strategy)
             optim = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -729,7 +729,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 weight.grad.data = twos
         self.assertEqual(is_empty, change_first_weight_grad and self.rank == 1)
         if is_empty:
-            # Beyond upstream: this rank has nothing to write, so nothing is written.
+            # This rank has nothing to write, so nothing is written.
             others = {name: param.grad.clone() for name, param in named(models[1]).items() if param.numel() > 0}
             self.assertEqual(len(others), 2)
             with FSDP.summon_full_params(models[1], writeback=False):
@@ -754,7 +754,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_data=[False, True])
     def test_grad_writeback_without_shards(self, change_data):
-        """Beyond upstream: under NO_SHARD, too, the next backward adds to a gradient that was replaced."""
+        """Under NO_SHARD, too, the next backward adds to a gradient that was replaced."""
         models = self._models(sharding_strategy=NO_SHARD)
         for model in models:
             self._loss(model).backward()
@@ -769,7 +769,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_needs_no_writeback(self):
-        """Beyond upstream: an update in place, as by an optimizer, changes the flat parameter at once."""
+        """An update in place, as by an optimizer, changes the flat parameter at once."""
         models = self._models()
         handle_class = internals.flat_param.FlatParamHandle
         original = handle_class._writeback_tensor
@@ -882,7 +882,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
-        """Beyond upstream: a forward without a backward does not lose the gradients of the next forward.
+        """A forward without a backward does not lose the gradients of the next forward.
 
         It does lose them, seen with torch 2.13.0, 2.11.0 and 2.9.1 for every strategy. With half precision parameters,
         ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward left it,
@@ -904,7 +904,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
-        """Beyond upstream: the next forward sees an update in place, even without a backward in between.
+        """The next forward sees an update in place, even without a backward in between.
 
         It does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: with no_grad ``model(inp); param.zero_(); model(inp)``
         computes the same twice. After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP

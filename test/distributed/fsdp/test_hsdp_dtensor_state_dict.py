@@ -160,7 +160,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_replicas_agree(self):
-        """Beyond upstream: shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
+        """Shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
         config = {"model_class": [FourLayers, UnevenModel], "use_orig_params": [False, True]}
         self.run_subtests(config, self._test_replicas_agree)
 
@@ -183,7 +183,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards(self):
-        """Beyond upstream: of 5 rows, the two shards have 3 and 2. Of one row, the second has none."""
+        """Of 5 rows, the two shards have 3 and 2. Of one row, the second has none."""
         mesh = self._mesh()
         model, optim = self._create_model(mesh, model_class=UnevenModel)
         use_sharded_state_dicts(model)
@@ -197,7 +197,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_load_into_full_shard(self):
-        """Beyond upstream: a model of four shards loads the full tensors of two replicas of two shards."""
+        """A model of four shards loads the full tensors of two replicas of two shards."""
         source = self._create_model(self._mesh(), model_class=UnevenModel)
         line = init_device_mesh(self.device_type, (self.world_size,))
         model, optim = self._create_model(line, model_class=UnevenModel, steps=range(50, 52))
@@ -221,7 +221,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: load from a mesh into itself, into meshes of four, two and one ranks, and in reverse."""
+        """Load from a mesh into itself, into meshes of four, two and one ranks, and in reverse."""
         meshes = {
             "2x2": self._mesh(),
             "1x2": DeviceMesh(self.device_type, [[0, 1]]),
@@ -262,7 +262,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_damaged_checkpoint(self):
-        """Beyond upstream: a state or the second shard's file is lost. All ranks get an error, and nothing changes."""
+        """A state or the second shard's file is lost. All ranks get an error, and nothing changes."""
         mesh, good, short = self._mesh(), *(os.path.join(self.temp_dir, name) for name in ("good", "short"))
         state = sharded_state_dicts(*self._create_model(mesh, model_class=UnevenModel))
         dcp.save(state, checkpoint_id=good)

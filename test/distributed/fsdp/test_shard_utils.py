@@ -53,7 +53,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_create_chunk_sharded_tensor(self):
-        """The gathered shards equal the tensor. Beyond upstream: their metadata are right on each rank."""
+        """The gathered shards equal the tensor. Their metadata are right on each rank."""
         for size in SIZES:
             tensor = _create_tensor(self.rank, *size)
             sharded = self._chunked(tensor)
@@ -65,7 +65,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_tensor_is_a_copy(self):
-        """Beyond upstream: later changes to the tensor do not change its shards."""
+        """Later changes to the tensor do not change its shards."""
         tensor = _create_tensor(self.rank, 5, 3)
         mine = rows_of(tensor, self.rank, self.world_size).clone()
         sharded = self._chunked(tensor)
@@ -75,7 +75,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dtypes_of_sharded_tensors(self):
-        """Beyond upstream: shards have the tensor's dtype. A tensor that requires a gradient is refused."""
+        """Shards have the tensor's dtype. A tensor that requires a gradient is refused."""
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype)
             sharded = self._chunked(tensor)
@@ -127,14 +127,14 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
                 self.assertEqual(local, chunks[self.rank], rtol=0, atol=0)
             else:
                 self.assertGreaterEqual(self.rank, len(chunks))
-            # Beyond upstream: no rank loses rows.
+            # No rank loses rows.
             self.assertEqual(len(local), len(rows_of(tensor, self.rank, self.world_size)))
             self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_dtensor_is_a_copy(self):
-        """Beyond upstream: later changes to the tensor do not change its shards, even if there is only one shard."""
+        """Later changes to the tensor do not change its shards, even if there is only one shard."""
         for shape in ((2,), (2, 1)):
             mesh = init_device_mesh(self.device_type, shape)
             tensor = _create_tensor(self.rank, 5, 3)
@@ -146,7 +146,7 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_dtypes_of_dtensors(self):
-        """Beyond upstream: shards have the tensor's dtype and never require a gradient."""
+        """Shards have the tensor's dtype and never require a gradient."""
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype).requires_grad_(dtype.is_floating_point)
@@ -157,13 +157,13 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
 
 
 class TestShardUtilsFourRanks(FSDPTest):
-    """Beyond upstream: five rows over four ranks (shards of 2, 2, 1 and 0), and groups of a mesh."""
+    """Five rows over four ranks (shards of 2, 2, 1 and 0), and groups of a mesh."""
 
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_five_rows_over_four_ranks(self):
-        """Beyond upstream: with both helpers, the last rank is empty and no row is lost."""
+        """With both helpers, the last rank is empty and no row is lost."""
         tensor = _create_tensor(self.rank, 5, 3)
         sharded = shard_utils._create_chunk_sharded_tensor(tensor, self.rank, 4, devices_per_node(), dist.group.WORLD)
         check_metadata(self, sharded, tensor, [0, 1, 2, 3], self.rank)
@@ -190,13 +190,13 @@ class TestShardUtilsFourRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_tensor_of_one_group(self):
-        """Beyond upstream: the shards of a smaller group have placements with ranks of the whole world."""
+        """The shards of a smaller group have placements with ranks of the whole world."""
         ranks, tensor, sharded = self._sharded_over_a_pair()
         check_metadata(self, sharded, tensor, ranks, self.rank)
 
     @skip_if_lt_x_gpu(4)
     def test_local_shard_of_one_group(self):
-        """Beyond upstream: the local shard has the same placement as in the common metadata.
+        """The local shard has the same placement as in the common metadata.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: the local shard's placement has the rank within the group. ::
 
@@ -211,7 +211,7 @@ class TestShardUtilsFourRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_gather_within_one_group(self):
-        """Beyond upstream: the shards of a group are gathered to its first rank.
+        """The shards of a group are gathered to its first rank.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``ShardedTensor.gather`` indexes a list of the group's length by ranks
         of the world. This raises an IndexError on every rank. Same reproduction as above, then
@@ -226,7 +226,7 @@ class TestShardUtilsFourRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_of_two_dimensions(self):
-        """Beyond upstream: on a mesh of replicas and shards, only the last dimension cuts the tensor."""
+        """On a mesh of replicas and shards, only the last dimension cuts the tensor."""
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for size in ((5, 3), (1, 3)):
             tensor = _create_tensor(self.rank, *size)

@@ -97,7 +97,7 @@ class TestUtils(TestCase):
             self.assertEqual([type(value) for value in new_data], [type(value) for value in data])
 
     def test_replace_by_prefix(self):
-        """Only a prefix is replaced, not a later match. Beyond upstream: no value is copied."""
+        """Only a prefix is replaced, not a later match. No value is copied."""
         state_dict = {name: torch.ones(1) for name in ("layer.a", "abc.layer.def", "layer.b")}
         original = dict(state_dict)
         utils._replace_by_prefix(state_dict, "layer.", "module.layer.")
@@ -111,7 +111,7 @@ class TestUtils(TestCase):
             self.assertIs(state_dict[name], value)
 
     def test_replace_by_the_same_prefix(self):
-        """Beyond upstream: equal prefixes are refused. An empty prefix works."""
+        """Equal prefixes are refused. An empty prefix works."""
         state_dict = {"layer.a": 1}
         with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
             utils._replace_by_prefix(state_dict, "layer.", "layer.")
@@ -136,7 +136,7 @@ class TestUtils(TestCase):
         self.assertEqual((padded.sum().item(), lengths.tolist()), (0.0, [4]))
 
     def test_types_fields_and_leaves_stay(self):
-        """Beyond upstream: named tuples and ordered dicts keep type and order. Other objects are unchanged."""
+        """Named tuples and ordered dicts keep type and order. Other objects are unchanged."""
         leaf, tensor = object(), torch.ones(2)
         found = utils._apply_to_tensors(
             lambda each: each, [Point(tensor, leaf), Registry(z=tensor, a=leaf, m=[leaf]), leaf]
@@ -151,7 +151,7 @@ class TestUtils(TestCase):
             self.assertIs(value, leaf)
 
     def test_new_tensors_go_into_new_containers(self):
-        """Beyond upstream: the result has the function's return values, and the argument does not change."""
+        """The result has the function's return values, and the argument does not change."""
         tensors = [torch.full((2,), float(value)) for value in range(7)]
         given: dict[str, Any] = {
             "z": tensors[0],
@@ -171,7 +171,7 @@ class TestUtils(TestCase):
         self.assertEqual([tensor.tolist() for tensor in tensors], [[float(value)] * 2 for value in range(7)])
 
     def test_a_kind_of_dict_stays(self):
-        """Beyond upstream: a subclass of ``dict`` keeps its type, like those of ``list``, ``set`` and ``OrderedDict``.
+        """A subclass of ``dict`` keeps its type, like those of ``list``, ``set`` and ``OrderedDict``.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: under FSDP1's mixed precision, forward gets another type than its caller
         passed. ::
@@ -186,7 +186,7 @@ class TestUtils(TestCase):
             self.assertIs(type(cast), Batch)
 
     def test_a_dataclass_may_compute_a_field(self):
-        """Beyond upstream: a dataclass may have a field that ``__init__`` does not take.
+        """A dataclass may have a field that ``__init__`` does not take.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` refuses such a field with a ValueError. So a
         module under FSDP can neither take nor return such a dataclass. ::
@@ -209,7 +209,7 @@ class TestUtils(TestCase):
             self.assertEqual((found.tensor.tolist(), found.count), ([2.0, 2.0], 0))
 
     def test_cast_forward_inputs(self):
-        """Beyond upstream: floating-point tensors are cast in all containers. Nothing else is cast or copied."""
+        """Floating-point tensors are cast in all containers. Nothing else is cast or copied."""
         whole, half, flag = torch.arange(2), torch.ones(2, dtype=torch.float16), torch.tensor([True])
         wave = torch.ones(2, dtype=torch.complex64)
         args, kwargs = utils._cast_forward_inputs(
@@ -227,7 +227,7 @@ class TestUtils(TestCase):
         self.assertIs(kwargs["c"], tensor)
 
     def test_cast_forward_inputs_propagates_gradients(self):
-        """Beyond upstream: gradients flow back through the cast, in the input's dtype."""
+        """Gradients flow back through the cast, in the input's dtype."""
         given = {dtype: torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64)}
         constant = torch.ones(2)
         for dtype, tensor in given.items():
@@ -237,7 +237,7 @@ class TestUtils(TestCase):
             self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
 
     def test_cast_forward_inputs_casts_packed_sequences(self):
-        """Beyond upstream: the data of a packed sequence is cast as well.
+        """The data of a packed sequence is cast as well.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: the function is applied to the data, but its result is dropped. So a
         recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
@@ -251,7 +251,7 @@ class TestUtils(TestCase):
             self.assertEqual(cast.data.dtype, torch.float16)
 
     def test_to_kwargs(self):
-        """Beyond upstream: tensors in all containers are moved. Containers keep their types; the rest stays."""
+        """Tensors in all containers are moved. Containers keep their types; the rest stays."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         tensor, leaf = torch.ones(2), object()
         inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
@@ -271,7 +271,7 @@ class TestUtils(TestCase):
         self.assertIs(there, tensor)
 
     def test_to_kwargs_hands_on_containers_that_are_there(self):
-        """Beyond upstream: a container is copied only if a tensor in it has to move."""
+        """A container is copied only if a tensor in it has to move."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         here = torch.ones(2, device=HOST)
         for container in ([here, 1], (here, [here]), Point(here, 1), {"a": here}, Registry(q=[here])):
@@ -284,7 +284,7 @@ class TestUtils(TestCase):
                 self.assertIs(type(moved), type(container))
 
     def test_to_kwargs_fills_up(self):
-        """Beyond upstream: missing keyword arguments become an empty dict, missing positional ones an empty tuple."""
+        """Missing keyword arguments become an empty dict, missing positional ones an empty tuple."""
         device = torch.device(HOST)
         self.assertEqual(utils._to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
         self.assertEqual(utils._to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
@@ -292,7 +292,7 @@ class TestUtils(TestCase):
         self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()))
 
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
-        """Beyond upstream: a named tuple without fields is an ordinary input.
+        """A named tuple without fields is an ordinary input.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: moving it gives no result, where it should give one, and this loses all
         inputs beside it. ``_to_kwargs`` does not add the missing empty arguments either, since it counts inputs and not
@@ -306,7 +306,7 @@ class TestUtils(TestCase):
             self.assertEqual(found, (((Nothing(), 1),), ({"a": 2},)))
 
     def test_to_kwargs_takes_a_defaultdict(self):
-        """Beyond upstream: a dict can be moved even if its constructor does not take its items.
+        """A dict can be moved even if its constructor does not take its items.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, and ``defaultdict`` then raises a
         TypeError. So a module under FSDP1 or DDP cannot take one. ::
@@ -319,7 +319,7 @@ class TestUtils(TestCase):
             self.assertEqual(found["a"].device.type, OTHER)
 
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
-        """Beyond upstream: FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are inputs, too.
+        """FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are inputs, too.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts tensors in dataclasses, but they are not moved. ::
 

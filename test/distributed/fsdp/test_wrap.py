@@ -383,7 +383,7 @@ class TestAutoWrap(TestCase):
         TestFSDPWrap.NestedSequentialModel.verify_model(self, model)
 
     def test_parameters_that_are_not_wrapped_count(self):
-        """Beyond upstream: a module is wrapped from exactly the limit on, with the parameters of unwrapped children."""
+        """A module is wrapped from exactly the limit on, with the parameters of unwrapped children."""
         for limit, expected in ((60, ["", "0"]), (61, [""])):
             model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
             policy = functools.partial(size_based_auto_wrap_policy, min_num_params=limit)
@@ -504,7 +504,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(len(units(model)), 1 + 4 * len((LoraAttention, LoraMLP, LoraDecoder)))
 
     def test_managed_parameters(self):
-        """Beyond upstream: with any policy, each parameter is in one flat parameter, that of its innermost unit."""
+        """With any policy, each parameter is in one flat parameter, that of its innermost unit."""
         get_model = TestFSDPWrap.NestedSequentialModel.get_model
         every = TestFSDPWrap.NestedSequentialModel.ALL
         linears = [name for name in every if name != "2"]
@@ -549,7 +549,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(managed, expected)
 
     def test_arguments_of_units_are_apart(self):
-        """Beyond upstream: a policy's arguments for one unit change neither other units nor the policy's own dict."""
+        """A policy's arguments for one unit change neither other units nor the policy's own dict."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         mine = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": FP16}
         before = copy.deepcopy(mine)
@@ -565,7 +565,7 @@ class TestAutoWrap(TestCase):
                 self.assertEqual(mine, before)
 
     def test_norms_kept_out_of_mixed_precision(self):
-        """Beyond upstream: norms outside the policy become units without mixed precision, except ignored ones."""
+        """Norms outside the policy become units without mixed precision, except ignored ones."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         is_linear = functools.partial(_is_instance, classes=nn.Linear)
         by_function = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear)
@@ -580,7 +580,7 @@ class TestAutoWrap(TestCase):
                 self.assertEqual(units(model), ["", "0", "2", "3"])
 
     def test_arguments_of_the_root_reach_every_unit(self):
-        """Beyond upstream: the root's arguments, different from the defaults, reach every unit with any policy."""
+        """The root's arguments, different from the defaults, reach every unit with any policy."""
         kwargs = {
             "process_group": DummyProcessGroup(rank=0, size=2),
             "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
@@ -610,7 +610,7 @@ class TestAutoWrap(TestCase):
             self.assertEqual(found, values, msg=attribute)
 
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
-        """Beyond upstream: a norm that no policy lists gets its own arguments, not the caller's dict.
+        """A norm that no policy lists gets its own arguments, not the caller's dict.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller notices, since FSDP creates the dict only for this
         call. ::
@@ -630,7 +630,7 @@ class TestAutoWrap(TestCase):
             self.assertEqual(kwargs, {"mixed_precision": FP16})
 
     def test_custom_policy_checks_what_it_is_told(self):
-        """Beyond upstream: a policy must return a bool or a dict. An empty dict means False."""
+        """A policy must return a bool or a dict. An empty dict means False."""
         for answer in (None, 1, "yes", [("cpu_offload", None)]):
             policy = CustomPolicy(lambda module, answer=answer: answer)
             with self.assertRaisesRegex(ValueError, "should return False/True or a kwarg dict, but it returned"):
@@ -639,7 +639,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(units(model), [""])
 
     def test_enable_wrap_does_not_nest(self):
-        """Beyond upstream: a second context is refused, and the first one does not change."""
+        """A second context is refused, and the first one does not change."""
         with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
             other = self._kwargs(process_group=DummyProcessGroup(rank=0, size=2))
             with self.assertRaisesRegex(NotImplementedError, "already within an autowrap context"):
@@ -649,7 +649,7 @@ class TestAutoWrap(TestCase):
         self.assertIs(layer.process_group, self.process_group)
 
     def test_enable_wrap_ends_with_an_exception(self):
-        """Beyond upstream: nothing is wrapped outside the context, even if an exception ended it."""
+        """Nothing is wrapped outside the context, even if an exception ended it."""
         with self.assertRaisesRegex(KeyError, "on purpose"):
             with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
                 raise KeyError("on purpose")

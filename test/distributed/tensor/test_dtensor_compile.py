@@ -102,7 +102,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False])
     def test_2d_fully_shard_of_compiled_blocks(self, reshard_after_forward):
-        """Beyond upstream: FSDP2 around separately compiled blocks. Each block compiles once, even if it reshards."""
+        """FSDP2 around separately compiled blocks. Each block compiles once, even if it reshards."""
         torch.compiler.reset()
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         model, counting = self._tensor_parallel(mesh["tp"]), CountingBackend()

@@ -155,7 +155,7 @@ class Test2DStridedLocalShard(LayoutMixin):
     @skip_if_lt_x_gpu(4)
     @subtests(mesh_shape=[(2, 2), (1, 4), (4, 1), (1, 2, 2), (2, 1, 2)])
     def test_rows_of_fully_shard(self, mesh_shape):
-        """Beyond upstream: for 1 to 17 rows, ``fully_shard`` gives each rank the rows that the arithmetic predicts."""
+        """For 1 to 17 rows, ``fully_shard`` gives each rank the rows that the arithmetic predicts."""
         names = ("replicate", "shard", "tp")[-len(mesh_shape) :]
         mesh = make_mesh(*mesh_shape, names=names)
         wholes = [torch.arange(1.0, rows + 1, device=self.device).view(rows, 1) for rows in range(1, 18)]
@@ -171,7 +171,7 @@ class Test2DStridedLocalShard(LayoutMixin):
 
 
 class TestRowsInFakeWorlds(MultiProcessTestCase):
-    """Beyond upstream: every rank of worlds of many shapes, one after the other in one process."""
+    """Every rank of worlds of many shapes, one after the other in one process."""
 
     world_size = 1
 
@@ -220,7 +220,7 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
 
 
 class TestCheckpointOfUnevenRows(DTensorTestBase):
-    """Beyond upstream: a checkpoint needs the arithmetic to place the rows of each rank."""
+    """A checkpoint needs the arithmetic to place the rows of each rank."""
 
     world_size = 6
 

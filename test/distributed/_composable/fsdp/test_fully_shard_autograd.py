@@ -206,7 +206,7 @@ class TestFullyShardAutograd(FSDPTest):
         reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
     )
     def test_unused_forward_output_gradients(self, reshard_after_forward, wrapped, input_requires_grad):
-        """Beyond upstream: gradients are right in each step, whichever outputs the loss uses."""
+        """Gradients are right in each step, whichever outputs the loss uses."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -226,7 +226,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(input_requires_grad=[True, False])
     def test_loss_of_inner_output(self, input_requires_grad):
-        """Beyond upstream: the loss may use the output of an inner module, and not that of the root."""
+        """The loss may use the output of an inner module, and not that of the root."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -250,7 +250,7 @@ class TestFullyShardAutograd(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_output_gathers_in_smaller_mesh(self):
-        """Beyond upstream: a module resharded to two ranks is gathered from these two, and only if it is used.
+        """A module resharded to two ranks is gathered from these two, and only if it is used.
 
         An all-gather over all four ranks would give the same parameter with twice the traffic.
         """
@@ -278,7 +278,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(output_dtype=[None, torch.float64], reshard_after_forward=[True, False])
     def test_forward_without_gradients(self, output_dtype, reshard_after_forward):
-        """Beyond upstream: evaluation gives the output of the plain model, also between two training steps."""
+        """Evaluation gives the output of the plain model, also between two training steps."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
         ref_model = self._replica(model)
@@ -300,7 +300,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], loss_of=["output", "tangent", "both"])
     def test_backward_through_jvp(self, reshard_after_forward, loss_of):
-        """Beyond upstream: a loss may use the output of ``jvp``, its tangent, or both."""
+        """A loss may use the output of ``jvp``, its tangent, or both."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4)).to(self.device)
         model = copy.deepcopy(ref_model)
@@ -322,7 +322,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True])
     def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters):
-        """Beyond upstream: a penalty on the gradient of the input, with and without parameters kept after backward."""
+        """A penalty on the gradient of the input, with and without parameters kept after backward."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
@@ -358,7 +358,7 @@ class TestFullyShardAutograd(FSDPTest):
     @torch_defect("fsdp2_outputs_in_dataclasses_raise")
     @skip_if_lt_x_gpu(2)
     def test_dataclasses_between_modules(self):
-        """Beyond upstream: backward finds the tensors that modules pass on in dataclasses."""
+        """Backward finds the tensors that modules pass on in dataclasses."""
         pack, unpack = CONTAINERS["frozen dataclass"]
         model = nn.Sequential(*(PairStage(index, pack, unpack) for index in range(2)))
         ref_model = self._replica(model)
@@ -373,7 +373,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
     def test_container_kinds(self, container, loss_uses):
-        """Beyond upstream: nested containers keep their structure, and each module reduces in turn during backward."""
+        """Nested containers keep their structure, and each module reduces in turn during backward."""
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
@@ -413,7 +413,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
     def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: if one rank does not use a parameter, that rank contributes zeros to the reduction."""
+        """If one rank does not use a parameter, that rank contributes zeros to the reduction."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -439,7 +439,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(user=[0, 3])
     def test_layer_of_one_rank(self, user):
-        """Beyond upstream: if one rank alone uses a layer before another group, no group gets another one's gradients.
+        """If one rank alone uses a layer before another group, no group gets another one's gradients.
 
         The input of the other group needs a gradient on that rank alone. Both groups have the same size.
         """
@@ -623,7 +623,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         param_dtype=[torch.float32, torch.bfloat16],
     )
     def test_post_acc_grad_hook_gradient_accumulation(self, reshard_after_forward, reshard_after_backward, param_dtype):
-        """Beyond upstream: hooks run only in the microbatch that reduces, once, with the accumulated gradient."""
+        """Hooks run only in the microbatch that reduces, once, with the accumulated gradient."""
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)
@@ -660,7 +660,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         reshard_after_forward=[True, False],
     )
     def test_post_acc_grad_hook_sees_final_gradient(self, offload_policy, reshard_after_forward):
-        """Beyond upstream: a hook gets the registered parameter with the final gradient.
+        """A hook gets the registered parameter with the final gradient.
 
         With offload, the gradient must be on the host before the hook is called.
         """

@@ -106,7 +106,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm_1d_rank_dependent_input(self):
-        """Beyond upstream: gradients before the reduction differ by rank, and so do the magnitudes of shards."""
+        """Gradients before the reduction differ by rank, and so do the magnitudes of shards."""
         for norm_type in (2, 1, math.inf):
             self._test_clip_grad_norm_1d(norm_type, seed_of_tokens=42 + self.rank)
 
@@ -164,7 +164,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(foreach=[True, False, None], norm_type=[2.0, 1.0, 3.0], mesh_shape=[(4,), (2, 2)])
     def test_uneven_shards(self, foreach, norm_type, mesh_shape):
-        """Beyond upstream: shards may be uneven or empty, parameters may lack gradients, and replicas count once."""
+        """Shards may be uneven or empty, parameters may lack gradients, and replicas count once."""
         names = ("replicate", "shard")[-len(mesh_shape) :]
         model, ref_grads = self._uneven(make_mesh(*mesh_shape, names=names))
         if mesh_shape == (4,):
@@ -182,7 +182,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(second_mesh=["tensor parallelism", "replicas"], foreach=[None, True, False])
     def test_two_meshes(self, second_mesh, foreach):
-        """Beyond upstream: the norm is that of all parameters, although those of the two layers are on two meshes."""
+        """The norm is that of all parameters, although those of the two layers are on two meshes."""
         mesh = make_mesh(2, 2, names=("dp", "second"))
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
@@ -208,7 +208,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(4)
     def test_below_max_norm(self):
-        """Beyond upstream: gradients below the limit do not change."""
+        """Gradients below the limit do not change."""
         model, ref_grads = self._uneven(make_mesh(self.world_size))
         before = [param.grad.to_local().clone() for param in list(model.parameters())[:4]]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 10 * norm_by_hand(ref_grads, 2).item())
@@ -219,7 +219,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(norm_type=[2.0, 1.0, 3.0])
     def test_norm_and_clip_apart(self, norm_type):
-        """Beyond upstream: separate calls for the norm and the clipping have the same results and collectives."""
+        """Separate calls for the norm and the clipping have the same results and collectives."""
         (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
@@ -258,7 +258,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(4)
     def test_error_if_nonfinite(self):
-        """Beyond upstream: one non-finite value on one rank is an error on all ranks."""
+        """One non-finite value on one rank is an error on all ranks."""
         config = {"rank": list(range(self.world_size)), "value": [math.inf, -math.inf, math.nan], "norm_type": [2.0]}
         self.run_subtests(config, self._check_raises_on_all_ranks)
         config |= {"value": [math.inf, -math.inf], "norm_type": [math.inf]}
@@ -268,7 +268,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @requires(lambda: None if accelerator.current().backend == "gloo" else "the defect was seen with gloo alone")
     @skip_if_lt_x_gpu(4)
     def test_nan_in_largest_magnitude(self):
-        """Beyond upstream: a NaN on one rank makes the infinity norm NaN, which is an error on all ranks.
+        """A NaN on one rank makes the infinity norm NaN, which is an error on all ranks.
 
         It does not, a defect seen with torch 2.13.0. gloo's MAX drops a NaN from any rank but the first. The norm is
         finite, and the NaN reaches the optimizer. On four ranks::
@@ -296,13 +296,13 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude(self):
-        """Beyond upstream: the infinity norm works if every rank has a row. The next test has a rank without rows."""
+        """The infinity norm works if every rank has a row. The next test has a rank without rows."""
         self._largest_magnitude(4)
 
     @torch_defect("fsdp2_inf_norm_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
-        """Beyond upstream: the infinity norm works if the last rank has no row.
+        """The infinity norm works if the last rank has no row.
 
         That rank raises "cannot compute the infinity norm on an empty tensor", a defect seen with torch 2.13.0. DTensor
         computes the norm of each rank's shard (``common_reduction_strategy`` in

@@ -232,7 +232,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_mixed_dtypes(self):
-        """Beyond upstream: parameters of several dtypes are gathered together as bytes, and keep dtype and value."""
+        """Parameters of several dtypes are gathered together as bytes, and keep dtype and value."""
         originals = self._init_params([(17, 3), (5,), (64, 2), (33,)])
         for index, dtype in ((1, torch.bfloat16), (3, torch.float64)):
             originals[index] = nn.Parameter(originals[index].detach().to(dtype), requires_grad=False)
@@ -240,7 +240,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_shard_dim_1(self):
-        """Beyond upstream: shards along a dimension other than the first are gathered in the right order."""
+        """Shards along a dimension other than the first are gathered in the right order."""
         self._test_all_gather(self._init_params([(3, 32), (5, 16, 2)]), True, False, self._streams(False, 2), 1)
 
     @skip_if_lt_x_gpu(1)
@@ -264,7 +264,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reduce_scatter_shard_dim_1(self):
-        """Beyond upstream: gradients are sharded along a dimension other than the first."""
+        """Gradients are sharded along a dimension other than the first."""
         self._test_reduce_scatter([(3, 32), (5, 16, 2)], False, torch.float32, shard_dim=1)
 
     def _test_reduce_scatter(
@@ -354,7 +354,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_set_reshard_after_forward(self):
         config = {"set_reshard_after_forward": [True, False, None], "recurse": [True, False]}
         self.run_subtests(config, self._test_set_reshard_after_forward_by_communication_count)
-        # Beyond upstream: by default the root does not reshard after forward. With the setter it does.
+        # By default the root does not reshard after forward. With the setter it does.
         model = shard_blocks(transformer(self.device))
         model.set_reshard_after_forward(True, recurse=False)
         self._check_counts(model, len(model.layers) + 1, len(model.layers) + 1)
@@ -379,7 +379,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
-        """Beyond upstream: between forward and backward a parameter has its full values, also over a smaller mesh.
+        """Between forward and backward a parameter has its full values, also over a smaller mesh.
 
         It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
         the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims
@@ -402,7 +402,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_communication_count_after_evaluation(self):
-        """Beyond upstream: a forward without gradients adds no all-gather to the backward of the next step.
+        """A forward without gradients adds no all-gather to the backward of the next step.
 
         It adds one, a defect of torch seen with 2.13.0. Backward prefetches by the recorded order of the forward. FSDP
         records this order without gradients, too, and only a backward clears it. The first layer's backward then
@@ -538,7 +538,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_of_one_shard_force_sum(self):
-        """Beyond upstream: replicas of a whole gradient are summed and divided by the factor once.
+        """Replicas of a whole gradient are summed and divided by the factor once.
 
         They are divided twice: the result is 7.5 instead of 15. Seen with torch 2.13.0. For the reason, see
         ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
@@ -547,14 +547,14 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_of_one_shard_fp16(self):
-        """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
+        """As ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)])
     def test_set_separate_reduce_scatter_group(self, shape):
-        """Beyond upstream: reductions use one new group of the same ranks. Gradients stay bitwise the same."""
+        """Reductions use one new group of the same ranks. Gradients stay bitwise the same."""
         mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
@@ -650,7 +650,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
     )
     def test_set_custom_comms(self, policy, shape):
-        """Beyond upstream: custom collectives, which reuse their buffers, get every call. Training does not change.
+        """Custom collectives, which reuse their buffers, get every call. Training does not change.
 
         One layer is sharded unevenly. In even steps a microbatch without reduction comes first.
         """
@@ -691,7 +691,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(factor=[8.0, 3.0, 0.5])
     def test_divide_factor_of_a_custom_reduction(self, factor):
-        """Beyond upstream: without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
+        """Without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
         model: Any = nn.Linear(6, 8, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(self.world_size))
         factors: list[float] = []
@@ -721,7 +721,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
-        """Beyond upstream: a group may have its own functions for the copies after the all-gather and before the
+        """A group may have its own functions for the copies after the all-gather and before the
         reduction.
         """
         manual_seed(42)
@@ -754,7 +754,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
-        """Beyond upstream: FSDP tells the backend which stream will read the memory of each gradient."""
+        """FSDP tells the backend which stream will read the memory of each gradient."""
         told: dict[int, Any] = {}
 
         def record(buffer: torch.Tensor, stream: Any) -> None:
@@ -771,7 +771,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(1)
     def test_readers_of_gradients_by_default(self):
-        """Beyond upstream: the default ``record_grad_output_stream`` does nothing; a backend may register its own."""
+        """The default ``record_grad_output_stream`` does nothing; a backend may register its own."""
         buffer = torch.arange(4.0, device=self.device)
         torch.ops.fsdp.record_grad_output_stream(buffer, 0, 0, 0)
         stream = torch.get_device_module(self.device.type).current_stream()
@@ -781,7 +781,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
-        """Beyond upstream: a module with parameters on several meshes refuses a custom collective."""
+        """A module with parameters on several meshes refuses a custom collective."""
         linear = nn.Linear(8, 8, device=self.device)
         other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
@@ -797,7 +797,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
 @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
 class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
-    """Beyond upstream: a separate process group for the reductions over shards.
+    """A separate process group for the reductions over shards.
 
     Each test has its own ranks and does not destroy its groups. Torch 2.13 gives a new group the name of a destroyed
     one of the same ranks, and then its ranks do not find each other.
@@ -1108,7 +1108,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(2)
     def test_backward_prefetch_of_two_groups(self):
-        """Beyond upstream: a module with parameters on two meshes prefetches both groups of the module before it."""
+        """A module with parameters on two meshes prefetches both groups of the module before it."""
         other = internals.fsdp2_common.FSDPMeshInfo(DeviceMesh.from_group(dist.new_group(), self.device.type), 0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
         ref_model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(self.device)
@@ -1562,7 +1562,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(1)
     @subtests(divide_factor=[None, 0.5, 1.0, 2.0])
     def test_singleton_force_sum(self, divide_factor):
-        """Beyond upstream: a forced sum over one rank divides by the factor once.
+        """A forced sum over one rank divides by the factor once.
 
         It divides twice, a defect of torch seen with 2.13.0. ``foreach_reduce`` divides when it copies the gradient in
         place of a reduction. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
@@ -1580,7 +1580,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(1)
     @subtests(divide_factor=[None, 0.5, 1.0, 2.0])
     def test_singleton_fp16(self, divide_factor):
-        """Beyond upstream: a reduction in float16 over one rank divides by the factor once.
+        """A reduction in float16 over one rank divides by the factor once.
 
         It divides twice, as in ``test_singleton_force_sum``, because float16 is divided before and after a reduction.
         To see it there, replace the forced sum by ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.

@@ -493,7 +493,7 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_managed_modules(self):
-        """Beyond upstream: dynamo treats the state of modules that FSDP manages as changeable.
+        """Dynamo treats the state of modules that FSDP manages as changeable.
 
         In such a module, a number that changes becomes an input of the graph. In a plain module dynamo recompiles for
         each value. Dynamo marks a plain module's tensors as static, which means that their addresses are fixed. It must
@@ -537,7 +537,7 @@ class TestFullyShardCompile(CompileTest):
     @requires_world_size(4)
     @subtests(reshard_after_forward=[True, False, 2], per_layer=[False, True])
     def test_no_recompiles(self, reshard_after_forward, per_layer):
-        """Beyond upstream: nothing is compiled after the second iteration."""
+        """Nothing is compiled after the second iteration."""
         model, counting = self._mlps(), CountingBackend("eager")  # dynamo's decisions do not depend on the backend
         for mlp in model:
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
@@ -556,7 +556,7 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(compile_first=[True, False])
     def test_compile_per_layer(self, compile_first):
-        """Beyond upstream: layers may be compiled before or after they are sharded. Both train like a plain model."""
+        """Layers may be compiled before or after they are sharded. Both train like a plain model."""
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
@@ -577,7 +577,7 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])
     def test_compiled_gradient_sync(self, per_layer):
-        """Beyond upstream: with microbatches that do not reduce, collectives and gradients are those of eager mode."""
+        """With microbatches that do not reduce, collectives and gradients are those of eager mode."""
         ref_model, counting = self._mlps(), CountingBackend("aot_eager")
         counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):

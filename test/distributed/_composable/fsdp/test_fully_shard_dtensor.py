@@ -220,7 +220,7 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_train_parity_more(self):
-        """Beyond upstream: uneven sizes, mesh dimensions in another order, and FSDP within a TP shard."""
+        """Uneven sizes, mesh dimensions in another order, and FSDP within a TP shard."""
         cases = [
             Case((4,), shard=(0,)),
             Case((2, 2), shard=(0,), replicate=(1,)),
@@ -317,14 +317,14 @@ class TestFullyShardDTensor(FSDPTest):
     def test_validation_mesh_mismatch(self):
         mesh, other = self.named_mesh, self._new_named_mesh()
         self.assertEqual(mesh, other)  # equal, but a different object
-        # Beyond upstream: the same with replicas, and with replicas alone.
+        # The same with replicas, and with replicas alone.
         for dims in ({"shard": "fsdp"}, {"shard": "fsdp", "replicate": "tp"}, {"replicate": "fsdp"}):
             with self.assertRaisesRegex(ValueError, "same mesh"):
                 fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(**dims))
 
     @skip_if_lt_x_gpu(4)
     def test_second_of_equal_meshes(self):
-        """Beyond upstream: parameters on the given mesh are accepted, also if an equal mesh was used before.
+        """Parameters on the given mesh are accepted, also if an equal mesh was used before.
 
         They are not, a defect of torch seen with 2.13.0. DTensor caches operations by the equality of meshes, so
         ``nn.Parameter`` returns a DTensor on the first mesh for one on the second. ``fully_shard`` compares meshes by
@@ -360,7 +360,7 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_validation_mesh_without_names(self):
-        """Beyond upstream: ``dp_mesh_dims`` needs a mesh with dimension names."""
+        """``dp_mesh_dims`` needs a mesh with dimension names."""
         mesh = make_mesh(2, 2)
         with self.assertRaisesRegex(ValueError, "must have mesh_dim_names"):
             fully_shard(self._distributed(self._mlp(), mesh), mesh=mesh, dp_mesh_dims=mesh_dims(shard="fsdp"))
@@ -379,7 +379,7 @@ class TestFullyShardDTensor(FSDPTest):
         rows_are_sharded=[False, True],
     )
     def test_collectives(self, case, rows_are_sharded):
-        """Beyond upstream: each parameter group is gathered and reduced once, over its own process groups only.
+        """Each parameter group is gathered and reduced once, over its own process groups only.
 
         DTensor issues no collectives on the dp dimensions, whether the rows are replicated or sharded there. With
         sharded rows the gradients are partial sums, and FSDP's reduction adds them up. The sum over the global batch is
@@ -420,7 +420,7 @@ class TestFullyShardDTensor(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[16, 15, 5], tp_is_last=[True, False])
     def test_strided_shard(self, rows, tp_is_last):
-        """Beyond upstream: FSDP and tensor parallelism shard the same dimension, in either order of mesh dimensions."""
+        """FSDP and tensor parallelism shard the same dimension, in either order of mesh dimensions."""
         mesh = self.named_mesh if tp_is_last else self._mesh(2, 2)
         fsdp, tp = (0, 1) if tp_is_last else (1, 0)
         manual_seed(42)
@@ -443,7 +443,7 @@ class TestFullyShardDTensor(FSDPTest):
         case=[Case((4,), shard=(0,)), Case((2, 2), shard=(1,), replicate=(0,)), Case((2, 2), shard=(0,), tp=True)]
     )
     def test_mixed_precision(self, case):
-        """Beyond upstream: forward sees bfloat16 DTensors, and gradients are reduced in float32.
+        """Forward sees bfloat16 DTensors, and gradients are reduced in float32.
 
         bfloat16 has the integers up to 256, which is as large as anything that a rank computes. It does not have the
         means over ranks.
@@ -500,7 +500,7 @@ class TestReductionOverTensorParallelism(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(on_whole_mesh=[False, True], accumulates=[False, True])
     def test_partial_gradients_are_added_in_reduce_dtype(self, on_whole_mesh, accumulates):
-        """Beyond upstream: a replicated weight of a split sequence has a gradient that is a sum over these ranks, too.
+        """A replicated weight of a split sequence has a gradient that is a sum over these ranks, too.
 
         Gradients that are accumulated are cast before they are added.
         """

@@ -352,7 +352,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_one_hook_without_the_other(self):
-        """Beyond upstream: a class with one hook fails in ``fully_shard``, an object with one in the first forward."""
+        """A class with one hook fails in ``fully_shard``, an object with one in the first forward."""
         for name in HOOKS:
             half = type("HalfAnExtension", (TwoTensor,), {name: lambda self, *args, **kwargs: None})
             layer = nn.Linear(4, 4, bias=False, device=self.device)
@@ -367,7 +367,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_invalid_pre_signature(self):
-        """Beyond upstream: a pre-hook has one parameter or five. With three, each rank raises before the all-gather."""
+        """A pre-hook has one parameter or five. With three, each rank raises before the all-gather."""
         layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
         (extension,) = extend(layer).values()
         extension.local.fsdp_pre_all_gather = lambda mesh, outer_size, outer_stride: ((extension.local,), None)
@@ -377,7 +377,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_metadata_round_trip(self):
-        """Beyond upstream: each post-hook receives the metadata of its own all-gather, not of an earlier one."""
+        """Each post-hook receives the metadata of its own all-gather, not of an earlier one."""
         layer = fully_shard(positive(nn.Linear(4, 6, bias=False, device=self.device)), reshard_after_forward=True)
         whole = positive(nn.Linear(4, 6, bias=False, device=self.device)).weight.detach()
         gathers = iter(range(1, 100))
@@ -411,7 +411,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_freed_storage(self):
-        """Beyond upstream: all-gather outputs and the tensors that the post-hook returns are freed and filled again."""
+        """All-gather outputs and the tensors that the post-hook returns are freed and filled again."""
         model = fully_shard(positive(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
         extensions = extend(model, as_bfloat16)
         used: dict[str, list[tuple[int, list[int]]]] = {"forward": [], "backward": []}
@@ -555,7 +555,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_unpadded_payload_is_refused(self):
-        """Beyond upstream: a short shard must be padded by its pre-hook.
+        """A short shard must be padded by its pre-hook.
 
         The test asks the parameter directly. In a forward only ranks with short shards would raise; others would hang.
         """
@@ -572,7 +572,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_one_unpadded_payload_of_two_is_refused(self):
-        """Beyond upstream: every tensor that a short shard gathers must be padded, the second as well."""
+        """Every tensor that a short shard gathers must be padded, the second as well."""
         layer = fully_shard(positive(nn.Linear(3, 9, bias=False, device=self.device)))
         internals.initialize_lazily(layer)  # torch 2.9 replaces the tensor of a short shard here, without its hooks
         extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
@@ -587,7 +587,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
-        """Beyond upstream: forward uses weights rounded to bfloat16, and the optimizer uses the float32 shards."""
+        """Forward uses weights rounded to bfloat16, and the optimizer uses the float32 shards."""
         gathered = self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, reshard_after_forward)
         self.assertEqual(len(gathered), 6)
         self.assertGreater(min(gathered), 0)
@@ -596,13 +596,13 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_released_all_gather_outputs(self, reshard_after_forward):
-        """Beyond upstream: on request the all-gather outputs are freed right after the post-hook."""
+        """On request the all-gather outputs are freed right after the post-hook."""
         gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
         self.assertEqual(gathered, [0] * 6)
 
     @skip_if_lt_x_gpu(1)
     def test_offloaded_bfloat16_all_gather_numerics(self):
-        """Beyond upstream: FSDP moves an offloaded shard to the device before its pre-hook runs."""
+        """FSDP moves an offloaded shard to the device before its pre-hook runs."""
         policy = CPUOffloadPolicy(pin_memory=False)
         self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, True, offload_policy=policy)
 
@@ -644,7 +644,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     def test_release_that_is_refused(self):
-        """Beyond upstream: the release hook is refused without the other hooks, if it returns no bool, or with an int
+        """The release hook is refused without the other hooks, if it returns no bool, or with an int
         ``reshard_after_forward``.
         """
         name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -665,7 +665,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16])
     def test_payload_of_two_dtypes(self, param_dtype):
-        """Beyond upstream: int8 values and float32 scales are gathered together, next to a parameter without hooks."""
+        """Int8 values and float32 scales are gathered together, next to a parameter without hooks."""
         layer = positive(nn.Linear(4, 16, device=self.device))
         weight, bias = (param.detach().clone() for param in layer.parameters())
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -682,7 +682,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_hook_arguments(self):
-        """Beyond upstream: the hooks get the mesh, the size and stride of the full tensor, its module, the policy and
+        """The hooks get the mesh, the size and stride of the full tensor, its module, the policy and
         the requested dtype.
         """
         mesh = make_mesh(self.world_size)
@@ -703,7 +703,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_no_smaller_mesh(self):
-        """Beyond upstream: after a reshard to a smaller mesh, backward refuses to gather a parameter with hooks."""
+        """After a reshard to a smaller mesh, backward refuses to gather a parameter with hooks."""
         layer = fully_shard(positive(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
         (extension,) = extend(layer).values()
         loss = layer(self._input(8)).sum()
@@ -722,7 +722,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank(self):
-        """Beyond upstream: the hooks run even without a collective."""
+        """The hooks run even without a collective."""
         layer, extension = self._alone(as_bfloat16, the_only_one)
         inp = self._input(4)
         for _ in range(2):
@@ -735,7 +735,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_bytes(self):
-        """Beyond upstream: bytes are copied unchanged into an output that was allocated for another dtype."""
+        """Bytes are copied unchanged into an output that was allocated for another dtype."""
         sends_bytes = iter([False, True, True])
 
         def as_bytes(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -757,7 +757,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_two_payloads(self):
-        """Beyond upstream: a parameter that gathers two tensors works on one rank as well.
+        """A parameter that gathers two tensors works on one rank as well.
 
         It does not in torch 2.13.0. If the shard group has one rank, ``FSDPParamGroup.wait_for_unshard`` takes
         ``all_gather_inputs[0]`` and drops the rest, so the post-hook receives one tensor. In one process:

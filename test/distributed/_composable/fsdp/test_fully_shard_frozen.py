@@ -200,7 +200,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2])
     def test_frozen_parameters_stay(self, reshard_after_forward):
-        """Beyond upstream: in ten steps a frozen parameter gets no gradient and stays bitwise the same."""
+        """In ten steps a frozen parameter gets no gradient and stays bitwise the same."""
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
@@ -224,7 +224,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
     def test_communication(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: in every iteration the right groups gather, reduce, and have a post-backward from autograd.
+        """In every iteration the right groups gather, reduce, and have a post-backward from autograd.
 
         A frozen group is gathered, also for the gradient of its input, and never reduced.
         """
@@ -258,7 +258,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[False, True])
     def test_toggle_every_iteration(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: in each iteration the reduced parameters are those that are trainable."""
+        """In each iteration the reduced parameters are those that are trainable."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
@@ -370,12 +370,12 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
     def test_reduce_dtype_after_trainable_forward(self, dtypes):
-        """Beyond upstream: a layer that is trainable in its first forward reduces in the requested dtype."""
+        """A layer that is trainable in its first forward reduces in the requested dtype."""
         self._check_reduce_dtype_after(False, MixedPrecisionPolicy(*dtypes))
 
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
-        """Beyond upstream: a layer that is frozen in its first forward and trained later reduces in that dtype, too.
+        """A layer that is frozen in its first forward and trained later reduces in that dtype, too.
 
         It does not before 2.14, a defect seen with torch 2.13.0. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of
         gradients once, from the parameters that are trainable in the first forward. Without any it leaves them unset.

@@ -117,7 +117,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(first_is_skipped=[True, False])
     def test_parameters_after_step(self, first_is_skipped):
-        """Beyond upstream: a skipped step does not change parameters. Other steps train as without a scaler."""
+        """A skipped step does not change parameters. Other steps train as without a scaler."""
         ref_model, model = self._two_linears(), self._sharded(self._two_linears())
         ref_optimizer, optimizer = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ref_model, model))
         scaler = self._scaler()
@@ -144,7 +144,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rank=[0, 1, 2, 3], value=[math.inf, -math.inf, math.nan], layer=[0, 1])
     def test_any_rank_any_value(self, rank, value, layer):
-        """Beyond upstream: if one rank finds a non-finite value in any gradient, all ranks skip the step."""
+        """If one rank finds a non-finite value in any gradient, all ranks skip the step."""
         model = self._sharded(self._two_linears())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         scaler = self._scaler()
@@ -160,7 +160,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(has_inf=[True, False])
     def test_ranks_without_a_shard(self, has_inf):
-        """Beyond upstream: ranks with empty shards get the result of the other ranks."""
+        """Ranks with empty shards get the result of the other ranks."""
         model = fully_shard(nn.Linear(4, 2, bias=False, device=self.device))
         self.assertEqual(model.weight.to_local().numel(), 4 if self.rank < 2 else 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -209,13 +209,13 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(norm_has_tp=[True, False])
     def test_split_parameter_first(self, norm_has_tp):
-        """Beyond upstream: if the optimizer's first parameter is ``tp``-sharded, the whole mesh agrees."""
+        """If the optimizer's first parameter is ``tp``-sharded, the whole mesh agrees."""
         model = self._norm_then_mlp(norm_has_tp)
         self._check_agreement_2d(model, [*model[1].parameters(), *model[0].parameters()])
 
     @skip_if_lt_x_gpu(4)
     def test_replicated_parameter_first(self):
-        """Beyond upstream: if the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees.
+        """If the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees.
 
         It does not, a defect of torch seen with 2.13.0. ``found_inf_reduce_handler`` of ``torch.distributed.tensor``
         uses only the placements of the first gradient. It does not reduce over the mesh dimensions on which that
@@ -236,7 +236,7 @@ class TestFullyShardGradientScaler(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_parameter_of_one_dimension_first(self):
-        """Beyond upstream: if only FSDP shards the optimizer's first parameter, the whole mesh agrees.
+        """If only FSDP shards the optimizer's first parameter, the whole mesh agrees.
 
         It does not (seen with torch 2.13.0), for the reason given in ``test_replicated_parameter_first``. To see it in
         the code there, put ``distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)])`` first instead.
@@ -251,7 +251,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rank=[0, 1, 2, 3], infinite=["input", "loss weight"])
     def test_hsdp_reduction_spreads_inf(self, rank, infinite):
-        """Beyond upstream: the reduction spreads a non-finite value to the replicas, and the scaler to all other ranks.
+        """The reduction spreads a non-finite value to the replicas, and the scaler to all other ranks.
 
         An infinite input affects a column, and so every shard. An infinite loss weight affects one row of one shard.
         """
@@ -277,7 +277,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(hsdp=[True, False])
     def test_scale_over_steps(self, hsdp):
-        """Beyond upstream: after a finite, an infinite and a finite step, the scale goes 2, 4, 2, 4."""
+        """After a finite, an infinite and a finite step, the scale goes 2, 4, 2, 4."""
         model = self._sharded(self._two_linears(), self._mesh_hsdp() if hsdp else None)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         scaler = self._scaler(growth_interval=1)

@@ -179,7 +179,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_who_averages(self):
-        """Beyond upstream: if inputs differ by rank, each gradient is averaged once. DDP averages the gradients of
+        """If inputs differ by rank, each gradient is averaged once. DDP averages the gradients of
         parameters that FSDP ignores."""
         device = self.device
         model, inp = _generate_model_and_input()
@@ -205,7 +205,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_buffers_below_ignored_path(self):
-        """Beyond upstream: the search for ignored parameters refuses buffers, because nothing would sync them."""
+        """The search for ignored parameters refuses buffers, because nothing would sync them."""
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.assertEqual(_discover_fsdp_ignored_params(model, "1"), set(model[1].parameters()))
         with self.assertRaisesRegex(ValueError, "0 has buffers"):
@@ -272,7 +272,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_stay(self):
-        """Beyond upstream: ignored parameters stay the same objects in the same memory. They are not communicated."""
+        """Ignored parameters stay the same objects in the same memory. They are not communicated."""
         ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         ignored = {"2.weight": model[2].weight, "2.bias": model[2].bias}
@@ -297,7 +297,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(ignored=["0.bias", "0.weight"])
     def test_one_parameter_of_a_layer(self, ignored):
-        """Beyond upstream: a layer may have one parameter sharded and the other ignored."""
+        """A layer may have one parameter sharded and the other ignored."""
         ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         gather, _ = self._sharded(model, {model.get_parameter(ignored)})
@@ -319,7 +319,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(foreach=[True, False], optim_cls=[torch.optim.SGD, torch.optim.AdamW])
     def test_optimizer(self, foreach, optim_cls):
-        """Beyond upstream: an optimizer trains sharded and ignored parameters."""
+        """An optimizer trains sharded and ignored parameters."""
         models = self._layer_after_backward()
         optims = [optim_cls(model.parameters(), lr=0.1, foreach=foreach) for model in models]
         optims[0].step()
@@ -331,7 +331,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(foreach=[None, True, False])
     def test_clip_grad_norm(self, foreach):
-        """Beyond upstream: the norm is that of sharded and ignored parameters."""
+        """The norm is that of sharded and ignored parameters."""
         ref_model, model = self._layer_after_backward()
         ref_norm = nn.utils.clip_grad_norm_(ref_model.parameters(), 0.1)
         self.assertGreater(ref_norm.item(), 0.1)
@@ -343,7 +343,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_module_with_buffer(self):
-        """Beyond upstream: FSDP manages a module with only ignored parameters if it has a buffer.
+        """FSDP manages a module with only ignored parameters if it has a buffer.
 
         FSDP moves the buffer to the device, but not the parameters.
         """
@@ -363,7 +363,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(groups=[1, 2])
     def test_tied_parameter(self, groups):
-        """Beyond upstream: an ignored parameter stays shared by two modules, in one group or in two."""
+        """An ignored parameter stays shared by two modules, in one group or in two."""
         ref_model = filled(Tied(self.device))
         model = copy.deepcopy(ref_model)
         weight = model.first.weight
@@ -378,7 +378,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_on_meta(self):
-        """Beyond upstream: ignored parameters may be on the meta device at first, and be materialized later."""
+        """Ignored parameters may be on the meta device at first, and be materialized later."""
         ref_model = filled(Optional()).to(self.device)
         model = copy.deepcopy(ref_model)
         model.extra.to("meta")

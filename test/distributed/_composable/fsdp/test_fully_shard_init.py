@@ -112,7 +112,7 @@ class TestFullyShardDeviceTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_move_subclass_keeps_the_object(self):
-        """Beyond upstream: a parameter of a wrapper subclass moves with its inner tensors and stays the same object.
+        """A parameter of a wrapper subclass moves with its inner tensors and stays the same object.
 
         The target is the meta device, because every machine has one.
         """
@@ -183,7 +183,7 @@ class TestFullyShardMeshArg(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_values(self):
-        """Beyond upstream: an int must be a factor of the number of shards. Only bool, int and None are allowed."""
+        """An int must be a factor of the number of shards. Only bool, int and None are allowed."""
         hybrid = make_mesh(1, 4, names=("replicate", "shard"))
         for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
             shards = mesh.size()
@@ -203,7 +203,7 @@ class TestFullyShardMeshArg(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_one(self):
-        """Beyond upstream: the int 1 gives a warning and keeps parameters unsharded after forward, like False."""
+        """The int 1 gives a warning and keeps parameters unsharded after forward, like False."""
         warning_once = torch_names.module("torch._logging").warning_once
         mesh = make_mesh(4)
         layer = nn.Linear(4, 4, device=self.device)
@@ -306,7 +306,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_with_ignored_params(self):
-        """Beyond upstream: a module with only ignored parameters is not managed, unless it or a child has a buffer."""
+        """A module with only ignored parameters is not managed, unless it or a child has a buffer."""
         model = nn.Sequential(MLP(8), MLP(8, with_buffer=True), MLP(8))
         ignored = {
             *model[0].parameters(),
@@ -455,7 +455,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards(self):
-        """Beyond upstream: a layer may have fewer rows than ranks, or rows that do not divide evenly.
+        """A layer may have fewer rows than ranks, or rows that do not divide evenly.
 
         Full parameters have the original values, Adam steps like on a plain layer, and another model loads the state
         dict.
@@ -464,7 +464,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_rows_stay_in_order_with_tensor_parallelism(self):
-        """Beyond upstream: tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
+        """Tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
         layer, _ = self._layer("colwise", 6)
         found = layer.weight.full_tensor()
         with torch_defect("fsdp2_uneven_rows_with_tp_are_reordered"):
@@ -473,14 +473,14 @@ class TestFullyShardShardedParameterDTensor(InitTest):
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
-        """Beyond upstream: the same holds if tensor parallelism sharded first, along the same or another dimension."""
+        """The same holds if tensor parallelism sharded first, along the same or another dimension."""
         self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
         self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
 
     @torch_defect("fsdp2_rank_without_rows_after_tp")
     @skip_if_lt_x_gpu(1)
     def test_rank_without_rows(self):
-        """Beyond upstream: if tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
+        """If tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
 
         The all-gather works, but the reduction raises "_chunk_cat expects non-empty tensor" (seen with torch 2.13.0,
         2.11.0 and 2.9.1). The operator refuses the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
@@ -992,7 +992,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(shape=[(0, 16), (16, 0), (16, 0, 8)], dim=[0, 1])
     def test_parameter_without_elements(self, shape, dim):
-        """Beyond upstream: a frozen parameter may have no elements, along the dimension that is sharded or another."""
+        """A frozen parameter may have no elements, along the dimension that is sharded or another."""
         model = nn.Linear(4, 8, device=self.device)
         model.empty = nn.Parameter(torch.ones(shape, device=self.device), requires_grad=False)
         fully_shard(model, shard_placement_fn=lambda param: Shard(dim if param.ndim > 1 and 0 in param.shape else 0))
@@ -1006,7 +1006,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_invalid_placement_result(self):
-        """Beyond upstream: the function must return a Shard, a ShardPlacementResult or None."""
+        """The function must return a Shard, a ShardPlacementResult or None."""
         for result in (Replicate(), 0, "0", (Shard(0),)):
             with self.assertRaisesRegex(ValueError, "Invalid shard_placement_fn result"):
                 fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda param, result=result: result)
@@ -1014,7 +1014,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_distinct_mesh_infos_of_one_group(self):
-        """Beyond upstream: parameters of one process group must use the same mesh info object, not an equal one."""
+        """Parameters of one process group must use the same mesh info object, not an equal one."""
         mesh = make_mesh(self.world_size)
 
         def placed(param: nn.Parameter) -> Any:
@@ -1028,7 +1028,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False], replicated=[False, True])
     def test_two_meshes_in_one_module(self, reshard_after_forward, replicated):
-        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function returns for it.
+        """Each parameter is gathered and averaged over the mesh that the function returns for it.
 
         If the module's own parameters are also replicated, both meshes share the group over which they are sharded.
         """
@@ -1123,13 +1123,13 @@ class TestFullyShardMixedDtypeParam(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(dtype=[torch.int8, torch.uint8])
     def test_integer_no_grad_param(self, dtype):
-        """Beyond upstream: the frozen parameter may have an integer dtype, which cannot have gradients (#177844)."""
+        """The frozen parameter may have an integer dtype, which cannot have gradients (#177844)."""
         with torch_defect("fsdp2_integer_parameters_are_refused"):
             self._test_frozen_dtype(dtype)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_of_trained_params(self):
-        """Beyond upstream: trained parameters of one group must have one dtype."""
+        """Trained parameters of one group must have one dtype."""
         model = nn.Linear(8, 8, device=self.device)
         model.bias = nn.Parameter(model.bias.detach().bfloat16())
         fully_shard(model)
@@ -1139,7 +1139,7 @@ class TestFullyShardMixedDtypeParam(InitTest):
 
 class TestDefaults(TestCase):
     def test_defaults(self):
-        """Beyond upstream: the defaults are the documented ones."""
+        """The defaults are the documented ones."""
         check_defaults(
             self,
             {

@@ -81,14 +81,14 @@ class LoggingTests(LoggingTestCase):
     @requires_distributed()
     @skip_if_lt_x_gpu(1)
     def test_order_and_count(self):
-        """Beyond upstream: each step logs exactly these ten lines, in this order."""
+        """Each step logs exactly these ten lines, in this order."""
         lines = re.findall(r"FSDP::\w+(?: \(.*?\))?", log_of_script("+fsdp"))
         self.assertEqual(lines, LINES_OF_A_STEP * 2)
 
     @requires_distributed()
     @skip_if_lt_x_gpu(1)
     def test_silence(self):
-        """Beyond upstream: FSDP logs nothing by default, nor at the INFO level."""
+        """FSDP logs nothing by default, nor at the INFO level."""
         log = log_of_script(None, between_steps="torch._logging.set_logs(fsdp=logging.INFO)")
         self.assertNotIn("FSDP::", log)
 
@@ -109,7 +109,7 @@ class TestProfilerLabels(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_labels(self):
-        """Beyond upstream: a group's labels have the names of its modules. The root's labels have no names."""
+        """A group's labels have the names of its modules. The root's labels have no names."""
         found = self._labels_of_a_step()
         groups = [" (0)", " (1)", " (2, 3)"]
         for label in ("all_gather", "all_gather_copy_out"):  # the root stays unsharded after forward
@@ -127,7 +127,7 @@ class TestProfilerLabels(FSDPTest):
     @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)
     def test_label_of_wait(self):
-        """Beyond upstream: the label of the wait for the previous reduce-scatter has the same form as the others.
+        """The label of the wait for the previous reduce-scatter has the same form as the others.
 
         In torch 2.13.0 the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
         the parentheses itself. Every other label uses ``_with_fqn``.

@@ -287,7 +287,7 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10], by_one_block=[False, True], replicated=[False, True])
     def test_reduce_scatter_max_input_buffers(self, most, by_one_block, replicated):
-        """Beyond upstream: FSDP keeps at most the set number of reduce-scatter inputs, and none after backward.
+        """FSDP keeps at most the set number of reduce-scatter inputs, and none after backward.
 
         All groups share one list of inputs, so a larger limit of one block applies to all.
         """
@@ -303,7 +303,7 @@ class TestFullyShardMemory(FSDPTest):
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS, torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(2)
     def test_reductions_of_one_module_overlap(self):
-        """Beyond upstream: the limit counts when a module begins to reduce, and not between the groups of a module."""
+        """The limit counts when a module begins to reduce, and not between the groups of a module."""
         group = DeviceMesh.from_group(dist.new_group(), self.device.type)
         other = internals.fsdp2_common.FSDPMeshInfo(group, shard_mesh_dim=0)
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
@@ -340,7 +340,7 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
     def test_no_leak(self, reshard_after_forward):
-        """Beyond upstream: after 13 iterations as much memory is in use as after three."""
+        """After 13 iterations as much memory is in use as after three."""
         model = self._sharded(SMALL, reshard_after_forward)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
@@ -357,7 +357,7 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(kind=["foreach", "fused"])
     def test_no_growth_of_tracked_objects(self, kind):
-        """Beyond upstream: an iteration adds no object that the garbage collector tracks (#178276, #181761)."""
+        """An iteration adds no object that the garbage collector tracks (#178276, #181761)."""
         model = self._sharded(SMALL)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kind: True})
         tokens = self._tokens(SMALL)
@@ -374,7 +374,7 @@ class TestFullyShardMemory(FSDPTest):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):
-        """Beyond upstream: after an exception in forward and a reset, no memory is left in use."""
+        """After an exception in forward and a reset, no memory is left in use."""
         model = self._sharded(SMALL)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
@@ -400,13 +400,13 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_buffer_is_dropped(self):
-        """Beyond upstream: HSDP keeps each all-reduce input during backward, and none after it."""
+        """HSDP keeps each all-reduce input during backward, and none after it."""
         model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
         self._check_held_for_all_reduce(model)
 
     @skip_if_lt_x_gpu(2)
     def test_input_of_all_reduce_hook_is_dropped(self):
-        """Beyond upstream: the same holds for the input of an all-reduce hook."""
+        """The same holds for the input of an all-reduce hook."""
         model = self._sharded(SMALL)
         given: list[torch.Tensor] = []
         for module in internals.fsdp_modules(model):
@@ -440,7 +440,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffer_of_partial_group(self):
-        """Beyond upstream: if a layer runs outside its group's forward, no all-gather buffer is left after backward."""
+        """If a layer runs outside its group's forward, no all-gather buffer is left after backward."""
         model: Any = BodyAlone()
         fully_shard([model.body, model.head])
         fully_shard(model)
@@ -452,7 +452,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_partial_group_is_resharded(self):
-        """Beyond upstream: a group of which forward left a module out is resharded when the root's forward ends."""
+        """A group of which forward left a module out is resharded when the root's forward ends."""
         model: Any = BodyAlone()
         fully_shard([model.body, model.head], reshard_after_forward=True)
         fully_shard(model)
@@ -463,7 +463,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_group_is_resharded_after_error(self):
-        """Beyond upstream: if the last module of a group raises in forward, all of its modules are resharded."""
+        """If the last module of a group raises in forward, all of its modules are resharded."""
 
         class Raises(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -481,7 +481,7 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(features=[(2, 16, 4), (8, 4, 16), (4, 4, 4)])
     def test_gradients_of_two_dtypes(self, features):
-        """Beyond upstream: gradients that are cast do not keep their reduction buffer alive.
+        """Gradients that are cast do not keep their reduction buffer alive.
 
         The second layer requests bfloat16 gradients, the layers around it float32. If more than half is cast, FSDP
         copies the rest and frees the buffer. Otherwise the rest stays in the buffer.

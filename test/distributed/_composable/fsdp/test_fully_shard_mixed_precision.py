@@ -300,7 +300,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
     @torch_defect("fsdp2_first_forward_in_jvp_raises")
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
-        """Beyond upstream: FSDP casts the tangent of a float32 input as well. The tangent uses the whole weight."""
+        """FSDP casts the tangent of a float32 input as well. The tangent uses the whole weight."""
         generator = torch.Generator().manual_seed(42)
         layer = self._materialized(8, 6, generator)
         primal, direction = (torch.randn(8, generator=generator).to(layer.whole.device) for _ in range(2))
@@ -464,7 +464,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_output_dtype_of_containers(self):
-        """Beyond upstream: FSDP casts every floating-point tensor in a forward's output, and nothing else."""
+        """FSDP casts every floating-point tensor in a forward's output, and nothing else."""
         container, members = self._nested()
         model = Through(self.device, returns=container)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
@@ -472,7 +472,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_param_dtype_of_containers(self):
-        """Beyond upstream: FSDP casts every floating-point tensor in a forward's inputs, positional or keyword."""
+        """FSDP casts every floating-point tensor in a forward's inputs, positional or keyword."""
         container, members = self._nested()
         model = Through(self.device, returns=members[1])
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -484,7 +484,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @torch_defect("fsdp2_group_casts_its_first_input_alone")
     @skip_if_lt_x_gpu(1)
     def test_grouped_modules_cast_inputs(self):
-        """Beyond upstream: each module of an FSDP group casts its own inputs and outputs."""
+        """Each module of an FSDP group casts its own inputs and outputs."""
         bf16, single = torch.bfloat16, torch.float32
         first, second = (filled(Recording(4, 4, self.device)) for _ in range(2))
         root = nn.Sequential(first, nn.Identity(), second)
@@ -511,7 +511,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16, torch.float16])
     def test_all_gather_dtype(self, param_dtype):
-        """Beyond upstream: parameters are all-gathered in the param dtype, in forward and in backward."""
+        """Parameters are all-gathered in the param dtype, in forward and in backward."""
         model = filled(MLP(4, self.device))
         recording = RecordingAllGather()
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -524,7 +524,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @torch_defect("fsdp2_integer_parameters_are_refused")
     @skip_if_lt_x_gpu(1)
     def test_integers_are_not_cast(self):
-        """Beyond upstream: an integer parameter is gathered without a cast, as bytes together with cast parameters."""
+        """An integer parameter is gathered without a cast, as bytes together with cast parameters."""
         bf16 = torch.bfloat16
         model = WithCount(self.device)
         weight, count = model.weight.detach().clone(), model.count.detach().clone()
@@ -546,7 +546,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
 
 class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
-    """Beyond upstream's names: ``param_dtype_override_fn`` lets single parameters keep their dtype."""
+    """``param_dtype_override_fn`` lets single parameters keep their dtype."""
 
     world_size = 2
 
@@ -653,7 +653,7 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
         param_dtype=[torch.float16, torch.bfloat16], mesh_shape=[(4, 2), (2, 4), (1, 8)], replicates=[False, True]
     )
     def test_float16_divides_before_and_after(self, param_dtype, mesh_shape, replicates):
-        """Beyond upstream: float16 gradients are partly divided before the sum, by powers of two, which is exact.
+        """Float16 gradients are partly divided before the sum, by powers of two, which is exact.
 
         Gradients that would overflow in an undivided sum are exact. For other dtypes the collective divides.
         """
@@ -688,7 +688,7 @@ class TestFullyShardMixedPrecisionHSDP(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(all_reduces_each=[True, False])
     def test_sums_over_microbatches(self, all_reduces_each):
-        """Beyond upstream: gradients of microbatches are added up in float32, before and after their all-reduce."""
+        """Gradients of microbatches are added up in float32, before and after their all-reduce."""
         layer = nn.Linear(2, 2, bias=False, device=self.device)
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
@@ -705,7 +705,7 @@ class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_gather_in_smaller_mesh(self):
-        """Beyond upstream: parameters resharded to two ranks after forward stay in the param dtype until backward.
+        """Parameters resharded to two ranks after forward stay in the param dtype until backward.
 
         The tests above have only two ranks, where this equals full resharding.
         """

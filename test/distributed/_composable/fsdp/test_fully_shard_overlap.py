@@ -245,7 +245,7 @@ class TestFullyShardOverlap(FSDPTest):
     def test_fully_shard_training_overlap(self):
         """Only the first all-gather and the last reduction add to the time of a step. Compute hides all others.
 
-        The reference runs everything in turn. Beyond upstream: gradients equal those of a run without delays.
+        The reference runs everything in turn. Gradients equal those of a run without delays.
         """
         compute_ms, comm_ms = 25, 10
         with streams():
@@ -308,7 +308,7 @@ class TestFullyShardOverlap(FSDPTest):
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
-        """Beyond upstream: with a separate group, reduce-scatters do not wait for all-gathers.
+        """With a separate group, reduce-scatters do not wait for all-gathers.
 
         A communicator runs one collective at a time, so each group's delayed collectives run on one stream.
         """
@@ -367,7 +367,7 @@ class TestFullyShardOverlap(FSDPTest):
     @exact_time
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffers_are_freed_in_time(self):
-        """Beyond upstream: an all-gather waits for its copy-in. The copy-in waits for the copy-out two buffers earlier.
+        """An all-gather waits for its copy-in. The copy-in waits for the copy-out two buffers earlier.
 
         The layers compute for 25 ms. The delay of a copy-in is in the allocation of its buffer.
         """
@@ -400,7 +400,7 @@ class TestFullyShardOverlap(FSDPTest):
     @exact_time
     @skip_if_lt_x_gpu(2)
     def test_reduced_buffers_are_freed_in_time(self):
-        """Beyond upstream: a gradient's copy-in waits if all buffers are still being reduced, and only then.
+        """A gradient's copy-in waits if all buffers are still being reduced, and only then.
 
         Each layer's backward takes 10 ms and its reduction 15. The third layer could begin after 20 ms. With one buffer
         it waits for the first reduction, which is done after 25. With two buffers it does not wait.
@@ -435,7 +435,7 @@ class TestFullyShardOverlap(FSDPTest):
     @requires(lambda: None if is_virtual() else "streams are real here, and cannot be mocked")
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event_is_waited_for_once(self):
-        """Beyond upstream: the all-gather streams wait once for the event, or for the current stream without one."""
+        """The all-gather streams wait once for the event, or for the current stream without one."""
         with streams():
             _, model = self._models(0)
             context = internals.iteration_context(model)
@@ -456,7 +456,7 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_host_order(self):
-        """Beyond upstream: the host issues all-gathers before compute that hides them, a layer early in backward."""
+        """The host issues all-gathers before compute that hides them, a layer early in backward."""
         with streams():
             _, model = self._models(0)
             events: list[str] = []
@@ -495,7 +495,7 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_delayed_all_reduce(self):
-        """Beyond upstream: delayed all-reduces in bfloat16 do not corrupt the gradient of a later layer.
+        """Delayed all-reduces in bfloat16 do not corrupt the gradient of a later layer.
 
         The gradient is a float32 copy of the buffer, but each buffer lives until the end of the backward. Otherwise the
         next layer's reduction could write into a buffer that is still being all-reduced.

@@ -107,7 +107,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         return shard_each((*model, model))
 
     def test_public_names_say_where_they_come_from(self):
-        """Beyond upstream: pickles and documentation name the public package, not the file."""
+        """Pickles and documentation name the public package, not the file."""
         for public in (fully_shard, register_fsdp_forward_method, FSDPModule, UnshardHandle):
             self.assertEqual(public.__module__, "torch.distributed.fsdp")
         for policy in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy):
@@ -170,7 +170,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
     @skip_if_lt_x_gpu(1)
     def test_container_with_forward(self):
-        """Beyond upstream: ``fully_shard`` accepts a container that has a forward, and the container trains."""
+        """``fully_shard`` accepts a container that has a forward, and the container trains."""
         ref_model = RunnableList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model))
         self.assertEqual(type(model).__name__, "FSDPRunnableList")
@@ -184,7 +184,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_prefetch_setters(self):
-        """Beyond upstream: the setters accept only FSDP modules. A refused call does not change the earlier setting."""
+        """The setters accept only FSDP modules. A refused call does not change the earlier setting."""
         model = self._two_wrapped_in_one()
         first, second = model
         for direction in ("forward", "backward"):
@@ -200,7 +200,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_setter(self):
-        """Beyond upstream: the setter accepts only a bool, also where an int would mean the same."""
+        """The setter accepts only a bool, also where an int would mean the same."""
         model = self._two_wrapped_in_one()
 
         def reshards() -> list[bool]:
@@ -220,7 +220,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
-        """Beyond upstream: FSDP modules share the first one's context. Others are refused. A list may be empty."""
+        """FSDP modules share the first one's context. Others are refused. A list may be empty."""
         share = internals.fsdp2.share_comm_ctx
         first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
         contexts = [internals.comm_context(module) for module in (first, second, third)]
@@ -237,7 +237,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_user_class_keeps_working(self):
-        """Beyond upstream: FSDPModule comes before the user's class in the MRO. The user's attributes still work."""
+        """FSDPModule comes before the user's class in the MRO. The user's attributes still work."""
         plain = Child().to(self.device)
         model = fully_shard(copy.deepcopy(plain))
         self.assertEqual(type(model).__mro__[1:], (FSDPModule, *Child.__mro__)[: len(type(model).__mro__) - 1])
@@ -251,7 +251,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
-        """Beyond upstream: if a class overrides ``__setattr__``, FSDP uses it to register parameters."""
+        """If a class overrides ``__setattr__``, FSDP uses it to register parameters."""
         model = NotedLinear(4, 4).to(self.device)
         ref_model = nn.Linear(4, 4).to(self.device)
         ref_model.load_state_dict(model.state_dict())
@@ -264,7 +264,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_group_as_root(self):
-        """Beyond upstream: a group of modules cannot be the root, because its forward has no defined start."""
+        """A group of modules cannot be the root, because its forward has no defined start."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(list(model))
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
@@ -272,7 +272,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_generated_classes(self):
-        """Beyond upstream: each user class gets one generated class, also if two user classes have the same name."""
+        """Each user class gets one generated class, also if two user classes have the same name."""
 
         def another_mlp() -> nn.Module:
             return type("MLP", (nn.Linear,), {})(4, 4)
@@ -286,7 +286,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_refused_root_can_become_a_part(self):
-        """Beyond upstream: a group cannot be the root. After it was refused, the whole model can be wrapped."""
+        """A group cannot be the root. After it was refused, the whole model can be wrapped."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         fully_shard([*model])
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
@@ -297,7 +297,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
-        """Beyond upstream: a slice of a wrapped container has the user's class and is initialised once."""
+        """A slice of a wrapped container has the user's class and is initialised once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         before = CountedSequential.initialised
         part = model[:1]
@@ -306,7 +306,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_state_dict_is_pickled(self):
-        """Beyond upstream: a state dict can be pickled, although the module's class exists only in this process."""
+        """A state dict can be pickled, although the module's class exists only in this process."""
         model = fully_shard(Child())
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
@@ -322,7 +322,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
-        """Beyond upstream: only the root can reset. After the reset no state of a failed iteration is left."""
+        """Only the root can reset. After the reset no state of a failed iteration is left."""
         model = self._two_wrapped_in_one()
         expected = model(self._input(4)).detach()
         for module in model:
@@ -343,7 +343,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state_before_first_forward(self):
-        """Beyond upstream: there is nothing to reset before the first forward, also if parameters are unsharded."""
+        """There is nothing to reset before the first forward, also if parameters are unsharded."""
         for unshards in (False, True):
             with self.subTest(unshards=unshards):
                 ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)

@@ -314,7 +314,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
     def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
-        """Beyond upstream: a model may load between steps, also with ``assign``. The next step uses the loaded values.
+        """A model may load between steps, also with ``assign``. The next step uses the loaded values.
 
         Assigned values have no padding, and FSDP does not know them until it resets its sharded parameters.
         """
@@ -343,7 +343,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         ],
     )
     def test_get_and_set_model_state_dict(self, dim, options):
-        """Beyond upstream: state dicts of torch.distributed.checkpoint save and load the whole model."""
+        """State dicts of torch.distributed.checkpoint save and load the whole model."""
         full, offload, broadcast = options.full_state_dict, options.cpu_offload, options.broadcast_from_rank0
         ref_model = self._two_linears(dim)
         whole = ref_model.state_dict()
@@ -373,7 +373,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[3, 5], how=["plain", "sharded", "full"])
     def test_optimizer_state_round_trip(self, dim, how):
-        """Beyond upstream: training that resumes from a saved model and optimizer is bitwise the same."""
+        """Training that resumes from a saved model and optimizer is bitwise the same."""
         model = self._shard_two_linears(self._two_linears(dim))
         adam = functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True)
         optim = adam(model.parameters())
@@ -416,7 +416,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[1, 3, 5], sizes=[(4, 2), (2, 4)])
     def test_load_at_other_world_size(self, dim, sizes):
-        """Beyond upstream: four ranks save and two ranks load, or the reverse. Model and optimizer continue training.
+        """Four ranks save and two ranks load, or the reverse. Model and optimizer continue training.
 
         With fewer rows than ranks, some ranks have empty shards.
         """
@@ -442,7 +442,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(wrong=["missing", "unexpected", "shape", "plain tensor"])
     def test_strict_errors(self, wrong):
-        """Beyond upstream: every rank raises an error that names the wrong entry, as with a plain module.
+        """Every rank raises an error that names the wrong entry, as with a plain module.
 
         Torch loads all valid entries before it raises, so only the parameter in the error is unchanged.
         """
@@ -476,7 +476,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_load_between_forward_and_backward(self):
-        """Beyond upstream: if parameters are unsharded after forward, the next forward still uses the loaded values."""
+        """If parameters are unsharded after forward, the next forward still uses the loaded values."""
         model = self._shard_two_linears(self._two_linears(5), reshard_after_forward=False)
         inp = self._rows_of(self.rank)
         model(inp)
@@ -487,7 +487,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_backward_after_load(self):
-        """Beyond upstream: if weights are loaded between forward and backward, backward raises as in a plain module.
+        """If weights are loaded between forward and backward, backward raises as in a plain module.
 
         It does not (seen with torch 2.13.0, 2.11.0 and 2.9.1). In a plain module autograd detects the change by the
         version of the weights. FSDP gathers the new values into the tensors that autograd saved, without a new version.

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Beyond upstream: FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
+"""FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
 from collections.abc import Callable
 from typing import Any

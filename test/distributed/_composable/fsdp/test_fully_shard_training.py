@@ -172,7 +172,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(rows=[4, 5, 7])
     def test_param_registration_after_partial_reshard(self, rows):
-        """Beyond upstream: after a reshard over two of four ranks, the registered DTensor has the parameter's values.
+        """After a reshard over two of four ranks, the registered DTensor has the parameter's values.
 
         It does not if two ranks split the rows differently than two pairs of four ranks (seen in 2.9.1, 2.11.0 and
         2.13.0). Of five rows, four ranks have 2, 2, 1 and 0. After forward, two ranks keep 4 rows and 1 row, but the
@@ -478,7 +478,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=[torch.optim.Adam, torch.optim.AdamW])
     def test_fused_optimizers(self, optim_cls):
-        """Beyond upstream: fused optimizers step on uneven and empty shards (#126670, #124633)."""
+        """Fused optimizers step on uneven and empty shards (#126670, #124633)."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
         ref_model = self._replica(model)
@@ -652,7 +652,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dim=[0, 1])
     def test_selective_activation_checkpointing(self, dim):
-        """Beyond upstream: a policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
+        """A policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
 
         def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             is_product = op is torch.ops.aten.mm.default
@@ -768,7 +768,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_of_partial_group(self):
-        """Beyond upstream: the root's forward skips a layer of a group, which then runs alone, before the backward."""
+        """The root's forward skips a layer of a group, which then runs alone, before the backward."""
         manual_seed(42)
         ref_model = TwoBranches().to(self.device)
         model = self._replica(ref_model)
@@ -789,7 +789,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_casts_output_of_root(self):
-        """Beyond upstream: if forward skips a module of a group, the root's output is cast by the group's policy."""
+        """If forward skips a module of a group, the root's output is cast by the group's policy."""
 
         class NormAndHead(nn.Module):
             def __init__(self) -> None:
@@ -899,7 +899,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_double_forward_gathers_recomputed_modules_once(self):
-        """Beyond upstream: a module that is gathered for its recomputation is not gathered again for its gradients."""
+        """A module that is gathered for its recomputation is not gathered again for its gradients."""
         body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model = nn.Sequential(internals.checkpoint_wrapping.checkpoint_wrapper(body), nn.Linear(4, 4)).to(self.device)
         shard_each((*body, body, model))
@@ -1034,7 +1034,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         reshard_after_forward=[True, False, None],
     )
     def test_reset_iter_state_then_parity(self, at, reshard_after_forward):
-        """Beyond upstream: a reset after an exception in a non-root's forward or in backward clears all state."""
+        """A reset after an exception in a non-root's forward or in backward clears all state."""
         kwargs = {"reshard_after_forward": reshard_after_forward}
         model = self._mlps(**kwargs)
         self._seed()
@@ -1044,7 +1044,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_unshards(self):
-        """Beyond upstream: a reset waits for pending all-gathers and reshards their parameters."""
+        """A reset waits for pending all-gathers and reshards their parameters."""
         model = self._mlps()
         self._seed()
         self._break_off(model, "forward, inside")
@@ -1060,7 +1060,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reduce_dtype=[None, torch.float32])
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
-        """Beyond upstream: a reset drops gradients that were accumulated without reduction, as its docstring says.
+        """A reset drops gradients that were accumulated without reduction, as its docstring says.
 
         It does not before 2.15 (seen in 2.13.0, 2.14.1). The unsharded gradients of the microbatches before the
         exception stay on the unsharded parameters. ``zero_grad`` does not clear them there, and they are reduced with
@@ -1087,7 +1087,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
-        """Beyond upstream: if backward raises inside a module, a reset drops the gradients that the module already has.
+        """If backward raises inside a module, a reset drops the gradients that the module already has.
 
         It does not before 2.15 (seen in 2.13.0), for the same reason as above. Autograd has stored the gradients on the
         unsharded parameters, and the exception comes before they are reduced.
@@ -1143,7 +1143,7 @@ class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
         how=["in the loss", "not in the loss", "frozen", "called", "called twice"], reshard_after_forward=[True, False]
     )
     def test_head_of_a_group(self, how, reshard_after_forward):
-        """Beyond upstream: a group is gathered for the backward of each module, however the last one is used."""
+        """A group is gathered for the backward of each module, however the last one is used."""
         manual_seed(42)
         ref_model = BodyAndHead(how).to(self.device)
         model = self._replica(ref_model)
@@ -1175,7 +1175,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         shard_size=[4, 1],
     )
     def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
-        """Beyond upstream: the first forward may be in inference mode, also if parameters are sharded by columns, or if
+        """The first forward may be in inference mode, also if parameters are sharded by columns, or if
         a shard group has one rank.
         """
         manual_seed(42)
@@ -1337,7 +1337,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(param_dtype=[None, torch.bfloat16])
     def test_zero_grad_between_microbatches(self, param_dtype):
-        """Beyond upstream: ``zero_grad`` drops what was accumulated on parameters that stayed unsharded."""
+        """``zero_grad`` drops what was accumulated on parameters that stayed unsharded."""
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
         model = fully_shard(nn.Linear(2, 4, bias=False, device=self.device), mp_policy=policy)
         for is_last, value in ((False, 8.0), (True, 1.0)):
@@ -1410,7 +1410,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],
     )
     def test_1f1b_microbatching(self, use_explicit_unshard, reshard_after_backward, schedule):
-        """Microbatches run in the order of a pipeline. Beyond upstream: also in the interleaved order 1F1B."""
+        """Microbatches run in the order of a pipeline, also in the interleaved order 1F1B."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -1456,7 +1456,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         dtype=[torch.float32, torch.float64],
     )
     def test_requires_all_reduce_leaves_nothing_behind(self, reshard_after_forward, set_to_none, dtype):
-        """Beyond upstream: before the all-reduce a parameter has no gradient. After it no partial reduction is left.
+        """Before the all-reduce a parameter has no gradient. After it no partial reduction is left.
 
         Two steps all-reduce only once. Steps that all-reduce every microbatch come before and after them. Gradients in
         float64 are divided before and after the sum, those in float32 are averaged by the collectives.
@@ -1488,7 +1488,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_partial_reductions(self):
-        """Beyond upstream: a reset drops gradients that were reduce-scattered but not all-reduced."""
+        """A reset drops gradients that were reduce-scattered but not all-reduced."""
         ref_model, model = self._hsdp_mlps(reshard_after_forward=True)
         model.set_requires_all_reduce(False)
         loss_of(model(self._inputs(2, 8))).backward()
@@ -1504,14 +1504,14 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         reshard_after_forward=[True, False],
     )
     def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
-        """Beyond upstream: microbatches with one all-reduce at the end may use different parameters of a group."""
+        """Microbatches with one all-reduce at the end may use different parameters of a group."""
         with torch_defect("fsdp2_partial_reduction_reaches_another_parameter"):
             self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
 
     @skip_if_lt_x_gpu(4)
     @subtests(microbatches=[("both", "right"), ("left", "right")])
     def test_partial_reduction_of_unused_group(self, microbatches):
-        """Beyond upstream: a group that the last microbatch does not use is all-reduced with the others."""
+        """A group that the last microbatch does not use is all-reduced with the others."""
         with torch_defect("fsdp2_partial_reduction_of_unused_group_is_left"):
             self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
 
@@ -1522,7 +1522,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         reduce_dtype=[None, torch.float32],
     )
     def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward, reduce_dtype):
-        """Beyond upstream: a group that the first or the last microbatch does not use is reduced with the others."""
+        """A group that the first or the last microbatch does not use is reduced with the others."""
         to_shard = lambda model: [model.left, model.right, model]  # noqa: E731
         did_not_run = microbatches[0] != "both" and reduce_dtype is not None
         with torch_defect("fsdp2_accumulation_before_first_use_raises", when=did_not_run):
@@ -1559,7 +1559,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(second=["right", "both", "left"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
-        """Beyond upstream: under mixed precision the last microbatch may be the first to use a parameter, or none uses
+        """Under mixed precision the last microbatch may be the first to use a parameter, or none uses
         it and it is reduced as zeros.
 
         Inputs are small integers, which bfloat16 holds exactly. The gradient of a sum does not depend on the weights.
@@ -1602,7 +1602,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
     def test_rank_dependent_branches_and_masked_losses(self, mesh_shape, reshard_after_forward, recurse):
-        """Beyond upstream: a rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
+        """A rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
 
         class Branches(nn.Module):
             """The branches are in one group. A branch in its own group would be unsharded only on ranks that use it."""
@@ -1645,7 +1645,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         before_step=[True, False],
     )
     def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
-        """Beyond upstream: an evaluation and a reshard change neither gradients, parameters nor collectives."""
+        """An evaluation and a reshard change neither gradients, parameters nor collectives."""
         ref_model, model = self._two_mlps(reshard_after_forward)
         counts: list[Counter[str]] = []
 
@@ -1685,7 +1685,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, None])
     def test_inference_before_first_step(self, reshard_after_forward):
-        """Beyond upstream: a model may be evaluated in inference mode before it is trained.
+        """A model may be evaluated in inference mode before it is trained.
 
         It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
         inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The same
@@ -1712,7 +1712,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_eval_without_reshard(self, reshard_after_forward):
-        """Beyond upstream: if shards change while a module is unsharded, it uses the new values only after a reshard.
+        """If shards change while a module is unsharded, it uses the new values only after a reshard.
 
         A module stays unsharded after an evaluation without reshard, because no backward reshards it.
         """
@@ -1761,7 +1761,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_is_refused_with_tp(self):
-        """Beyond upstream: FSDP refuses to reshard DTensors to a smaller mesh, and refuses a 3D DTensor."""
+        """FSDP refuses to reshard DTensors to a smaller mesh, and refuses a 3D DTensor."""
         mesh = self._mesh(self.world_size, 1, names=("dp", "tp"))
         model = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(self.device), mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)

@@ -150,7 +150,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         optim_cls=[torch.optim.AdamW, torch.optim.SGD], kind=[{"foreach": True}, {"foreach": False}, {"fused": True}]
     )
     def test_optimizers_over_two_meshes(self, optim_cls, kind):
-        """Beyond upstream: one optimizer steps on two meshes, since TP shards one layer only (#134212, #153268)."""
+        """One optimizer steps on two meshes, since TP shards one layer only (#134212, #153268)."""
         if optim_cls is torch.optim.SGD and "fused" in kind:
             return  # DTensor does not have this operator
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
@@ -172,7 +172,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_tied_parameters_are_moved(self):
-        """Beyond upstream: ``model.to`` keeps parameters tied that FSDP and TP share (#151085)."""
+        """``model.to`` keeps parameters tied that FSDP and TP share (#151085)."""
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
         manual_seed(42)
         model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)).to(self.device)
@@ -285,7 +285,7 @@ def _other_dim(param: nn.Parameter) -> Shard | None:
 
 
 class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
-    """Beyond upstream: gradients on a three-dimensional mesh, for replicas, shards and tensor parallelism."""
+    """Gradients on a three-dimensional mesh, for replicas, shards and tensor parallelism."""
 
     world_size = 8
 
@@ -391,7 +391,7 @@ class TestFullyShard2DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
 
 
 class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
-    """Beyond upstream: HSDP of FSDP2 with two replicas, and tensor parallelism."""
+    """HSDP of FSDP2 with two replicas, and tensor parallelism."""
 
     world_size = 8
 
@@ -479,7 +479,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False], norm_type=[2.0, 1.0, math.inf])
     def test_clip_grad_norm(self, use_orig_params, norm_type):
-        """Beyond upstream: all ranks get the norm of the whole model."""
+        """All ranks get the norm of the whole model."""
         model = self._fsdp1_run(use_orig_params=use_orig_params).model
         plain = filled(SimpleModel().to(self.device), seed=0)
         for each in (model, plain):
@@ -494,20 +494,20 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_replicas_of_one_rank(self):
-        """Beyond upstream: gradients are averaged over replicas also if each replica has only one shard rank."""
+        """Gradients are averaged over replicas also if each replica has only one shard rank."""
         with torch_defect("fsdp1_hybrid_shard_of_one_rank_is_not_reduced"):
             self._test_2d_e2e_training(self._fsdp1_run((2, 1, 2), use_orig_params=False))
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank(self):
-        """Beyond upstream: training is right if tensor parallelism uses all ranks and FSDP shards over one rank."""
+        """Training is right if tensor parallelism uses all ranks and FSDP shards over one rank."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank_use_orig_params(self):
-        """Beyond upstream: the same holds with ``use_orig_params=True``."""
+        """The same holds with ``use_orig_params=True``."""
         with torch_defect("fsdp1_of_one_rank_around_tp_raises"):
             self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
 
@@ -575,7 +575,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_of_flat_parameters(self):
-        """Beyond upstream: the same holds for DSD with flat parameters, also on ranks that share none with rank 0.
+        """The same holds for DSD with flat parameters, also on ranks that share none with rank 0.
 
         Each broadcast is from a rank of its group. With the defect it is not, and here it is nevertheless.
         """
@@ -646,7 +646,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
 
 
 class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
-    """Beyond upstream: FSDP1's hybrid sharding with tensor parallelism."""
+    """FSDP1's hybrid sharding with tensor parallelism."""
 
     world_size = 8
 

@@ -148,7 +148,7 @@ class ComposabilityTest(PipelineTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=on_one_rank)
     def test_hsdp(self, schedule):
-        """Beyond upstream: each pipeline has all stages on one rank. HSDP uses two shards and two replicas."""
+        """Each pipeline has all stages on one rank. HSDP uses two shards and two replicas."""
         mesh = self._mesh(1, 2, 2, names=("pipeline", "replicate", "shard"))
         plain = self._plain()
         wrap = functools.partial(shard_stage, mesh=mesh["replicate", "shard"])

@@ -250,7 +250,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_e2e_async_zero_overhead_copy(self, model_type):
-        """Beyond upstream, where this is part of the test above: states are copied to pinned memory during training."""
+        """States are copied to pinned memory during training."""
         group, stager = dist.new_group(), DefaultStager(StagingOptions())
 
         def save(state: dict[str, Any], path: str) -> None:
@@ -264,7 +264,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP", "FSDP2", "FSDP2_TP", *OFFLOADED])
     def test_async_save_does_not_see_later_steps(self, layout):
-        """Beyond upstream: two steps run after ``async_save`` has returned and before a file is written.
+        """Two steps run after ``async_save`` has returned and before a file is written.
 
         The checkpoint must have the states from before these steps, although the shards are updated in place.
         """
@@ -303,7 +303,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(cache_staged_state_dict=[False, True])
     def test_async_save_of_sharded_tensors(self, cache_staged_state_dict):
-        """Beyond upstream: the writer copies the states of FSDP1 to the host."""
+        """The writer copies the states of FSDP1 to the host."""
         path = os.path.join(self.temp_dir, str(cache_staged_state_dict))
         writer = FileSystemWriter(path, cache_staged_state_dict=cache_staged_state_dict)
         self._test_async_save_of_sharded_tensors(path, storage_writer=writer)
@@ -319,7 +319,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_saves_at_once(self):
-        """Beyond upstream: two checkpoints are written at the same time, and each has the states of its own step."""
+        """Two checkpoints are written at the same time, and each has the states of its own step."""
         run = Run(TYPES["FSDP2"])
         futures, writers, wanted = [], [], []
         for step in range(2):
@@ -342,7 +342,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_async_save_that_fails(self, model_type):
-        """Beyond upstream: one rank cannot write. The future says so on all ranks, and training continues."""
+        """One rank cannot write. The future says so on all ranks, and training continues."""
 
         class BrokenWriter(FileSystemWriter):
             def write_data(writer, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +400,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_scheduler_and_random_state(self):
-        """Beyond upstream: if its learning rate and random state are saved too, a training continues bit for bit."""
+        """If its learning rate and random state are saved too, a training continues bit for bit."""
 
         def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3)).to(self.device)
@@ -453,7 +453,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_save_while_gradients_accumulate(self, model_type):
-        """Beyond upstream: a checkpoint between two backwards of one step has the states from before the step.
+        """A checkpoint between two backwards of one step has the states from before the step.
 
         Saving does not change the gradients: the step equals that of a training that was not saved.
         """
@@ -492,7 +492,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_save_while_gathered(self):
-        """Beyond upstream: an evaluation leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
+        """An evaluation leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
 
         Training then continues.
         """
@@ -515,7 +515,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_optimizer_state_while_gathered(self):
-        """Beyond upstream: the same for the optimizer's state dict alone.
+        """The same for the optimizer's state dict alone.
 
         ``get_optimizer_state_dict`` raises a ``KeyError`` in this case, a defect seen with torch 2.13.0.
         """

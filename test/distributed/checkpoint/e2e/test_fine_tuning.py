@@ -202,7 +202,7 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_low_rank_pairs(self, family):
-        """Beyond upstream: of low-rank pairs that are trained beside frozen layers, only the pairs are saved."""
+        """Of low-rank pairs that are trained beside frozen layers, only the pairs are saved."""
         path = os.path.join(self.temp_dir, family)
         model = self._parallel(family, filled(LowRankModel(), seed=0))
         optim = adam(model)
@@ -228,7 +228,7 @@ class TestFineTuning(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_unfreeze_after_resuming(self):
-        """Beyond upstream: newly trained parameters have no state yet; earlier ones continue with their own."""
+        """Newly trained parameters have no state yet; earlier ones continue with their own."""
         model = self._parallel("FSDP2", filled(FineTuningModel(), seed=0))
         optim = adam(model)
         self._train(model, optim, range(2))
@@ -260,7 +260,7 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_load_what_is_there(self, family):
-        """Beyond upstream: a partial load does not change layers that are not in the checkpoint."""
+        """A partial load does not change layers that are not in the checkpoint."""
         path = os.path.join(self.temp_dir, family)
         pretrained = self._pretrain(family, path)
         model = self._parallel(family, filled(FineTuningModel(), seed=1))

@@ -166,7 +166,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on(self):
-        """Beyond upstream: training is saved after two steps and loaded into a fresh model. It then continues
+        """Training is saved after two steps and loaded into a fresh model. It then continues
         correctly.
 
         The reference is a plain model with all experts.
@@ -178,7 +178,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_with_idle_expert(self):
-        """Beyond upstream: an idle expert has no optimizer state. It is saved and loaded, and learns later."""
+        """An idle expert has no optimizer state. It is saved and loaded, and learns later."""
         self._test_training_goes_on(idle=1)
 
     def _test_training_goes_on(self, idle: int | None) -> None:
@@ -218,7 +218,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fully_shard(self):
-        """Beyond upstream: two ranks have whole experts, and FSDP2 shards their rows over the other mesh dimension.
+        """Two ranks have whole experts, and FSDP2 shards their rows over the other mesh dimension.
 
         The checkpoint is loaded in this layout, with whole experts on four ranks, and with FSDP2 alone.
         """

@@ -128,7 +128,7 @@ class TestPipeline(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_layers_on_no_device(self):
-        """Beyond upstream: if meta tensors are not left out, four ranks save each name, but only one has a value.
+        """If meta tensors are not left out, four ranks save each name, but only one has a value.
 
         All ranks refuse this, and no checkpoint is left.
         """
@@ -141,7 +141,7 @@ class TestPipeline(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fully_sharded_stages(self):
-        """Beyond upstream: two stages of two layers, each over two ranks with FSDP2, are saved.
+        """Two stages of two layers, each over two ranks with FSDP2, are saved.
 
         They are loaded into stages of three layers and one layer, and then into a single one.
         """

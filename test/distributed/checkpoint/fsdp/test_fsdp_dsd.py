@@ -249,7 +249,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @with_temp_dir
     @subtests(pair=PAIRS if TEST_WITH_SLOW else FEW_PAIRS)
     def test_every_pair_of_layouts(self, pair):
-        """Beyond upstream: each layout is loaded in each other one, with a frozen layer and a shared weight.
+        """Each layout is loaded in each other one, with a frozen layer and a shared weight.
 
         Tensor parallelism distributes each layer separately, so it makes two weights of a shared one.
         """
@@ -261,7 +261,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_fewer_ranks_load(self):
-        """Beyond upstream: two of four ranks load what four ranks have saved."""
+        """Two of four ranks load what four ranks have saved."""
         saving = self._pair("FSDP2", 0)
         saving.train(range(3))
         dcp.save(self._state(saving, SHARDED), checkpoint_id=self.temp_dir)
@@ -279,7 +279,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_replicas_agree_after_load(self):
-        """Beyond upstream: replicas under TP that differ on purpose are equal after a load."""
+        """Replicas under TP that differ on purpose are equal after a load."""
         saving, loading = (self._pair("FSDP2 + TP", seed) for seed in (0, 1))
         tp_group = loading.model[0].out_proj.bias.device_mesh.get_group(1)
 
@@ -299,7 +299,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_low_precision(self):
-        """Beyond upstream: FSDP2 that computes in bfloat16 saves float32, and converts bfloat16 values on load."""
+        """FSDP2 that computes in bfloat16 saves float32, and converts bfloat16 values on load."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         plain = self._get_base_model(5)
         model = copy.deepcopy(plain)
