@@ -14,8 +14,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 LINUX = sys.platform.startswith("linux")
 MACOS = sys.platform == "darwin"
@@ -45,6 +46,27 @@ def refuse_unsupported() -> None:
 def drop_stdout() -> None:
     """Discard what is left in stdout's buffer, so that the interpreter does not try to write it when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a command's main function, and exit with the status that it returns.
+
+    The exit status is 130 if the command was interrupted, 141 if the program that read its output ended, and 3, with
+    one sentence, if something could not be read or written.
+    """
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()  # an exit would report a failure in a traceback
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:  # as with "--list | head"
+        drop_stdout()
+        status = 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"{name}: cannot continue: {error}", file=sys.stderr)
+        drop_stdout()
+        status = 3
+    sys.exit(status)
 
 
 def stacks_signal() -> signal.Signals:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import resource
+import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -18,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, body, fits, schema
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import coverage
 from torch_fsdp_tests.dispatch.devices import torch_version
 
@@ -370,6 +372,24 @@ class TestReports(TreeCase):
                 self.run_command(*what, stdout=writer)
                 os.close(writer)
                 self.assertEqual((self.code, self.err), (141, ""))
+
+    def test_output_of_the_other_commands(self):
+        """If nobody reads it, the command ends without a message; if the disk is full, with one sentence."""
+        self.write({"test_x": PASS})
+        self.run_command("--report", self.root)
+        report = str(self.root / "report.json")
+        for name, *arguments in (("dispatch.compare", report, report), ("tools.benchmarks", "--help")):
+            command = [sys.executable, "-m", f"torch_fsdp_tests.{name}", *arguments]
+            with self.subTest(name), open("/dev/full", "w") as full:
+                reader, writer = os.pipe()
+                os.close(reader)
+                told: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "timeout": 300}
+                told["env"] = os.environ | installation.on_path(os.environ)
+                ended = [subprocess.run(command, stdout=place, **told) for place in (writer, full)]
+                os.close(writer)
+                self.assertEqual([each.returncode for each in ended], [141, 3], ended)
+                self.assertEqual(ended[0].stderr, "")
+                self.assertRegex(ended[1].stderr, r"^[\w.]+: cannot continue: \[Errno 28\] No space left on device\n$")
 
     def test_streams_that_the_caller_has_closed(self):
         """The output of the run is lost, but its verdict and its files are not."""

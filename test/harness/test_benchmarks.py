@@ -1,12 +1,15 @@
-"""How the harness benchmark evaluates its stamps and pairs, with fake runs."""
+"""The command of the benchmarks, and how the harness benchmark evaluates its stamps and pairs, with fake runs."""
 
 import contextlib
 import io
+import os
 import unittest.mock
 from typing import Any
 
+from torch_fsdp_tests import host
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.tools.benchmarks import harness
+from torch_fsdp_tests.tools.benchmarks import __main__ as command
+from torch_fsdp_tests.tools.benchmarks import dispatch, harness
 
 UPSTREAM_AT = 10.0  # how many times as slow
 
@@ -54,6 +57,46 @@ class TestHarnessBenchmark(TestCase):
         harness.main(["--ranks", "2", "4", "--pairs", "1"])
         self.assertIn("| 2 | 0.400 | 4.00 | 10 (10-10) | 2.0 | 20.0 | 10.0 (10.0-10.0) |", self.said.getvalue())
         self.assertIn("| 4 | upstream | 1.000 | 1.000 | 0.500 | 1.500 |", self.said.getvalue())
+
+
+class TestCommand(TestCase):
+    def told(self, *arguments: str) -> tuple[int, str, str]:
+        """The exit status of a command, and what it printed."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = command.main(arguments)
+            except SystemExit as left:
+                status = host.exit_status(left)
+        return status, out.getvalue(), err.getvalue()
+
+    def test_help_is_no_error(self):
+        status, out, err = self.told("--help")
+        self.assertEqual((status, err), (0, ""))
+        for name in command.BENCHMARKS:
+            self.assertRegex(out, rf"(?m)^  {name} ")
+            self.assertEqual(self.told(name, "--help")[0], 0)
+
+    def test_wrong_arguments_are_refused(self):
+        for arguments, words in (
+            ([], "no benchmark is named; name one of these"),
+            (["nope"], "there is no benchmark 'nope'; name one of these"),
+            (["dispatch", "--devices", "0"], "--devices must be 1 or more"),
+            (["dispatch", "--test-directory", "/no/where"], "the test directory /no/where does not exist"),
+            (["reaching", "--only", "99"], "99"),
+            (["harness", "--tests", "1"], "--tests must be 2 or more"),
+        ):
+            with self.subTest(arguments):
+                status, out, err = self.told(*arguments)
+                self.assertEqual((status, out), (2, ""))
+                self.assertIn(words, err)
+
+    def test_a_missing_file_of_times_is_named(self):
+        with unittest.mock.patch.object(dispatch, "ROUNDS", 1):
+            status, _, err = self.told("dispatch", "--test-directory", os.path.dirname(__file__), "--test-times", "/no")
+        self.assertEqual(
+            (status, err), (0, "benchmarks: /no does not exist; the recorded times of the project are used\n")
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch_fsdp_tests.common_utils import (
     TestCase,
     find_free_port,
     instantiate_parametrized_tests,
+    main,
     parametrize,
     run_tests,
 )
@@ -299,11 +301,21 @@ class TestRule(TestCase):
             ({"TORCH_FSDP_TESTS_LAUNCHED": "yes"}, "is 'yes': it must be 1"),
             ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4"),
             ({"MASTER_PORT": "any"}, "MASTER_PORT='any'"),
+            ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 cannot be right"),
+            ({"MASTER_PORT": "0"}, "MASTER_PORT=0 cannot be right"),
         ],
     )
     def test_nonsense_is_refused(self, wrong, words):
         with self.assertRaisesRegex(launcher.LaunchError, words):
             launcher.from_environment(ELASTIC | wrong)
+
+    def test_a_single_file_refuses_nonsense_in_a_sentence(self):
+        found = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
+        with unittest.mock.patch.object(launcher, "found", found), contextlib.redirect_stderr(io.StringIO()) as said:
+            with self.assertRaises(SystemExit) as leaving:
+                main.run_tests(["test_x.py"])
+        self.assertEqual(leaving.exception.code, 2)
+        self.assertRegex(said.getvalue(), r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
 
 
 instantiate_parametrized_tests(TestOneMachine)

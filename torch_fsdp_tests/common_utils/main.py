@@ -11,7 +11,7 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import accelerator, settings, stream
+from torch_fsdp_tests import accelerator, launcher, settings, stream
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 from . import state, testcase
@@ -154,10 +154,11 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         os.environ[SEED_VARIABLE] = str(options.seed)
     try:
         settings.check(os.environ)
+        launcher.found()
         set_rng_seed()
         if not options.discover_tests:
             _check_device()
-    except ConfigurationError as error:
+    except (ConfigurationError, launcher.LaunchError) as error:
         print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
     if options.accept:

@@ -17,7 +17,8 @@ from torch_fsdp_tests.dispatch.devices import cores
 
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
-repaired, came back, or could not be decided), or if --fail-on applies; 2 for bad arguments.
+repaired, came back, or could not be decided), or if --fail-on applies; 2 for bad arguments;
+3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
 
@@ -169,7 +170,4 @@ def _complain(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    host.run_command("torch_fsdp_tests.defects", main)

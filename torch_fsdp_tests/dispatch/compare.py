@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch import html_report, page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
@@ -261,12 +262,13 @@ def main(arguments: Sequence[str]) -> int:
     """Compare two reports: print the differences, and write the page if a path is given for it."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_fsdp_tests.dispatch.compare",
-        description="Print what differs between the report.json of two runs: tests that newly fail or pass, that came "
-        "or went, and that became slower or faster. The exit status is 0 even if something differs.",
+        description="Print what differs between the report.json of two runs: tests that newly fail or pass, tests "
+        "that are new or gone, and tests that became slower or faster. The exit status is 0 even if something differs.",
     )
     parser.add_argument("before", type=Path, metavar="BEFORE.json", help="the report of the earlier run")
     parser.add_argument("after", type=Path, metavar="AFTER.json", help="the report of the later run")
-    parser.add_argument("page", type=Path, nargs="?", metavar="PAGE.html", help="also write a page with both runs")
+    words = "also write a page that shows both runs side by side"
+    parser.add_argument("page", type=Path, nargs="?", metavar="PAGE.html", help=words)
     given = parser.parse_args(arguments)
     try:
         before, after = load(given.before), load(given.after)
@@ -280,4 +282,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    host.run_command("compare", main)

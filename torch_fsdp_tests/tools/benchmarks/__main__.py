@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+
+from torch_fsdp_tests import host
 
 BENCHMARKS = {
     "dispatch": "how close the plan of run_test.py comes to the shortest possible one",
-    "harness": "seconds of a test with ranks, side by side with torch.testing._internal",
-    "reaching": "ten changes to torch's FSDP, and how soon --reaching finds each",
+    "harness": "how long a test with ranks takes, compared with torch.testing._internal",
+    "reaching": "how soon --reaching finds each of ten changes to torch's FSDP",
 }
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the benchmark that the first argument names. Returns 2 for an unknown one."""
+    known = "\n".join(f"  {name:9s} {words}" for name, words in BENCHMARKS.items())
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"usage: python -m {__package__} BENCHMARK [options]\n\nRun one of the benchmarks:\n{known}")
+        print("\nBENCHMARK --help shows its options.")
+        return 0
     if not argv or argv[0] not in BENCHMARKS:
-        known = "\n".join(f"  {name:9s} {words}" for name, words in BENCHMARKS.items())
-        asked = f"unknown benchmark {argv[0]!r}" if argv and argv[0] not in ("-h", "--help") else "which benchmark?"
-        print(f"{asked}\n{known}", file=sys.stderr)
+        wrong = f"there is no benchmark {argv[0]!r}" if argv else "no benchmark is named"
+        print(f"benchmarks: {wrong}; name one of these:\n{known}", file=sys.stderr)
         return 2
     # Imported late: one benchmark needs torch, and another must not wait for it.
     module = importlib.import_module(f"{__package__}.{argv[0]}")
@@ -25,4 +32,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    host.run_command("benchmarks", main)

@@ -10,12 +10,14 @@ import dataclasses
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch import plan, times
 from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.expectations import MalformedList
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 
 DEFAULT_RANKS = 4
@@ -38,9 +40,8 @@ def _random_jobs(draw: random.Random, count: int, devices: int) -> list[Job]:
     return plan.make_jobs(plan.split(map(TestRun, seconds), seconds, {}), needs, devices)
 
 
-def _recorded_jobs(directory: Path, devices: int, paths: Sequence[Path]) -> list[Job]:
-    """The files of a test directory whose times are recorded."""
-    known = times.load(paths, os.environ)
+def _recorded_jobs(directory: Path, devices: int, known: times.Times) -> list[Job]:
+    """The files of a test directory whose times are known."""
     files = [file for file in discover(directory) if file.name in known.files]
     needs = {file.name: file.needs(DEFAULT_RANKS, DEFAULT_RANKS).devices for file in files}
     parts = plan.split([TestRun(file.name) for file in files], known.files, known.classes)
@@ -62,16 +63,28 @@ def _row(name: str, suites: Sequence[Sequence[Job]], devices: int) -> None:
     print(f"{name:38s} {statistics.median(mine):7.3f} {max(mine):7.3f} {statistics.median(upstream):20.2f}")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print a table: multiples of the lower bound, and seconds of planning."""
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks dispatch", description=__doc__)
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--test-directory", type=Path, default=Path("test"))
-    parser.add_argument("--test-times", type=Path, action="append", default=[])
+    add = parser.add_argument
+    add("--devices", type=int, default=8, metavar="N", help="number of devices to plan for (default: 8)")
+    add("--test-directory", type=Path, default=Path("test"), metavar="DIR", help="where the tests are (default: test)")
+    words = "read recorded times from this file; may be repeated"
+    add("--test-times", type=Path, action="append", default=[], metavar="FILE", help=words)
     asked = parser.parse_args(argv)
+    if asked.devices < 1:
+        parser.error("--devices must be 1 or more")
+    if not asked.test_directory.is_dir():
+        parser.error(f"the test directory {asked.test_directory} does not exist; name one with --test-directory")
+    try:
+        known = times.load(asked.test_times, os.environ)
+    except MalformedList as error:
+        parser.error(str(error))
+    for remark in known.remarks:
+        print(f"benchmarks: {remark}", file=sys.stderr)
     print(f"makespan on {asked.devices} devices, as a multiple of the lower bound (1.00 is perfect)")
     print(f"{'files':38s} {'median':>7s} {'worst':>7s} {'one after the other':>20s}")
-    recorded = _recorded_jobs(asked.test_directory, asked.devices, asked.test_times)
+    recorded = _recorded_jobs(asked.test_directory, asked.devices, known)
     if recorded:
         _row(f"{len(recorded)} with recorded times", [recorded], asked.devices)
         for count in DRAWN:
@@ -79,7 +92,9 @@ def main(argv: list[str]) -> int:
             suites = [_drawn_jobs(draw, recorded, count) for _ in range(ROUNDS)]
             _row(f"{count} drawn from these, {ROUNDS} suites", suites, asked.devices)
     else:
-        print("no recorded times: run_test.py --save-times DIR records them, and --test-times reads them")
+        print(
+            "no file there has a recorded time: run_test.py --save-times DIR records them, and --test-times reads them"
+        )
     for count in (54, 200, 1000):
         draw = random.Random(count)
         suites = [_random_jobs(draw, count, asked.devices) for _ in range(ROUNDS)]

@@ -161,13 +161,15 @@ def _spread(bounds: Sequence[float], digits: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="world sizes (default 2 4 8)")
-    parser.add_argument("--tests", type=int, default=12, help="tests per file, 2 or more (default 12)")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs of runs (default 3)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="world sizes (default: 2 4 8)"
+    )
+    parser.add_argument("--tests", type=int, default=12, metavar="N", help="tests per file, 2 or more (default: 12)")
+    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="pairs of runs (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per world size instead of the table")
     options = parser.parse_args(argv)
     if options.tests < 2 or options.pairs < 1 or min(options.ranks) < 1:
-        parser.error("it needs at least 2 tests, 1 pair and 1 rank")
+        parser.error("--tests must be 2 or more, and --pairs and --ranks 1 or more")
     if not options.json:
         print(f"{_machine()}; {options.tests} tests per file, medians of {options.pairs} pairs (least and most)\n")
         print("| ranks | s per further test: ours | upstream | ratio | s per file: ours | upstream | ratio |")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,15 +131,17 @@ def _run(site: Path, words: list[str]) -> tuple[float, str]:
         return time.monotonic() - started, ended.stdout
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print a table, one line for each change."""
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="run the suite without --reaching, too")
-    parser.add_argument("--only", type=int, action="append", help="only the change of this number, from 1")
+    parser.add_argument("--whole", action="store_true", help="also run the suite without --reaching")
+    numbers = range(1, len(EDITS) + 1)
+    words = f"try only the change with this number, from 1 to {len(EDITS)}; may be repeated"
+    parser.add_argument("--only", type=int, action="append", choices=numbers, metavar="N", help=words)
     asked = parser.parse_args(argv)
     torch = devices.torch_folder()
     if torch is None or not Path("run_test.py").exists():
-        parser.error("this needs an installed torch, and is run from the checkout")
+        parser.error("install torch, and run this command in the checkout of the suite")
     whole = " seconds without `--reaching` |" if asked.whole else ""
     print(f"| change | tests selected | files | seconds to the first failure |{whole}")
     print("|---|---|---|---|" + ("---|" if asked.whole else ""))
