@@ -26,7 +26,6 @@ from torch_fsdp_tests.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.verdict import in_one_line
 
-CPU_RANKS = 4
 # Backends that move no data between processes, so a test over them proves nothing.
 _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}
 
@@ -65,8 +64,8 @@ class Accelerator:
 
     @property
     def few_ranks(self) -> int:
-        """The world size of a test for which two ranks are enough: 2 on the host, where every rank costs time."""
-        return 2 if self.is_host else self.ranks
+        """The world size of a test for which a few ranks are enough: 2 on the host, where every rank costs time."""
+        return settings.FEW_RANKS if self.is_host else self.ranks
 
     @property
     def is_shared(self) -> bool:
@@ -131,12 +130,11 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     Raises :class:`ConfigurationError` if torch has no such device, no device is visible, or the backend is missing.
     """
     asked, backend = backend, _checked_backend(device_type, backend)
-    if device_type == "cpu" and backend == "gloo":  # known, so that no file pays for a probe
-        found = frozenset({"bf16_collectives", "fp16_collectives", "fork"})
-        return Accelerator("cpu", backend, 0, ranks or CPU_RANKS, found)
-    facts = _probe(device_type, backend)
     if device_type == "cpu":
-        return Accelerator("cpu", backend, 0, ranks or CPU_RANKS, frozenset(facts["capabilities"]) & _OF_THE_HOST)
+        # What gloo can do is known, so that no file pays for a probe.
+        able = _OF_GLOO if backend == "gloo" else frozenset(_probe("cpu", backend)["capabilities"]) & _OF_THE_HOST
+        return Accelerator("cpu", backend, 0, ranks or settings.default_ranks(0), able)
+    facts = _probe(device_type, backend)
     count = int(facts["count"])
     if count == 0:
         raise ConfigurationError(
@@ -144,7 +142,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
             "check the driver and the variable that restricts visibility, or name another device with --device or "
             f"{DEVICE_VARIABLE}"
         )
-    ranks = ranks or max(count, 2)
+    ranks = ranks or settings.default_ranks(count)
     if count < ranks and asked is None and "shared_device" not in facts["capabilities"]:
         instead = _sharing_backend(device_type, backend)
         if instead is not None:
@@ -153,7 +151,8 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
-_OF_THE_HOST = frozenset({"bf16_collectives", "fp16_collectives", "premul_sum", "fork"})
+_OF_GLOO = frozenset({"bf16_collectives", "fp16_collectives", "fork"})
+_OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:

@@ -19,6 +19,9 @@ STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, a torch b
 STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"  # if set, a test for whose names torch changed is an error
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"  # if set, a test that leaves something behind fails
 MOST_RANKS = 65536  # of one test; more than any launcher makes
+# Of a test that does not set its own number, on the CPU. On other devices it is lent at most as many devices.
+USUAL_RANKS = 4
+FEW_RANKS = 2  # of a test for which a few are enough, on the CPU
 
 
 def timeout(environment: Mapping[str, str]) -> int:
@@ -39,6 +42,11 @@ def ranks(environment: Mapping[str, str]) -> int | None:
     """The default number of ranks of a test, or None. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(RANKS_VARIABLE)
     return whole(RANKS_VARIABLE, text, MOST_RANKS) if text else None
+
+
+def default_ranks(devices: int) -> int:
+    """The number of ranks of a test that does not set its own, if the process sees this many devices (0: the CPU)."""
+    return max(devices, 2) if devices else USUAL_RANKS
 
 
 def strict_defects(environment: Mapping[str, str]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests import host, installation, launcher
+from torch_fsdp_tests import host, installation, launcher, settings
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -30,9 +30,6 @@ if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is f
     from torch_fsdp_tests.dispatch.agents import Agents
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
-
-DEFAULT_RANKS = 4  # the default number of ranks of a test; the harness has the same default on the CPU
-FEW_RANKS = 2  # the number of ranks of a test for which a few are enough, on the CPU, as in the harness
 
 
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
@@ -120,8 +117,8 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if selection and device_set.remark is not None and agents is None:
         _remark(device_set.remark)
-    ranks = run.ranks or (DEFAULT_RANKS if agents is None else agents.launch.world_size)
-    few = FEW_RANKS if device_set.lendable is None else ranks
+    ranks = run.ranks or (settings.USUAL_RANKS if agents is None else agents.launch.world_size)
+    few = settings.FEW_RANKS if device_set.lendable is None else ranks
     # The CPU lends no devices, so there the needs of files matter only if they are shown.
     read = selection if run.list_files or device_set.lendable is not None else []
     needs = {test.file: files[test.file].needs(ranks, few) for test in read}
@@ -268,7 +265,7 @@ def _run(
 def _under_test(run: RunTests, device_set: DeviceSet, launched: int | None) -> dict[str, Any]:
     """Return what the files are expected to test on. A file with ranks reports the facts, and the console compares."""
     lendable = device_set.lendable or 0
-    ranks = run.ranks or launched or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
+    ranks = run.ranks or launched or settings.default_ranks(min(settings.USUAL_RANKS, lendable))
     known = devices.is_there(device_set) if lendable else not devices.loads_extensions(os.environ)
     guessed = run.device is None and not known
     return {

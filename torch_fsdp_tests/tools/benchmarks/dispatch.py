@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch import plan, times
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 
-DEFAULT_RANKS = 4
 ROUNDS = 50  # suites of a kind
 DRAWN = (54, 300)  # files: as many as upstream has for FSDP, and about as many as it has below distributed/
 
@@ -43,7 +43,7 @@ def _random_jobs(draw: random.Random, count: int, devices: int) -> list[Job]:
 def _recorded_jobs(directory: Path, devices: int, known: times.Times) -> list[Job]:
     """The files of a test directory whose times are known."""
     files = [file for file in discover(directory) if file.name in known.files]
-    needs = {file.name: file.needs(DEFAULT_RANKS, DEFAULT_RANKS).devices for file in files}
+    needs = {file.name: file.needs(settings.USUAL_RANKS, settings.USUAL_RANKS).devices for file in files}
     parts = plan.split([TestRun(file.name) for file in files], known.files, known.classes)
     return plan.make_jobs(parts, needs, devices)
 
