@@ -56,6 +56,7 @@ from torch_fsdp_tests.fsdp.training import shard_each, train
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+ON_HOST_OF_RANK_0 = dataclasses.replace(FROM_RANK_0, cpu_offload=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
 BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
@@ -88,6 +89,42 @@ class NestedStates(torch.optim.SGD):
                 state["sums"]["0"] += param.grad
                 state["sums"]["deep"]["count"] += 1
         super().step()
+
+
+class StatesOfEachKind(nn.Module):
+    """Has frozen parameters in low precision, buffers of three dtypes, one of them without dimensions, and a child with
+    the name that DDP gives to the wrapped module.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        manual_seed(seed)
+        self.norm = nn.BatchNorm1d(4)  # counts batches in a buffer
+        self.module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+        self.low = nn.Linear(4, 3, dtype=torch.bfloat16).requires_grad_(False)
+        self.register_buffer("numbers", torch.arange(3) + seed)
+        self.register_buffer("flags", torch.tensor([seed > 0, True]))
+        self.norm.num_batches_tracked += 7 + seed
+        self.to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.low(self.module(self.norm(x)).to(torch.bfloat16))
+
+
+class WithoutLearningRate(torch.optim.Optimizer):
+    """Adds a tenth of the gradient's sign, and counts its steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rate": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", torch.zeros(())) + 1
+                    param.add_(param.grad.sign(), alpha=group["rate"])
 
 
 class RenamedModifier(FusionEmbeddingWithHook):
@@ -306,6 +343,41 @@ class TestStateDictOptions(StateDictTest):
         given = self._given(state_dict, options)
         set_model_state_dict(loading, given, options=options)
         self.assertEqual(loading.given, [{"count": 3}])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        wrapper=["DDP", "compiled DDP", "FSDP2", "compiled FSDP2", "checkpointed FSDP2"],
+        options=[StateDictOptions(), StateDictOptions(cpu_offload=True), FULL, FROM_RANK_0, ON_HOST_OF_RANK_0],
+    )
+    def test_states_of_each_kind(self, wrapper, options):
+        """Parameters and buffers of all kinds have the names, dtypes and values of the plain model, and are loaded."""
+        plain = StatesOfEachKind(0, self.device)
+        saving, loading = (self._wrapped(wrapper, StatesOfEachKind(seed, self.device)) for seed in (0, 1))
+        state_dict = get_model_state_dict(saving, options=options)
+        if options.full_state_dict and options.cpu_offload and self.rank > 0:
+            self.assertEqual(state_dict, {})
+        else:
+            self._verify_msd(plain.state_dict(), state_dict, options, offload_to_cpu=options.cpu_offload, **EXACT)
+        set_model_state_dict(loading, self._given(state_dict, options), options=options)
+        self._verify_msd(plain.state_dict(), get_model_state_dict(loading), **EXACT)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(wrapper=["DDP", "compiled", "FSDP1", "FSDP2", "compiled FSDP2"], options=[StateDictOptions(), FULL])
+    def test_shared_module(self, wrapper, options):
+        """A module with two names is saved and loaded with both."""
+
+        def init(seed: int) -> nn.Module:
+            manual_seed(seed)
+            layer = nn.Linear(4, 4, device=self.device)
+            return nn.Sequential(layer, nn.Tanh(), layer)
+
+        saving, loading = (self._wrapped(wrapper, init(seed)) for seed in (0, 1))
+        state_dict, wanted = get_model_state_dict(saving, options=options), init(0).state_dict()
+        self._verify_msd(wanted, state_dict, options, **EXACT)
+        shows = options.full_state_dict or wrapper != "FSDP2"
+        with torch_defect("fsdp2_shared_module_is_not_loaded", when=shows and wrapper != "FSDP1"):
+            set_model_state_dict(loading, state_dict, options=options)
+            self._verify_msd(wanted, get_model_state_dict(loading), **EXACT)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
@@ -577,6 +649,21 @@ class TestStateDictOptions(StateDictTest):
         states = pair.states()
         with torch_defect("fsdp2_asking_for_optim_state_is_a_step"):
             self._verify_pair(pair, *states)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=["FSDP1", "FSDP2"], optim_cls=[torch.optim.SGD, torch.optim.Adam, WithoutLearningRate])
+    def test_learning_rates_after_asking_for_states(self, fsdp, optim_cls):
+        """Each group keeps its learning rate, be it a number or a tensor, and a group may have none."""
+        model = self._wrapped(fsdp, self._plain())
+        params = list(model.parameters())
+        rates = [0.1, torch.tensor(0.2), 0.3, 0.4] if optim_cls is not WithoutLearningRate else [0.1, None, 0.3, None]
+        groups = [{"params": [param]} | ({} if rate is None else {"lr": rate}) for param, rate in zip(params, rates)]
+        optim = optim_cls(groups, **({"foreach": False} if optim_cls is not WithoutLearningRate else {}))
+        before = whole_tree(params)
+        get_optimizer_state_dict(model, optim)
+        found = [group.get("lr") for group in optim.param_groups]
+        self.assertEqual((found, list(map(type, found))), (rates, list(map(type, rates))), may_be="same")
+        self.assertEqual(whole_tree(params), before, may_be="empty", **EXACT)
 
     @requires_world_size(4)
     def test_full_optim_state_of_fsdp1_and_tp(self):

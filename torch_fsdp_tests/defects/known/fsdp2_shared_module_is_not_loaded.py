@@ -1,0 +1,31 @@
+"""A distributed state dict is not loaded into a wrapped model that has one module under two names.
+
+``set_model_state_dict`` gives the names in the state dict the prefix of DDP or ``torch.compile``. It visits each module
+once, and so leaves out the second name of a shared module. The load then misses the name with the prefix and does
+not expect the name without. For the same reason the second name of a full state dict is not sharded, and FSDP2 refuses
+it. ``get_model_state_dict`` returns both names.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._iterate_valid_model_state",
+    broken=">=2.9",
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(1, 1, device=device)
+    model = torch.compile(nn.Sequential(layer, nn.Tanh(), layer), backend="eager")
+    try:
+        found = str(set_model_state_dict(model, get_model_state_dict(model)))
+    except RuntimeError as error:
+        found = "RuntimeError: " + " ".join(str(error).split())
+    return found, "<All keys matched successfully>"
