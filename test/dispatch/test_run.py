@@ -474,6 +474,7 @@ class TestCompletion(TreeCase):
             ("-i a/", ["a/b/", "a/test_x"]),
             ("-x a/b/", ["a/b/test_y"]),
             ("-i a/b/test_y::", ["a/b/test_y::TestF", "a/b/test_y::TestP"]),
+            ("--device cp", ["cpu"]),
         ):
             with self.subTest(words=words):
                 self.assertEqual(sorted(self.completed(words)), wanted)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.needs import names_in
 from torch_fsdp_tests.dispatch.select import LIST
@@ -23,9 +24,11 @@ def complete(parser: argparse.ArgumentParser, directory: Path, environment: Mapp
     with contextlib.suppress(ImportError):
         import argcomplete
 
+        tests = functools.partial(_tests, directory)
+        completers = {"include": tests, "exclude": tests, "device": _types}  # other values are completed as files
         for action in parser._actions:
-            if action.dest in ("include", "exclude"):
-                setattr(action, "completer", functools.partial(_tests, directory))  # noqa: B010 - argcomplete's way
+            if action.dest in completers:
+                setattr(action, "completer", completers[action.dest])  # noqa: B010 - argcomplete's way
         argcomplete.autocomplete(parser, always_complete_options="long")
 
 
@@ -39,6 +42,10 @@ def _tests(directory: Path, prefix: str, parsed_args: argparse.Namespace, **_: A
         return [f"{name}::{each}" for each in classes]
     names = {_next_step(name, prefix) for name in files if name.startswith(prefix)}
     return sorted(names | {path.stem for path in directory.glob(f"*{LIST}")})
+
+
+def _types(**_: Any) -> list[str]:
+    return devices.known_types()
 
 
 def _next_step(name: str, prefix: str) -> str:
