@@ -87,7 +87,7 @@ class TestForkServer(TreeCase):
         forked = {name: FORKED + text for name, text in ends.items()}
         self.check_forked(forked, passed=1, failed=4, says=says)
 
-    def test_what_they_leave_running_is_named_and_ended(self):
+    def test_processes_left_by_forked_files_are_named_and_ended(self):
         """This includes processes outside of the file's process group: programs and forks."""
         program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
         fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
@@ -101,7 +101,7 @@ class TestForkServer(TreeCase):
         self.assertEqual(set(map(int, re.findall(r"note: the process (\d+) .*was left running", out))), left, out)
         self.assertFalse(any(map(alive, left)))
 
-    def test_its_death_is_no_files_concern(self):
+    def test_death_of_the_fork_server_fails_no_file(self):
         kill = """
         def test_kill(self):
             for task in os.listdir(f"/proc/{os.getppid()}/task"):

@@ -183,7 +183,7 @@ class TestContent(unittest.TestCase):
     def test_the_data_are_a_report(self):
         fits(self, varied(), schema("report"))
 
-    def test_pages_are_whole_and_ask_for_nothing(self):
+    def test_pages_are_complete_and_load_nothing(self):
         for name, page in pages().items():
             with self.subTest(name):
                 Balanced(self).feed(page)
@@ -195,7 +195,7 @@ class TestContent(unittest.TestCase):
                     len(re.findall(r"<[^>]* hidden[ >]", page)), 2, "without scripts all but the filter shows"
                 )
 
-    def test_what_was_tested_and_what_came_out(self):
+    def test_page_names_what_was_tested_and_the_results(self):
         page = pages()["report"]
         for words in (
             "FSDP of torch 2.13.0 on cpu: <span class=bad>failed</span>",
@@ -227,7 +227,7 @@ class TestContent(unittest.TestCase):
             self.assertEqual([re.sub("<[^>]*>", "", cell) for cell in cells or ()], counts)
         self.assertIn("needs streams <span class=dim>(2 subtests)</span>", page)
 
-    def test_runs_that_came_to_other_ends(self):
+    def test_sentences_about_the_results_of_a_run(self):
         for data, words in (
             (
                 a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2"))),
@@ -383,7 +383,7 @@ class TestComparison(unittest.TestCase):
         self.assertIn("<span class=bad>1 test newly failing</span>, <span class=ok>1 test new</span>", page)
         self.assertRegex(page, "not there</span>.*?crashed")
 
-    def test_both_sides_stand_in_the_page(self):
+    def test_page_shows_both_reports(self):
         page = pages()["comparison"]
         for words in (
             "FSDP of torch 2.12.0 on cpu and torch 2.13.0 on cpu",
@@ -540,7 +540,7 @@ class TestInChromium(unittest.TestCase):
                 self.assertIn("features", seen["sections"])
         self.assertEqual(found["cleared"], "7 tests")
 
-    def test_an_address_says_what_is_sought(self):
+    def test_address_of_the_report_selects_tests(self):
         """This works under the page's own rule for scripts, and with links from the table of features."""
         page = self.dump(pages()["report"], "#feature=Hybrid+sharding&state=failed")
         self.assertIn(">2 of 7 tests</output>", page)

@@ -404,7 +404,7 @@ class TestDevices(unittest.TestCase):
                 asked.assert_called_once_with(device, "foocl", 3, **loads_only)
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
-    def test_what_cannot_be_imported_is_refused_before_the_first_test(self):
+    def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
         """An extension that torch imports, and the description of a device."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "torch.py").write_text("raise OSError('libfoo.so: no such file')")
@@ -520,7 +520,7 @@ class TestNeeds(unittest.TestCase):
         room = "@skip_if_lt_x_gpu(2)\ndef test_y(self):\n    pass"  # it asks for room, whatever the ranks are
         self.assertEqual(self.of_class(room, "Threads", threads), (6, 2))
 
-    def test_a_number_in_a_body_is_none_of_its_ranks(self):
+    def test_numbers_in_test_bodies_are_ignored(self):
         fake = "def test_y(self):\n    world_size = 64\n    init_process_group('fake', rank=0, world_size=128)"
         self.assertEqual(self.of_class(fake, "TestCase"), (1, 1))
 
@@ -632,7 +632,7 @@ class TestOptions(unittest.TestCase):
         fields = {field.name for field in dataclasses.fields(RunTests)}
         self.assertLessEqual({action.dest for action in options.make_parser()._actions} - {"help", "version"}, fields)
 
-    def test_what_is_not_given_keeps_the_default_of_its_field(self):
+    def test_omitted_options_keep_their_defaults(self):
         tests = ROOT / "test"
         self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
 
@@ -755,7 +755,7 @@ class TestLists(unittest.TestCase):
         for other in (Situation("xpu", "2.11.0", 2), Situation("cuda", "2.10.0", 2), Situation("cuda", "2.11.0", None)):
             self.assertFalse(entry.applies(other))
 
-    def test_numbers_of_seconds_that_are_none(self):
+    def test_invalid_numbers_of_seconds_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "list.json")
             for text in ("NaN", "Infinity", "1e999", "1e308", "-1", "1" + "0" * 400, "true"):

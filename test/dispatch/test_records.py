@@ -126,7 +126,7 @@ class TestLists(TreeCase):
             ["300 entries of the disabled and slow lists match no test here, such as TestElsewhere::test_0"],
         )
 
-    def test_upstreams_lists_that_are_not_there(self):
+    def test_missing_lists_of_upstream_are_reported(self):
         environment = {"DISABLED_TESTS_FILE": "/no/where/d.json", "SLOW_TESTS_FILE": "/no/where/s.json"}
         self.check({"test_p": PASS}, passed=1, env=environment)
         for name in ("d.json", "s.json"):
@@ -334,7 +334,7 @@ class TestReports(TreeCase):
             self.assertIn(words, page)
         Balanced(self).feed(page)
 
-    def test_places_that_cannot_be_written_to_are_tried_first(self):
+    def test_unwritable_places_are_found_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         (self.root / "file").write_text("")
         for option in ("--report", "--save-xml", "--save-times"):
@@ -419,7 +419,7 @@ class TestReports(TreeCase):
         )
         self.assertEqual(plan["jobs"][0]["estimate"], files["test_x"])
 
-    def test_what_is_read_at_the_end_is_tried_first(self):
+    def test_files_needed_at_the_end_are_checked_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
             with self.subTest(text):

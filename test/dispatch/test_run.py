@@ -397,7 +397,7 @@ class TestSelecting(TreeCase):
         self.assertIn("shard 4 of 4 has nothing to run", self.err)
         self.assertEqual(sorted(ran), [f"test_{number}" for number in range(1, 8)])
 
-    def test_parts_to_which_no_test_falls(self):
+    def test_parts_without_a_test(self):
         times = self.write_json("times.json", {"default": {"default": {"test_x": 1500}}})
         self.check(
             {"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["none of these parts has a test"]
@@ -553,7 +553,7 @@ class TestDevices(TreeCase):
             widths += [len(mine)] * (what == "+")
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
-    def test_what_a_file_found_out_about_its_devices_is_told_to_later_ones(self):
+    def test_device_facts_of_a_file_reach_later_files(self):
         """This is for files with the same number of devices. Probing a device takes longer than most tests."""
         asks = """
         from torch_fsdp_tests import events
@@ -569,7 +569,7 @@ class TestDevices(TreeCase):
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
         self.check({}, ["--device", "foo", "--test-times", times], passed=3, env=self.declare("foo", 3))
 
-    def test_devices_are_of_no_use_on_the_cpu(self):
+    def test_devices_option_has_no_effect_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
         self.assertIn("--devices has no effect", self.err)
 
@@ -584,7 +584,7 @@ class TestDevices(TreeCase):
         self.assertEqual(self.code, 2)
         self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
 
-    def test_a_device_that_cannot_be_had_is_refused_before_any_file(self):
+    def test_unavailable_device_is_refused_before_the_first_file(self):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
         known = "unknown; torch and the installed vendors' packages know cpu, cuda, .*"
         for device, words in (
@@ -611,7 +611,7 @@ class TestDevices(TreeCase):
             self.assertEqual(self.code, 0, self.err)
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
-    def test_what_only_torch_knows_is_asked_of_it_before_any_file(self):
+    def test_unknown_device_is_checked_before_the_first_file(self):
         self.write({"test_x": PASS})
         self.run_command("--backend", "nope", limit=300)
         self.assertEqual((self.code, self.out), (2, ""), self.err)
@@ -620,7 +620,7 @@ class TestDevices(TreeCase):
         )
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
-    def test_a_device_that_only_its_vendor_knows_is_refused_before_any_file(self):
+    def test_unavailable_device_of_a_vendor_is_refused_before_the_first_file(self):
         """Neither a package that declares a device nor a variable that names one makes torch know it."""
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
         declared = self.declare("foo", 2, "foocl", is_described=False)
@@ -678,7 +678,7 @@ class TestReruns(TreeCase):
         (case,) = ET.parse(next((self.root / "xml/test_x").iterdir())).iter("testcase")
         self.assertEqual([child.tag for child in case], ["failure", "rerunFailure", "rerunFailure"])
 
-    def test_what_does_not_exist_any_more_is_forgotten(self):
+    def test_failed_ignores_tests_and_files_that_are_gone(self):
         """Neither a test that is gone nor a file that is gone is unknown to ``--failed``."""
         self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)
         (self.tree / "test_y.py").unlink()

@@ -73,7 +73,7 @@ class TestSmoke(unittest.TestCase):
                 found |= {list(own)[place] for place in here}
         return found
 
-    def test_its_names_are_there_and_reach_every_feature(self):
+    def test_smoke_tests_exist_and_reach_every_feature(self):
         maps = sorted(SHIPPED.glob("map-*.json"))
         if not maps:
             self.skipTest("needs a recorded map of what tests reach")
@@ -87,7 +87,7 @@ class TestSmoke(unittest.TestCase):
         seconds = sum(known.tests[number].seconds for number in self.reached(["smoke"], known))
         self.assertLess(seconds, LONGEST)
 
-    def test_it_names_no_type_of_device(self):
+    def test_smoke_list_names_no_device_type(self):
         """A class that is made for each type of device has a different name on another type."""
         names = [name for words in sections().values() for name in words]
         self.assertEqual([name for name in names if "CPU" in name], [])

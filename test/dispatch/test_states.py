@@ -194,7 +194,7 @@ class TestStatesOfProcesses(StatesCase):
             },
         )
 
-    def test_what_never_ran_is_an_error(self):
+    def test_test_that_never_ran_is_an_error(self):
         """Coroutines, generators and what else is not None, also as an expected failure, and from a fixture."""
         text = "class TestX(unittest.TestCase):\n    async def test_1(self): self.fail()\n    def test_2(self): yield\n"
         text += (
@@ -262,7 +262,7 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual((state, scope, phase), ("harness error", "file", "harness"))
         self.assertIn("No such file or directory", reason)
 
-    def test_hosts_are_told_where_there_are_several(self):
+    def test_hosts_are_named_if_there_are_several(self):
         ranks = [RankResult(rank, State.PASSED, host=f"host{rank}") for rank in range(2)]
         self.assertEqual([row[-1] for row in rank_rows(ranks)], ["host", "host0", "host1"])
         self.assertNotIn("host", rank_rows(ranks[:1])[0])
@@ -303,7 +303,7 @@ class TestStatesOfProcesses(StatesCase):
         text = f"class TestX(unittest.TestCase):\n{fixture}    def test_1(self): pass\n"
         self.check({"test_x": text}, ["--reruns", "1"], passed=1, says=["flaky +test_x"])
 
-    def test_what_a_list_leaves_out_is_no_requirement(self):
+    def test_tests_left_out_by_a_list_meet_no_requirement(self):
         disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["1", "", []]})
         text = body("pass", "self.skipTest('disabled: by itself')")
         tests = self.run_and_report({"test_x": text}, "--disabled-tests", disabled)

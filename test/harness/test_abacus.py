@@ -68,7 +68,7 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @requires(why_not)
 class TestAbacus(TestCase):
-    def test_it_is_told_apart_from_the_host(self):
+    def test_device_differs_from_the_host(self):
         done = run("-c", DIFFERS)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
 
@@ -80,7 +80,7 @@ class TestAbacus(TestCase):
         written = sum((ROOT / "test" / f"{file}.py").read_text().count("    def test_") for file in FILES)
         self.assertGreaterEqual(int(passed), written)
 
-    def test_ranks_share_it_where_there_is_one(self):
+    def test_ranks_share_a_single_device(self):
         done = run(ROOT / "run_test.py", "-i", FILES[-1], ABACUS_DEVICES="1")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("device abacus, backend ledger, ranks 2, devices shared", done.stdout.splitlines()[0])

@@ -92,12 +92,12 @@ class TestChoice(TestCase):
             with self.subTest(name), self.assertRaisesRegex(ConfigurationError, f"describes the device 'foo' {words}"):
                 self.chosen({"foo": vendors.Vendor("foo", describe=name)}, DEVICE="foo")
 
-    def test_an_unknown_device_is_offered_what_this_torch_has(self):
+    def test_message_for_unknown_device_lists_those_of_torch(self):
         with unittest.mock.patch.object(torch.accelerator, "current_accelerator", lambda: None):
             with self.assertRaisesRegex(ConfigurationError, "^unknown device 'foo': torch .* know cpu$"):
                 self.chosen({}, DEVICE="foo")
 
-    def test_vendor_that_leaves_the_description_to_torch(self):
+    def test_vendor_without_a_description(self):
         """The vendor's declaration counts if torch does not know the backend of the device."""
         declared = {"xpu": vendors.Vendor("xpu", backend="gloo")}
         answer = {"count": 3, "capabilities": ["streams"]}
@@ -119,13 +119,13 @@ class TestChoice(TestCase):
                 with self.assertRaisesRegex(ConfigurationError, "sees none: check the driver"):
                     accelerator.from_torch("xpu", None, None)
 
-    def test_probe_asks_in_a_process_of_its_own(self):
+    def test_probe_runs_in_its_own_process(self):
         """If torch was built without a device type, one sentence says so, and this process initialises nothing."""
         with self.assertRaisesRegex(ConfigurationError, "the device 'abacus' cannot be used: .*abacus"):
             accelerator._probe("abacus", "gloo")
         self.assertFalse(accelerator.initialised())
 
-    def test_what_a_probe_found_is_recorded_and_not_asked_for_again(self):
+    def test_probe_runs_once_and_its_result_is_recorded(self):
         answer = {"count": 1, "capabilities": ["fork"]}
         probe = accelerator._probe.__wrapped__
         with (
@@ -163,7 +163,7 @@ class TestSharing(TestCase):
         found, asked = self.chosen(count=1, own=True, gloo=True)
         self.assertEqual((found.backend, found.ranks, found.is_shared, asked), ("xccl", 2, True, ["xccl"]))
 
-    def test_another_backend_where_only_that_shares(self):
+    def test_backend_that_can_share_a_device_is_chosen(self):
         found, asked = self.chosen(count=1, own=False, gloo=True)
         self.assertEqual((found.backend, found.is_shared, asked), ("gloo", True, ["xccl", "gloo", "gloo"]))
         self.assertIsNone(found.lacks_room_for(4))
@@ -209,7 +209,7 @@ class TestProbe(TestCase):
         self.assertEqual(self.described(Module(2)), {"count": 2, "capabilities": [], "variables": {}})
         self.assertEqual(self.described(Module(0)), {"count": 0, "capabilities": []})
 
-    def test_each_is_found_by_its_own_attempt(self):
+    def test_each_capability_has_its_own_attempt(self):
         for attempt, names in {
             "_computes_after_fork": ["fork"],
             "_shares_a_device": ["shared_device"],
@@ -224,7 +224,7 @@ class TestProbe(TestCase):
         able = Module(1, can_device_access_peer=lambda a, b: True)
         self.assertEqual(self.described(able, _has_symmetric_memory=True)["capabilities"], [])
 
-    def test_sharing_brings_the_variables_that_it_needs(self):
+    def test_sharing_sets_the_needed_variables(self):
         variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         shared = self.described(Module(1), _shares_a_device=True)
         self.assertEqual(shared["variables"], variables)
@@ -272,7 +272,7 @@ class TestRequirements(TestCase):
         self.assertEqual(self.reason(requires_capability("streams"), CLUSTER), "ran")
         self.assertIn("needs streams", self.reason(requires_capability("streams"), HOST))
 
-    def test_nccl_is_asked_for_only_where_it_is_under_test(self):
+    def test_nccl_is_required_only_if_it_is_under_test(self):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")
         with unittest.mock.patch("torch.distributed.is_nccl_available", lambda: False):
             self.assertIn("without the backend nccl", self.reason(requires_nccl(), Accelerator("x", "nccl", 2, 2)))

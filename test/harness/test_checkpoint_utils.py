@@ -43,7 +43,7 @@ class Method:
 
 
 class TestLastOut(TestCase):
-    def test_the_other_one_has_removed_it_in_between(self):
+    def test_folder_removed_by_the_other_rank(self):
         """Both ranks may have seen all markers, and then one of them looks at a directory that no longer exists."""
         list_files = os.listdir
 
@@ -74,14 +74,14 @@ class TestSharedDirectory(MultiProcessTestCase):
         dist.all_gather_object(values, value)
         return values
 
-    def test_processes_share_it_and_it_goes(self):
+    def test_processes_share_a_folder_that_is_removed(self):
         self.init()
         path, names = Method().write_and_list(self.rank, after=dist.barrier)
         self.assertEqual(self.told(path), [path, path])
         self.assertEqual(names, ["0", "1"])
         self.assertFalse(os.path.exists(os.path.dirname(path)))
 
-    def test_the_first_one_out_leaves_it_to_the_other(self):
+    def test_folder_is_removed_by_the_last_rank(self):
         self.init()
         store = dist.distributed_c10d._get_default_store()
         if self.rank == 0:
@@ -92,7 +92,7 @@ class TestSharedDirectory(MultiProcessTestCase):
             self.assertEqual(names, ["0", "1"])
             self.assertFalse(os.path.exists(os.path.dirname(path)))
 
-    def test_it_goes_when_one_rank_fails(self):
+    def test_folder_is_removed_when_a_rank_fails(self):
         self.init()
         instance = Method()
         if self.rank == 0:
@@ -121,7 +121,7 @@ class TestSharedDirectory(MultiProcessTestCase):
         wanted = {"tensor": torch.arange(4.0), "own 0": torch.tensor([0.0]), "own 1": torch.tensor([1.0])}
         self.assertEqual(loaded, wanted)
 
-    def test_threads_share_it_and_it_goes(self):
+    def test_threads_share_a_folder_that_is_removed(self):
         paths: list[Any] = [None] * 3
         names: list[Any] = [None] * 3
         store = dist.HashStore()
@@ -149,7 +149,7 @@ class TestSharedDirectory(MultiProcessTestCase):
 
 
 class TestAlone(TestCase):
-    def test_without_a_group_each_has_its_own(self):
+    def test_each_process_has_a_folder_without_a_group(self):
         first, second = Method(), Method()
         path, names = first.write_and_list(0)
         self.assertEqual(names, ["0"])

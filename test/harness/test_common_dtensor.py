@@ -85,7 +85,7 @@ class TestModels(TestCase):
         with self.assertRaisesRegex(ValueError, "3 heads"):
             transformer(n_heads=3)
 
-    def test_the_mask_hides_what_comes_after(self):
+    def test_mask_hides_later_positions(self):
         x = tokens()
         changed = x.clone()
         changed[:, -1] = (x[:, -1] + 1) % 8

@@ -862,7 +862,7 @@ class TestCompiled(TwoRanks):
             self.assertIs(fully_shard, ORIGINAL)
             dist.barrier()
 
-    def test_what_cannot_be_compiled_is_said(self):
+    def test_only_eager_mode_runs_without_a_compiler(self):
         self.modes = []
         with mock.patch.object(compiled, "_why_not_compiled", lambda: "no compiler here"):
             with self.assertWarnsRegex(UserWarning, "only the eager mode ran: no compiler here"):
@@ -875,7 +875,7 @@ class TestCompiled(TwoRanks):
         with self.assertRaisesRegex(AssertionError, "no global 'fully_shard'"):
             compiled_fsdp_test()(elsewhere["body"])()
 
-    def test_the_older_name_is_no_test(self):
+    def test_older_name_is_not_collected_as_a_test(self):
         self.assertIs(common_fsdp.test_compiled_fsdp, compiled_fsdp_test)
         self.assertFalse(getattr(common_fsdp.test_compiled_fsdp, "__test__", True))
         loaded = unittest.defaultTestLoader.loadTestsFromModule(common_fsdp)

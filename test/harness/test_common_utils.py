@@ -141,7 +141,7 @@ class EqualityTest(TestCase):
         self.assertEqual(coalesced, scattered)
         self.failure(coalesced, scattered, exact_is_coalesced=True)
 
-    def test_callable_message_and_questions_without_answer(self):
+    def test_callable_message_and_invalid_comparisons(self):
         self.assertEqual(self.failure(1, 2, msg=lambda text: f"<{text.splitlines()[0]}>"), "<Scalars are not equal!>")
         with self.assertRaises(ValueError):
             self.assertEqual(torch.ones(2), 1)
@@ -227,7 +227,7 @@ class EqualityTest(TestCase):
 
 
 class StateTest(TestCase):
-    def test_everything_watched_is_put_back_and_named(self):
+    def test_changed_state_is_restored_and_named(self):
         def change():
             os.environ["TORCH_FSDP_TESTS_SCRATCH"] = "1"
             torch.set_default_dtype(torch.float64)
@@ -418,7 +418,7 @@ class RunTestsTest(TestCase):
             our_text, r"(?m)^test_passes \(__main__\.Alpha(\.test_passes)?\) \.\.\. ok$"
         )  # depends on Python's version
 
-    def test_local_variables_and_stopping_are_unittests(self):
+    def test_locals_and_failfast_work_as_in_unittest(self):
         arguments = ["--locals", "-f", "Alpha.test_fails", "Alpha.test_errs"]
         # Both are fresh interpreters: a fork would inherit run_test.py's changes to unittest in this process.
         commands = [[file, *arguments] for file in (self.ours, self.plain)]

@@ -83,7 +83,7 @@ class OfRanks(Bodies):
             self.assertNotEqual(self.rank, 1)
         dist.barrier()
 
-    def test_shown_on_each_rank_in_turn(self):
+    def test_defect_may_be_shown_by_any_rank(self):
         for rank in range(2):
             with torch_defect("{SHOWN}"):
                 self.assertNotEqual(self.rank, rank)
@@ -92,7 +92,7 @@ class OfRanks(Bodies):
         with torch_defect("{SHOWN}", when=self.rank == 0):
             self.assertNotEqual(self.rank, 1)
 
-    def test_fails_on_the_rank_that_does_not_show_it(self):
+    def test_rank_that_does_not_show_it_may_fail_after_the_block(self):
         with torch_defect("{SHOWN}"):
             self.assertNotEqual(self.rank, 1)
         self.assertNotEqual(self.rank, 0)
@@ -126,9 +126,9 @@ STATES = {
 }
 OF_RANKS = {
     "test_shown_on_one_rank": "known defect",
-    "test_shown_on_each_rank_in_turn": "known defect",
+    "test_defect_may_be_shown_by_any_rank": "known defect",
     "test_shown_on_another_rank": "failed",
-    "test_fails_on_the_rank_that_does_not_show_it": "failed",
+    "test_rank_that_does_not_show_it_may_fail_after_the_block": "failed",
 }
 WANTED = {
     **{f"TestPlain.{test}": state for test, state in STATES.items()},

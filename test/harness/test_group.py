@@ -71,7 +71,7 @@ class TestGroup(TestCase):
         self.addCleanup(made.close)
         return made
 
-    def test_ranks_are_let_go_when_the_last_has_come(self):
+    def test_ranks_continue_when_all_have_arrived(self):
         place = Nowhere()
         made = self.group(MANY, place)
         place.events += [protocol.Waits(each) for each in range(1, MANY)]
@@ -86,7 +86,7 @@ class TestGroup(TestCase):
         made.close()
         self.assertEqual(place.asked, ["end", "close"])
 
-    def test_nobody_is_let_go_after_the_limit(self):
+    def test_no_rank_continues_after_the_limit(self):
         """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
         place = Nowhere()
         made = self.group(2, place)
@@ -105,7 +105,7 @@ class TestGroup(TestCase):
         self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
-    def test_causes_are_in_the_order_in_which_they_came_about(self):
+    def test_causes_are_in_the_order_of_time(self):
         """The order is not that in which they were reported."""
         place = Nowhere(starts=False)
         made = self.group(2, place)
@@ -150,7 +150,7 @@ class TestGroup(TestCase):
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
         self.assertEqual(place.told[0], run if ending else [*run, protocol.Leave()])
 
-    def test_what_breaks_is_an_error_of_the_harness(self):
+    def test_broken_server_is_an_error_of_the_harness(self):
         place = Nowhere()
         made = self.group(2, place)
         place.events += [protocol.Over(0, (0, 1)), protocol.Broken(0, "the server is gone")]
@@ -159,13 +159,13 @@ class TestGroup(TestCase):
         made.close()
         self.assertEqual(place.asked, ["close"])  # nothing was left to end
 
-    def test_what_is_no_message_is_one_too(self):
+    def test_invalid_message_is_an_error_of_the_harness(self):
         made = self.group(1, Nowhere())
         with mock.patch.object(Nowhere, "arrived", side_effect=MessageError("this is not a message")):
             with self.assertRaisesRegex(HarnessError, "cannot be understood: this is not a message"):
                 made.wait(LIMIT)
 
-    def test_an_end_that_does_not_come(self):
+    def test_rank_that_never_ends(self):
         place = Nowhere(ends=False)
         made = self.group(1, place)
         place.passes(0)

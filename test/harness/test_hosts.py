@@ -111,7 +111,7 @@ class TestFaults(TestCase):
         for words in ("rank 3", "hostb", "SIGKILL", "sleep 1001"):
             self.assertIn(words, told)
 
-    def test_the_files_after_them_run_and_nothing_is_left(self):
+    def test_later_files_run_and_nothing_is_left_behind(self):
         self.assertEqual(faults().outcomes("well"), WELL)
         self.assertEqual((set(faults().ranks_codes.values()), faults().left), ({1}, []))
 

@@ -231,7 +231,7 @@ class TestRule(TestCase):
         self.assertEqual(found, launcher.Launch(1, 4, 1, "here", 29500, agent_store=True))
 
     @parametrize("left", [FULL, {"RANK": "0", "WORLD_SIZE": "8"}, {"TORCHELASTIC_RUN_ID": "none"}, {}])
-    def test_what_is_left_in_a_shell_is_no_launch(self, left):
+    def test_leftover_variables_of_a_shell_are_no_launch(self, left):
         self.assertIsNone(launcher.from_environment(left))
 
     def test_a_word_decides(self):
@@ -254,7 +254,7 @@ class TestRule(TestCase):
             {"TORCH_FSDP_TESTS_LAUNCHED": "0"},
         ],
     )
-    def test_what_slurm_says_of_one_task_is_no_launch(self, changed):
+    def test_single_slurm_task_is_no_launch(self, changed):
         self.assertIsNone(launcher.from_environment(SLURM | changed))
 
     def test_torchrun_below_srun_is_the_launcher(self):

@@ -63,7 +63,7 @@ def modules() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 
 class TestLayers(TestCase):
-    def test_no_module_imports_a_higher_one(self):
+    def test_no_module_imports_a_higher_layer(self):
         upward = [
             f"{path} imports {imported}"
             for path, package, name in modules()
@@ -72,7 +72,7 @@ class TestLayers(TestCase):
         ]
         self.assertEqual(upward, [])
 
-    def test_the_dispatcher_stands_on_the_lowest_alone(self):
+    def test_dispatcher_imports_only_the_lowest_layers(self):
         found = {
             imported.partition(".")[0]
             for path, package, name in modules()

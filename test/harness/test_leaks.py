@@ -127,7 +127,7 @@ class TestLeaks(TestCase):
 
 @IN_SIGHT
 class TestChildren(TestCase):
-    def test_seen_at_each_look_while_the_thread_that_forked_them_ends(self):
+    def test_processes_are_seen_while_their_forking_thread_ends(self):
         """The kernel then hands the children to another thread. Before the fix, ten of 200 such ends were missed."""
         for _ in range(200):
             self._look_at_one()

@@ -93,7 +93,7 @@ class TestMessages(TestCase):
             self.assertEqual(os.read(read, 100), text)
             os.close(read)
 
-    def test_nothing_is_told_to_one_that_has_left(self):
+    def test_sending_to_a_closed_connection_does_nothing(self):
         mine, other = self.pair(Plain)
         mine.tell(Plain("first"))
         self.assertEqual(other.receive(), Plain("first"))
@@ -102,7 +102,7 @@ class TestMessages(TestCase):
         with self.assertRaises(OSError):
             mine.send(Plain("second"))
 
-    def test_reading_what_is_there_never_waits(self):
+    def test_reading_available_messages_never_waits(self):
         mine, other = self.pair(Plain)
         self.ends[1].settimeout(None)
         whole = messages.encode(Plain("x" * 100_000)) + b"\n"
@@ -130,7 +130,7 @@ class TestMessages(TestCase):
         ],
         name_fn=lambda line, words: "".join(filter(str.isalnum, line.decode())),
     )
-    def test_what_is_no_message_is_an_error_with_words(self, line, words):
+    def test_invalid_message_is_an_error_with_its_text(self, line, words):
         _, other = self.pair(Plain, Outer)
         self.ends[0].sendall(line + b"\n")
         with self.assertRaisesRegex(MessageError, words):

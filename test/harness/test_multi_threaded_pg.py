@@ -505,7 +505,7 @@ class TestGroups(ThreadsTestCase):
 
         self.assertEqual(results_of(3, body), [(1, 2, 100.0, False), (0, 1, 10.0, True), (0, 2, 100.0, False)])
 
-    def test_a_world_may_be_made_again(self):
+    def test_world_can_be_initialized_again(self):
         def body(rank):
             sums = []
             for _ in range(3):
@@ -519,7 +519,7 @@ class TestGroups(ThreadsTestCase):
 
         self.assertEqual(results_of(4, body), [[6.0] * 3] * 4)
 
-    def test_each_making_has_its_own_token(self):
+    def test_each_group_has_its_own_token(self):
         # Ranks that make a group again quickly must not meet ranks that still leave the first one.
         store = dist.HashStore()
         tokens = {_create_threaded_pg(store, 0, 1, timedelta(seconds=5))._token for _ in range(3)}
@@ -814,7 +814,7 @@ class TestFailures(ThreadsTestCase):
             run_threads(3, lambda rank: Outcome(rank, Kind.PASSED))
         self.assertEqual(bound, [0, 0, 0])
 
-    def test_a_rank_whose_group_cannot_be_ended_does_not_pass(self):
+    def test_rank_fails_if_its_group_cannot_be_destroyed(self):
         def body(rank):
             if rank == 1:
                 dist.distributed_c10d._world.pg_map = None

@@ -25,17 +25,17 @@ class TestNames(TestCase):
         with self.assertRaisesRegex(TypeError, rf"TestX\.{name} would override {owner}\.{name}"):
             self.made(name, base)
 
-    def test_nor_by_a_mixin_on_either_side(self):
+    def test_mixins_cannot_replace_a_part_of_the_harness(self):
         mixin = type("Mixin", (), {"_close": lambda self, group: None})
         for bases in ((mixin, FSDPTest), (FSDPTest, mixin)):
             with self.assertRaisesRegex(TypeError, r"Mixin\._close would override RankTestCase\._close"):
                 type("TestX", bases, {})
 
     @parametrize("name", ["_run", "_spawn_processes", "_init_pg", "_helper", "__private", "record", "test_record"])
-    def test_upstreams_names_and_new_ones_are_free(self, name):
+    def test_upstreams_names_and_new_names_are_allowed(self, name):
         self.made(name, FSDPTest)
 
-    def test_what_the_harness_keeps_on_a_class_does_not_stand_in_the_way(self):
+    def test_attributes_that_the_harness_sets_are_no_conflict(self):
         """A continuous class stores its ranks in an attribute while its tests run. unittest stores its clean-ups."""
         first = self.made("test_x", MultiProcContinuousTest)
         first._group = first._last_test = None

@@ -81,7 +81,7 @@ class TestStrangers(PeersCase):
     def test_only_the_loopback_interface_listens_where_all_are_on_one_machine(self):
         self.assertEqual(self.peers._listener.getsockname()[0], "127.0.0.1")
 
-    def test_who_knows_the_secret_comes_in(self):
+    def test_peer_with_the_secret_is_accepted(self):
         rank_0, _ = peers.join(self.launch(1), [])
         self.addCleanup(rank_0.close)
         self.assertEqual(self.gather(1), [])
@@ -90,7 +90,7 @@ class TestStrangers(PeersCase):
         (said,) = self.peers.of_rank[1].connection.arrived()
         self.assertEqual(said.signal, 15)
 
-    def test_who_does_not_is_turned_away(self):
+    def test_peer_without_the_secret_is_refused(self):
         for told in (
             self.hello(secret="guessed"),
             self.hello(rank=0),
@@ -112,7 +112,7 @@ class TestStrangers(PeersCase):
         self.assertEqual(self.gather(1), [1])
         self.assertTrue(self.is_closed(end))
 
-    def test_a_rank_that_is_there_is_not_replaced(self):
+    def test_second_connection_of_a_rank_is_refused(self):
         first, second = self.stranger(), self.stranger()
         for end in (first, second):
             end.sendall(self.hello())
@@ -120,7 +120,7 @@ class TestStrangers(PeersCase):
         self.assertEqual(self.gather(1, 2), [2])
         self.assertTrue(self.is_closed(second))
 
-    def test_strangers_that_say_nothing_delay_nobody_and_are_forgotten(self):
+    def test_silent_connections_delay_nobody_and_are_closed(self):
         silent = [self.stranger() for _ in range(20)]
         self.assertEqual(self.gather(1), [1])
         self.stranger().sendall(self.hello())

@@ -88,7 +88,7 @@ class EqualityTest(TestCase):
         return str(caught.exception)
 
     @given(nested)
-    def test_equal_to_itself_and_to_a_copy(self, value):
+    def test_value_equals_itself_and_its_copy(self, value):
         self.assertEqual(value, value)
         copy = {"list": lambda: [*value], "dict": lambda: collections.OrderedDict(value)}
         self.assertEqual(copy.get(type(value).__name__, lambda: value)(), value)
@@ -113,7 +113,7 @@ class EqualityTest(TestCase):
             self.assertNotEqual(tensor, tensor.clone())
 
     @given(tensors(), st.data())
-    def test_one_wrong_element_is_found_and_told(self, tensor, data):
+    def test_single_wrong_element_is_reported(self, tensor, data):
         """The message has its index and its difference, even if the tensor is deep inside a container."""
         number = data.draw(st.integers(0, tensor.numel() - 1))
         wrong = tensor.clone()

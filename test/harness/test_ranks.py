@@ -249,7 +249,7 @@ class TestVerdict(TestCase):
             self.assertLess(text.index("was killed by SIGKILL"), text.index("rank 0 of 2 raised"))
 
     @parametrize("kind", KINDS)
-    def test_texts_that_all_ranks_say_are_said_once(self, kind):
+    def test_equal_texts_of_ranks_are_shown_once(self, kind):
         self.assertEqual(faults(kind).words[f"{kind}Words.test_all_raise_alike"].count("AssertionError: alike"), 1)
 
     @parametrize("kind", KINDS)

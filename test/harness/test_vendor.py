@@ -46,7 +46,7 @@ def installed(**variables: str) -> Iterator[None]:
 
 
 class TestNewDevice(TestCase):
-    def test_a_whole_file_runs_on_it(self):
+    def test_a_whole_file_runs_on_the_vendors_device(self):
         """With the dispatcher and options: every test of a file that was written before the device existed."""
         done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -55,7 +55,7 @@ class TestNewDevice(TestCase):
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
         self.assertGreaterEqual(int(passed), written)
 
-    def test_its_ranks_find_their_devices_in_its_own_way(self):
+    def test_ranks_find_devices_by_the_vendors_rule(self):
         """Without the dispatcher, with variables: a test with four ranks on two devices. The vendor binds each rank."""
         variables = {"TORCH_FSDP_TESTS_DEVICE": NAME, "TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
         done = run_beside(VENDOR, ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
@@ -88,12 +88,12 @@ class TestNewDevice(TestCase):
         self.assertEqual(outside, {str(Path(__file__).resolve().relative_to(ROOT))})
         self.assertGreater(len(knows), len(outside))
 
-    def test_without_its_package_it_is_unknown(self):
+    def test_device_is_unknown_without_its_package(self):
         with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: NAME}):
             with self.assertRaisesRegex(accelerator.ConfigurationError, f"unknown device '{NAME}'"):
                 accelerator.current()
 
-    def test_reasons_call_it_by_its_name(self):
+    def test_reasons_to_skip_use_the_vendors_name(self):
         with installed(TORCH_FSDP_TESTS_DEVICE=NAME):
             found = accelerator.current()
         self.assertEqual((found.name, found.count, found.ranks, found.is_shared), (NAME, 2, 2, False))

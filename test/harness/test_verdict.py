@@ -8,7 +8,7 @@ from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tal
 
 
 class TestCounts(TestCase):
-    def test_only_what_came_out_as_it_should_counts_as_passed(self):
+    def test_only_expected_outcomes_count_as_passed(self):
         passing = [state for state in State if state.counted_as is State.PASSED]
         self.assertEqual(passing, [State.PASSED, State.EXPECTED_FAILURE])
 
