@@ -20,7 +20,8 @@ import os
 import re
 from collections.abc import Mapping
 
-LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
+from torch_fsdp_tests.settings import LAUNCHED_VARIABLE
+
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"

@@ -1,4 +1,4 @@
-"""Environment variables for the time limit, the start method, the number of ranks, and what is expected of torch.
+"""All environment variables that a user may set, in one table, and the values of those that more than one part reads.
 
 This module does not import torch. The dispatcher and ``run_tests()`` check the variables before any test. The harness
 checks them when it reads them.
@@ -6,22 +6,92 @@ checks them when it reads them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
-from torch_fsdp_tests.vendors import RANKS_VARIABLE, ConfigurationError
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
 
 TIMEOUT_VARIABLE = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"
 DEFAULT_TIMEOUT = 120  # seconds
 LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
-STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, a torch better or worse than known is a failure
-STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"  # if set, a test for whose names torch changed is an error
-STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"  # if set, a test that leaves something behind fails
+STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"
+STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
+STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
+SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
+SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
+LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
+SLOW_VARIABLE = "PYTORCH_TEST_WITH_SLOW"
 MOST_RANKS = 65536  # of one test; more than any launcher makes
 # Of a test that does not set its own number, on the CPU. On other devices it is lent at most as many devices.
 USUAL_RANKS = 4
 FEW_RANKS = 2  # of a test for which a few are enough, on the CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An environment variable that a user may set."""
+
+    name: str
+    says: str = ""  # what it does, if no option does the same
+    option: str = ""  # the option of run_test.py that does the same
+    default: str = ""
+    is_upstreams: bool = False  # PyTorch's run_test.py or harness has it, too
+    is_repeated: bool = False  # whether it belongs in front of a command that repeats a test
+
+
+def _upstreams(*names: str, says: str = "", option: str = "") -> list[Variable]:
+    return [Variable(name, says, option, is_upstreams=True) for name in names]
+
+
+VARIABLES = (
+    *_upstreams("CI", says="means --pipe-logs, unless VERBOSE_TEST_LOGS is true"),
+    *_upstreams("VERBOSE_TEST_LOGS", says="show the output of every file"),
+    *_upstreams("CONTINUE_THROUGH_ERROR", option="--keep-going"),
+    *_upstreams("NO_TEST_TIMEOUT", says="set the time limit of a file to a day"),
+    *_upstreams("TEST_SHOWLOCALS", option="--showlocals"),
+    *_upstreams("DISABLED_TESTS_FILE", option="--disabled-tests"),
+    *_upstreams("SLOW_TESTS_FILE", option="--slow-tests"),
+    Variable(SLOW_VARIABLE, "also run slow tests, and all combinations", is_upstreams=True, is_repeated=True),
+    *_upstreams("PYTORCH_TEST_RERUN_DISABLED_TESTS", option="--rerun-disabled-tests"),
+    *_upstreams("BUILD_ENVIRONMENT", "TEST_CONFIG", says="select which recorded times are used"),
+    Variable(
+        TIMEOUT_VARIABLE,
+        "time limit in seconds for the ranks of one test",
+        default=str(DEFAULT_TIMEOUT),
+        is_upstreams=True,
+        is_repeated=True,
+    ),
+    Variable(DEVICE_VARIABLE, option="--device"),
+    Variable(BACKEND_VARIABLE, option="--backend"),
+    Variable(RANKS_VARIABLE, option="--ranks"),
+    Variable(SEED_VARIABLE, "seed of a test file that is run alone", default="1234"),
+    Variable(STRICT_DEFECTS_VARIABLE, option="--strict-defects"),
+    Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
+    Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaves something behind", is_repeated=True),
+    Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
+    Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),
+    Variable(LAUNCHED_VARIABLE, "1 or 0: a launcher did, or did not, make the ranks"),
+)
+
+
+def table() -> str:
+    """The variables with what they do, as ``--help`` shows them."""
+    heads = {
+        True: "environment variables, as in PyTorch (options have priority):",
+        False: "environment variables of the suite:",
+    }
+    width = max(len(each.name) for each in VARIABLES)
+    parts = []
+    for is_upstreams, head in heads.items():
+        parts.append(head)
+        for each in VARIABLES:
+            if each.is_upstreams is is_upstreams:
+                default = f" (default: {each.default})" * bool(each.default)
+                parts.append(f"  {each.name:{width}}  {each.says or f'as {each.option}'}{default}")
+        parts.append("")
+    return "\n".join(parts)
 
 
 def timeout(environment: Mapping[str, str]) -> int:

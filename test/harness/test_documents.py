@@ -6,6 +6,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,22 @@ class TestDocuments(TestCase):
                 "# One & Two\n[a](#one--two) [b](#three) [c](none.md) [d](page.md#one--two) [e](https://x.y)\n"
             )
             self.assertEqual(dead_links(page), ["#three", "none.md"])
+
+
+class TestVariables(TestCase):
+    def test_each_variable_without_an_option_is_documented(self):
+        documented = "".join(page.read_text(encoding="utf-8") for page in pages())
+        own = [each for each in settings.VARIABLES if not each.option and not each.is_upstreams]
+        self.assertEqual([each.name for each in own if f"`{each.name}" not in documented], [])
+
+    def test_no_variable_is_outside_of_the_table(self):
+        """The other names that begin like the suite's are those that its processes exchange."""
+        found = set()
+        for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
+            found |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
+        between_processes = {"EVENTS", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS"}
+        known = {each.name for each in settings.VARIABLES}
+        self.assertEqual(found - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from torch_fsdp_tests.ranks import (
     judge,
     register,
 )
-from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
 from torch_fsdp_tests.vendors import ConfigurationError
 from torch_fsdp_tests.verdict import Phase, State, joined
@@ -192,7 +191,7 @@ class RankTestCase(TestCase):
 
     def _conclude(self, reports: Sequence[RankReport], limit: float, expected_code: int = 0) -> None:
         """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
-        if SHOW_VARIABLE in os.environ:
+        if settings.SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")

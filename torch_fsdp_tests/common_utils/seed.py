@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.settings import SEED_VARIABLE
 
 DEFAULT_SEED = 1234  # upstream's
-SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 
 
 def seed_of_run() -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from torch_fsdp_tests import installation
+from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
@@ -31,15 +31,6 @@ THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
 SHOWN = 5  # names of files in a line
 QUIET = 30.0  # seconds of silence after which a log gets a progress line
-
-
-# Variables without an option that change what a test does, or whether it passes.
-REPEATED = (
-    "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT",
-    "PYTORCH_TEST_WITH_SLOW",
-    "TORCH_FSDP_TESTS_START",
-    "TORCH_FSDP_TESTS_STRICT_LEAKS",
-)
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
@@ -72,7 +63,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
         words += ["--strict-names"]
     if run.arguments:
         words += ["--", *run.arguments]
-    set_ones = [f"{name}={shlex.quote(value)}" for name in REPEATED if (value := os.environ.get(name))]
+    names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
+    set_ones = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
     return " ".join([*set_ones, shlex.join(words)])
 
 

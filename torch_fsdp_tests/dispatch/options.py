@@ -24,25 +24,6 @@ MOST_SHARDS = MOST_JOBS = 10_000
 MOST_RERUNS = 1000
 MOST_TESTS = 10_000_000
 
-VARIABLES = """\
-environment variables, as in PyTorch's run_test.py (options have priority):
-  CI, VERBOSE_TEST_LOGS                CI means --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
-  CONTINUE_THROUGH_ERROR               as --keep-going
-  NO_TEST_TIMEOUT                      set the time limit of a file to a day
-  TEST_SHOWLOCALS                      as --showlocals
-  DISABLED_TESTS_FILE, SLOW_TESTS_FILE as --disabled-tests and --slow-tests
-  PYTORCH_TEST_WITH_SLOW               also run tests that are listed or marked as slow
-  PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
-  BUILD_ENVIRONMENT, TEST_CONFIG       select which recorded times are used
-
-environment variables of the suite:
-  TORCH_FSDP_TESTS_DEVICE              as --device
-  TORCH_FSDP_TESTS_BACKEND             as --backend
-  TORCH_FSDP_TESTS_RANKS               as --ranks
-  TORCH_FSDP_TESTS_STRICT_DEFECTS      as --strict-defects
-  TORCH_FSDP_TESTS_STRICT_NAMES        as --strict-names
-"""
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -56,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
-        self.epilog = f"{VARIABLES}\nexit statuses:\n{statuses}"
+        self.epilog = f"{settings.table()}\nexit statuses:\n{statuses}"
         return super().format_help()
 
 
@@ -245,7 +226,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "show_locals": "TEST_SHOWLOCALS" in true_ones,
         "show_output": "VERBOSE_TEST_LOGS" in true_ones,
         "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
-        "run_slow": "PYTORCH_TEST_WITH_SLOW" in true_ones,
+        "run_slow": settings.SLOW_VARIABLE in true_ones,
         "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
         "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,

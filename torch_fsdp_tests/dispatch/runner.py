@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch_fsdp_tests import events, host, installation
+from torch_fsdp_tests import events, host, installation, settings
 from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.child import Orders
@@ -33,7 +33,7 @@ from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.settings import STRICT_DEFECTS_VARIABLE, STRICT_NAMES_VARIABLE
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
@@ -102,12 +102,12 @@ class Runner:
 
     def _make_wishes(self) -> dict[str, str]:
         wishes = {
-            "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
-            "TORCH_FSDP_TESTS_DEVICE": self._run.device,
-            "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
-            STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
-            STRICT_NAMES_VARIABLE: "1" if self._run.strict_names else None,
-            "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
+            settings.SEED_VARIABLE: str(self._run.seed),
+            DEVICE_VARIABLE: self._run.device,
+            BACKEND_VARIABLE: self._run.backend,
+            settings.STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
+            settings.STRICT_NAMES_VARIABLE: "1" if self._run.strict_names else None,
+            RANKS_VARIABLE: None if self._run.ranks is None else str(self._run.ranks),
         }
         stated = {name: value for name, value in wishes.items() if value is not None}
         return {**installation.on_path(os.environ), **stated}

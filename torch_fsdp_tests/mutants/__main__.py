@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host, installation
+from torch_fsdp_tests import host, installation, settings
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -123,7 +123,7 @@ def _setting(asked: Options, device: str) -> Setting:
     return Setting(
         package=asked.package,
         run=run,
-        environment={**os.environ, **installation.on_path(os.environ), "TORCH_FSDP_TESTS_SEED": str(run.seed)},
+        environment={**os.environ, **installation.on_path(os.environ), settings.SEED_VARIABLE: str(run.seed)},
         device=device,
         may_fork=device == devices.HOST and host.can_fork(),
         at_a_time=asked.jobs,

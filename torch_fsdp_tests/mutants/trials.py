@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests import host, settings
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
@@ -198,7 +198,7 @@ class Trials:
         )
         environment = {
             **setting.environment,
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(math.ceil(test_limit)),
+            settings.TIMEOUT_VARIABLE: str(math.ceil(test_limit)),
             **(hook.environment(work.id, self._reached(work.id), setting.environment) if work.id else {}),
         }
         orders = Orders(os.getpid(), setting.run, job.part, device=setting.device)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.local import LocalRanks
@@ -38,8 +39,6 @@ LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit when they are told to
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
 STACKS_QUIET = 0.05  # seconds without another line after which the stacks count as complete
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
-
-SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # if set, the output of ranks that passed is shown too
 
 
 class Place(Protocol):
@@ -387,7 +386,7 @@ class RankGroup:
         return collected.remains
 
     def _reports(self, elapsed: float, remains: Sequence[protocol.Remains]) -> Iterable[RankReport]:
-        keep = SHOW_VARIABLE in os.environ
+        keep = settings.SHOW_VARIABLE in os.environ
         written = {each.process: each for each in remains}
         for process in self.processes:
             ending = process.ending or Ending(code=0)  # a rank that stays and has reported is fine so far

@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import accelerator, host, launcher, stream
+from torch_fsdp_tests import accelerator, host, launcher, settings, stream
 from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
@@ -81,7 +81,7 @@ class Crew:
         if absent:
             self.lost = (
                 f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s "
-                f"(if no launcher made this process, set {launcher.LAUNCHED_VARIABLE}=0)"
+                f"(if no launcher made this process, set {settings.LAUNCHED_VARIABLE}=0)"
             )
         for rank, peer in self.peers.of_rank.items():
             self._seats.setdefault(rank, _Seat(peer))
