@@ -9,7 +9,7 @@ from typing import Any
 from torch_fsdp_tests import host
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
-from torch_fsdp_tests.tools.benchmarks import dispatch, harness
+from torch_fsdp_tests.tools.benchmarks import dispatch, harness, reaching
 
 UPSTREAM_AT = 10.0  # how many times as slow
 
@@ -30,6 +30,34 @@ class FakeRun(harness.Run):
                 for rank in [-1] if alone else range(ranks):
                     late = 0.0 if alone or rank == ranks - 1 else -0.05  # the slowest rank counts
                     self._stamps.append([stage, str(rank), str(100.0 * test + (at + late) * slow)])
+
+
+class TestReachingBenchmark(TestCase):
+    def test_the_changes(self):
+        edits = reaching.read(reaching.CHANGES)
+        self.assertEqual(len({edit.id for edit in edits}), 60)
+        for half in reaching.HALVES:
+            self.assertGreater(sum(edit.half == half for edit in edits), 25)
+        for edit in edits:
+            with self.subTest(edit.id):
+                self.assertRegex(
+                    edit.diff, r"\A--- a/torch/distributed/\S+\.py\n\+\+\+ b/torch/distributed/\S+\.py\n@@"
+                )
+
+    def test_seconds_until_the_first_failure(self):
+        order = [("f", "T.a"), ("g", "T.a"), ("f", "T.b")]
+        self.assertEqual(reaching.until(order, order[1], {order[0]: 1.0, order[1]: 2.0, order[2]: 4.0}), 3.0)
+
+    def test_median_and_percentile(self):
+        values = [float(number) for number in range(1, 10)]
+        rows = reaching.summary({"tuning": [*values, None], "held out": [None, 3.0, None], "empty": []}).splitlines()[
+            2:
+        ]
+        expected = [
+            "| tuning | 9 of 10 | 5.0 s | not noticed |",
+            "| held out | 1 of 3 | not noticed | not noticed |",
+        ]
+        self.assertEqual(rows, expected)
 
 
 class TestHarnessBenchmark(TestCase):

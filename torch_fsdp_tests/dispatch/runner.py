@@ -148,7 +148,8 @@ class Runner:
             for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
-            self.results.not_started = [w.job.part.name for w in self._queue if not w.attempts]
+            left = (w.job.part.name for w in self._queue if not w.attempts)
+            self.results.not_started = list(dict.fromkeys(left))
             self.results.seconds = self._now()
         return self.results
 

@@ -376,6 +376,17 @@ def _files_of(text: str) -> Iterator[tuple[str, list[_Hunk]]]:
         yield path, hunks
 
 
+def applied(diff: str, folder: Path) -> dict[str, str]:
+    """The texts of the files below a folder with a unified diff of them, by path. Raises :class:`UnknownChange`."""
+    made = {}
+    for path, hunks in _files_of(diff):
+        lines = _patched((folder / path).read_text(encoding="utf-8").split("\n"), hunks)
+        if lines is None:
+            raise UnknownChange(f"the diff does not fit the installed {path}")
+        made[path] = "\n".join(lines)
+    return made
+
+
 def _hunk(header: re.Match[str], lines: Iterator[str]) -> _Hunk:
     olds, news = int(header[2] or 1), int(header[3] or 1)
     before, after = list[str](), list[str]()

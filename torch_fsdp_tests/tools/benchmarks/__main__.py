@@ -11,7 +11,7 @@ from torch_fsdp_tests import host
 BENCHMARKS = {
     "dispatch": "how close the plan of run_test.py comes to the shortest possible one",
     "harness": "how long a test with ranks takes, compared with torch.testing._internal",
-    "reaching": "how soon --reaching finds each of ten changes to torch's FSDP",
+    "reaching": "how soon --reaching finds each of sixty changes to torch's FSDP",
 }
 
 

@@ -1,17 +1,20 @@
-"""Ten changes to torch's FSDP: how many tests ``--reaching`` selects for each, and how soon the first of them fails.
+"""Sixty changes to torch's FSDP that are made like real bugs: how soon a test that ``--reaching`` selects notices each.
 
-Each change is made in a copy of the installed torch, whose other files are links. With ``--whole`` the suite runs
-without ``--reaching`` too, until its first failure, for comparison.
+The changes are in ``data/changes.diff``. The weights of the order were chosen with those marked as tuning, and say
+nothing about the others. Each change is made in a copy of the installed torch, whose other files are links. One test
+runs at a time. What counts are the recorded seconds of the tests up to the first that fails, so that a busy machine
+gives the same figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
+import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,142 +23,118 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch import devices, reaching
+from torch_fsdp_tests.reach import ReachMap
+from torch_fsdp_tests.reach.changes import UnknownChange, applied
 
-_SELECTED = re.compile(r"(\d+) tests? in (\d+) files? reach ")
-_TOLD = re.compile(r"^  failed: (.+)", re.MULTILINE)
+CHANGES = Path(__file__).parent / "data/changes.diff"
+HALVES = ("tuning", "held out")
+_HEAD = re.compile(r"^# (?P<id>\S+) \((?P<half>[a-z ]+)\): (?P<what>.+)\n", re.MULTILINE)
+_TOLD = re.compile(r"^  [a-z ]+: (?P<file>\S+)(?: \(\d+ of \d+\))?::(?P<test>\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change: what is wrong afterwards, and the text that is replaced, once, in a file of ``torch.distributed``."""
+    """One change: what is wrong afterwards, and the diff."""
 
+    id: str
+    half: str
     what: str
-    file: str
-    old: str
-    new: str
+    diff: str
 
 
-EDITS = (
-    Edit(
-        "FSDP2: gradients are not divided after reduction",
-        "fsdp/_fully_shard/_fsdp_collectives.py",
-        "_div_if_needed(reduce_output, postdivide_factor)",
-        "pass",
-    ),
-    Edit(
-        "FSDP2: uneven shards keep their padding",
-        "fsdp/_fully_shard/_fsdp_param.py",
-        "length = sharded_param.size(shard_dim) if",
-        "length = padded_sharded_size[shard_dim] if",
-    ),
-    Edit(
-        "FSDP2: keyword arguments are not cast",
-        "fsdp/_fully_shard/_fsdp_state.py",
-        "_apply_to_tensors(cast_fn, args), _apply_to_tensors(cast_fn, kwargs)",
-        "_apply_to_tensors(cast_fn, args), kwargs",
-    ),
-    Edit(
-        "FSDP2: the root is resharded after forward",
-        "fsdp/_fully_shard/_fsdp_state.py",
-        "fsdp_param_group.post_forward_mesh_info = None",
-        "pass",
-    ),
-    Edit(
-        "FSDP2: a default is another",
-        "fsdp/_fully_shard/_fully_shard.py",
-        "self, requires_gradient_sync: bool, *, recurse: bool = True",
-        "self, requires_gradient_sync: bool, *, recurse: bool = False",
-    ),
-    Edit(
-        "FSDP1: replicas do not reduce",
-        "fsdp/_runtime_utils.py",
-        "dist.all_reduce(new_sharded_grad, group=state._inter_node_pg)",
-        "pass",
-    ),
-    Edit(
-        "FSDP1: optimizer states forget scalars",
-        "fsdp/_optim_utils.py",
-        "processed_state.scalar_tensors[state_name] = value.cpu()",
-        "processed_state.scalar_tensors[state_name] = value.cpu() * 0",
-    ),
-    Edit(
-        "FSDP1: a wrapping policy is off by one",
-        "fsdp/wrap.py",
-        "is_large = nonwrapped_numel >= min_nonwrapped_numel",
-        "is_large = nonwrapped_numel > min_nonwrapped_numel",
-    ),
-    Edit(
-        "FSDP1: an overflow stays on its rank",
-        "fsdp/sharded_grad_scaler.py",
-        "dist.all_reduce(found_inf, async_op=True, group=self.process_group)",
-        "dist.all_reduce(found_inf.clone(), async_op=True, group=self.process_group)",
-    ),
-    Edit(
-        "state dicts: unknown keys are accepted",
-        "checkpoint/state_dict.py",
-        "state_dict=state_dict, strict=info.strict, assign=assign",
-        "state_dict=state_dict, strict=False, assign=assign",
-    ),
-)
+def read(path: Path) -> list[Edit]:
+    """The changes of a file, in their order."""
+    text = path.read_text(encoding="utf-8")
+    heads = [*_HEAD.finditer(text)]
+    ends = [*(head.start() for head in heads[1:]), len(text)]
+    return [Edit(head["id"], head["half"], head["what"], text[head.end() : end]) for head, end in zip(heads, ends)]
 
 
 @contextlib.contextmanager
 def _changed(torch: Path, edit: Edit) -> Iterator[tuple[Path, Path]]:
     """A folder with a torch that is changed, to be put before the installed one, and the change as a diff."""
-    name = f"{torch.name}/distributed/{edit.file}"
-    before = (torch.parent / name).read_text()
-    if before.count(edit.old) != 1:
-        raise SystemExit(f"torch {devices.torch_version()} does not have {edit.old!r} exactly once in {name}")
-    after = before.replace(edit.old, edit.new)
+    try:
+        texts = applied(edit.diff, torch.parent)
+    except UnknownChange as error:
+        raise SystemExit(f"{edit.id}: {error}: torch is {devices.torch_version()}") from error
     with tempfile.TemporaryDirectory(prefix="changed-torch-") as made:
         site = Path(made)
         shutil.copytree(torch, site / torch.name, copy_function=os.symlink)
-        (site / name).unlink()
-        (site / name).write_text(after)
-        lines = difflib.unified_diff(
-            before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-        )
-        (site / "change.diff").write_text("".join(lines))
-        yield site, site / "change.diff"
+        for name, text in texts.items():
+            (site / name).unlink()
+            (site / name).write_text(text, encoding="utf-8")
+        diff = site / "change.diff"
+        diff.write_text(edit.diff, encoding="utf-8")
+        yield site, diff
 
 
-def _run(site: Path, words: list[str]) -> tuple[float, str]:
-    """Seconds until ``run_test.py`` has seen a test fail, and what it printed."""
+def _run(site: Path, diff: Path, limit: float, *words: str) -> str:
+    """What ``run_test.py`` prints until it has seen a test fail, or the limit."""
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "run_test.py", "-i", "distributed", "--fail-fast", "--reaching", str(diff), "-j", "1"]
     with tempfile.TemporaryDirectory(prefix="reaching-") as reports:
-        command = [sys.executable, "run_test.py", "-i", "distributed", "--fail-fast", "--report", reports, *words]
-        started = time.monotonic()
-        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return time.monotonic() - started, ended.stdout
+        started = subprocess.Popen(
+            [*command, "--report", reports, *words], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            return started.communicate(timeout=limit)[0]
+        except subprocess.TimeoutExpired:
+            started.terminate()
+            return started.communicate()[0]
+
+
+def until(order: Sequence[tuple[str, str]], first: tuple[str, str], seconds: dict[tuple[str, str], float]) -> float:
+    """The recorded seconds of the tests up to the one that failed first."""
+    return sum(seconds[test] for test in order[: order.index(first) + 1])
+
+
+def summary(found: dict[str, list[float | None]]) -> str:
+    """A line for each half: how many were noticed, the median, and the 90th percentile."""
+    lines = ["| changes | noticed | median | 90th percentile |", "|---|---|---|---|"]
+    for half, values in found.items():
+        if not values:
+            continue
+        known = sorted(float("inf") if value is None else value for value in values)
+        middle, last = statistics.median_low(known), known[min(len(known) - 1, int(0.9 * len(known)))]
+        shown = (f"{value:.1f} s" if value < float("inf") else "not noticed" for value in (middle, last))
+        noticed = sum(value is not None for value in values)
+        lines.append(f"| {half} | {noticed} of {len(values)} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a table, one line for each change."""
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="also run the suite without --reaching")
-    numbers = range(1, len(EDITS) + 1)
-    words = f"try only the change with this number, from 1 to {len(EDITS)}; may be repeated"
-    parser.add_argument("--only", type=int, action="append", choices=numbers, metavar="N", help=words)
+    parser.add_argument(
+        "--only", action="append", help="only the changes whose ids begin like this, such as F2 or F1-07"
+    )
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a change counts as not noticed")
     asked = parser.parse_args(argv)
     torch = devices.torch_folder()
     if torch is None or not Path("run_test.py").exists():
         parser.error("install torch, and run this command in the checkout of the suite")
-    whole = " seconds without `--reaching` |" if asked.whole else ""
-    print(f"| change | tests selected | files | seconds to the first failure |{whole}")
-    print("|---|---|---|---|" + ("---|" if asked.whole else ""))
-    for number, edit in enumerate(EDITS, 1):
-        if asked.only and number not in asked.only:
+    edits = read(CHANGES)
+    for name in asked.only or ():
+        if not any(edit.id.startswith(name) for edit in edits):
+            parser.error(f"no change has an id that begins with {name}")
+    known = ReachMap.load(reaching.shipped(devices.torch_version() or "", reaching.SHIPPED))
+    seconds = {(test.file, test.test): test.seconds for test in known.tests}
+    found: dict[str, list[float | None]] = {half: [] for half in HALVES}
+    print("| | change | noticed by | seconds of tests | seconds |\n|---|---|---|---|---|", flush=True)
+    for edit in edits:
+        if asked.only and not edit.id.startswith(tuple(asked.only)):
             continue
         with _changed(torch, edit) as (site, diff):
-            seconds, text = _run(site, ["--reaching", str(diff)])
-            selected, failed = _SELECTED.search(text), _TOLD.search(text)
-            tests, files = selected.groups() if selected else ("?", "?")
-            row = f"| {edit.what} | {tests} | {files} | {seconds:.0f} |"
-            print(f"{edit.what}: {failed[1] if failed else 'nothing'} failed first", file=sys.stderr)
-            if asked.whole:
-                seconds, text = _run(site, [])
-                row += f" {seconds:.0f} |" if _TOLD.search(text) else f" nothing in {seconds:.0f} |"
-        print(row, flush=True)
+            jobs = json.loads(_run(site, diff, asked.limit, "--dry-run", "--json"))["jobs"]
+            order = [(job["file"], test) for job in jobs for test in job["tests"]]
+            began = time.monotonic()
+            failed = _TOLD.search(_run(site, diff, asked.limit))
+        spent = None if failed is None else until(order, (failed["file"], failed["test"]), seconds)
+        found[edit.half].append(spent)
+        by = "nothing" if failed is None else f"`{failed['test']}`"
+        shown = "" if spent is None else f"{spent:.1f}"
+        print(f"| {edit.id} | {edit.what} | {by} | {shown} | {time.monotonic() - began:.0f} |", flush=True)
+    print(f"\n{summary(found)}")
     return 0
