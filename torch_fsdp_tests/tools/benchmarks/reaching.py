@@ -112,13 +112,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a change counts as not noticed")
     asked = parser.parse_args(argv)
-    torch = devices.torch_folder()
-    if torch is None or not Path("run_test.py").exists():
-        parser.error("install torch, and run this command in the checkout of the suite")
     edits = read(CHANGES)
     for name in asked.only or ():
         if not any(edit.id.startswith(name) for edit in edits):
             parser.error(f"no change has an id that begins with {name}")
+    torch = devices.torch_folder()
+    if torch is None or not Path("run_test.py").exists():
+        parser.error("install torch, and run this command in the checkout of the suite")
     known = ReachMap.load(reaching.shipped(devices.torch_version() or "", reaching.SHIPPED))
     seconds = {(test.file, test.test): test.seconds for test in known.tests}
     found: dict[str, list[float | None]] = {half: [] for half in HALVES}
