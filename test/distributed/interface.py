@@ -559,6 +559,8 @@ ROWS: dict[str, Parameters] = {
             "without state": _OPTIM + "with_empty_optimizer_state",
             "frozen parameters": _OPTIM + "no_grad",
             "fused": _OPTIM + "state_of_fused_optimizer",
+            "numbers, None, scalar tensors in states": _OPTIM + "state_dict_with_none_tensor_state",
+            "states of two dtypes": _OPTIM + "states_of_two_dtypes",
         },
         "optim_state_dict": {"without groups": _OPTIM + "optim_state_without_param_groups"},
         "group": {"of fewer ranks": "checkpoint/fsdp_optim_state::FsdpOptimStateCheckpoint::test_fewer_ranks"},

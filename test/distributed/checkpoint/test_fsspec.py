@@ -88,7 +88,7 @@ class TestFSSpec(DTensorTestBase):
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
         wanted = run.full()
         run.train(range(2, 3))
-        with self.assertRaisesRegex(CheckpointException, "overwrite"):
+        with self.assertRaisesRegex(CheckpointException, r"Checkpoint already exists and self\.overwrite=False"):
             run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir, overwrite=False))
         run.load(self.temp_dir, storage_reader=storage.FsspecReader(self.temp_dir))
         self.assertEqual(run.full(), wanted, rtol=0, atol=0)

@@ -984,22 +984,37 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], optim_class=[torch.optim.Adam, torch.optim.SGD])
     def test_state_dict_with_none_tensor_state(self, use_orig_params, optim_class):
-        """Numbers and None are kept in the state, beside or instead of tensors."""
+        """Numbers, None and tensors without dimensions are kept in the state."""
         run = self._dummy(optim_class, use_orig_params=use_orig_params)
         model, optim = run.model, run.optim
         self._train(run)
         mine = [param for param in model.parameters() if param.numel() > 0]
         for param in mine:
-            optim.state[param].update(number=2.74, nothing=None)
+            optim.state[param].update(number=2.74, nothing=None, scale=torch.tensor(0.25))
         original = copy.deepcopy(optim.state_dict())
         saved = FSDP.optim_state_dict(model, optim)
         for state in saved["state"].values():
             self.assertEqual((state["number"], state["nothing"]), (2.74, None))
+            self.assertEqual(state["scale"], torch.tensor(0.25), exact_device=False)
         self.assertEqual(len(saved["state"]), 8)
         self._train(run)
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved))
         self._check_same_osd(optim.state_dict(), original, rtol=0, atol=0)
         self.assertEqual([optim.state[param]["number"] for param in mine], [2.74] * len(mine))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_states_of_two_dtypes(self, use_orig_params):
+        """Beyond upstream: a parameter has a state in bfloat16 beside its moments in float32."""
+        run = self._dummy(use_orig_params=use_orig_params)
+        self._train(run)
+        wanted = {name: param.bfloat16().cpu() for name, param in full_parameters(run.model).items()}
+        for param in run.model.parameters():
+            if param.numel() > 0:
+                run.optim.state[param]["low"] = param.detach().bfloat16()
+        with torch_defect("fsdp1_optim_states_of_two_dtypes_raise", when=use_orig_params):
+            saved = FSDP.optim_state_dict(run.model, run.optim)
+            self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, wanted)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])

@@ -319,7 +319,9 @@ class TestFullyShardDTensor(FSDPTest):
         self.assertEqual(mesh, other)  # equal, but a different object
         # The same with replicas, and with replicas alone.
         for dims in ({"shard": "fsdp"}, {"shard": "fsdp", "replicate": "tp"}, {"replicate": "fsdp"}):
-            with self.assertRaisesRegex(ValueError, "same mesh"):
+            with self.assertRaisesRegex(
+                ValueError, "^Expected param's DTensor mesh to be the same mesh passed to fully_shard"
+            ):
                 fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(**dims))
 
     @skip_if_lt_x_gpu(4)

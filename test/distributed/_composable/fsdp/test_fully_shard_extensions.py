@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import RankTestCase, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
@@ -33,7 +34,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, bytes_of
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
-from torch_fsdp_tests.fsdp.training import shard_each, take_step
+from torch_fsdp_tests.fsdp.training import backward, loss_of, shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 pytree = torch_names.module("torch.utils._pytree")
@@ -480,18 +481,21 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = self._meta_two_tensor_mlp(mp_policy=policy, reshard_after_forward=reshard_after_forward)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
-        inp = self._input(8)
+        inp, losses = self._input(8), []
         for _ in range(3):
             expected = [self._reference_output(part, inp.bfloat16(), model, torch.bfloat16) for part in ("a", "b")]
             before = {name: local.a.clone() for name, local in local_tensors(model).items()}
             out = model(inp)
             self.assertIsInstance(out, TwoTensor)
             self.assertEqual([out.a, out.b], expected)
-            out.sum().backward()
+            loss = (out - 1).square().mean()
+            loss.backward()
+            losses.append(loss.a)
             optim.step()
             optim.zero_grad()
             for name, local in local_tensors(model).items():
                 self.assertNotEqual(local.a, before[name], name)
+        check_losses(losses)
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extensions_monkey_patch(self):
@@ -500,14 +504,15 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         extensions = extend(model, as_bfloat16)
         self.assertTrue(any("weight" in name for name in extensions))
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
-        inp = self._input(8)
+        inp, losses = self._input(8), []
         for _ in range(3):
             expected = self._reference_output("a", inp, model, torch.bfloat16)
             out = model(inp)
             self.assertEqual(out, expected)
-            out.sum().backward()
+            losses.append(backward(loss_of(out)))
             optim.step()
             optim.zero_grad()
+        check_losses(losses)
         for name, extension in extensions.items():  # gathered in forward and backward of three iterations
             self.assertEqual((len(extension.pre_arguments), len(extension.outs)), (6, 6), name)
 
@@ -622,15 +627,15 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         seen = []
         for linear in (model.in_proj, model.out_proj):
             linear.register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
-        inp = self._input(3)
+        inp, losses = self._input(3), []
         for _ in range(3):
             seen.clear()
             rounded = {name: p.detach().bfloat16().float().requires_grad_() for name, p in ref_model.named_parameters()}
             out, ref_out = model(inp), functional_call(ref_model, rounded, inp)
             self.assertEqual(seen, list(rounded.values()), rtol=0, atol=0)
             self.assertEqual(out, ref_out)
-            out.sum().backward()
-            ref_out.sum().backward()
+            backward(loss_of(out))
+            losses.append(backward(loss_of(ref_out)))
             for name, param in ref_model.named_parameters():
                 param.grad = rounded[name].grad
             average([param.grad for param in ref_model.parameters()])
@@ -639,6 +644,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
                 self.assertIsInstance(local, kind)
                 expected = chunk_of(ref_model.get_parameter(name).detach(), self.rank, self.world_size)
                 self.assertEqual(local._data, expected.to(local.device), name, may_be="empty")
+        check_losses(losses)
         return gathered
 
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)

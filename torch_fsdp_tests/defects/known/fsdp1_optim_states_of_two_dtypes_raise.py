@@ -1,0 +1,33 @@
+"""The optimizer state of original parameters is refused if a parameter has states of two dtypes.
+
+With ``use_orig_params`` FSDP1 first collects shapes and dtypes of the states on all ranks. It expects one dtype for all
+states of a parameter, and not for each state. Optimizers that keep a copy in low precision have two. Without
+``use_orig_params`` such a state is saved.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._optim_utils._convert_all_state_info",
+    broken=">=2.9",
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=True)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    for param, state in optim.state.items():
+        state["low"] = param.detach().bfloat16()
+    try:
+        found = str(FSDP.optim_state_dict(model, optim)["state"]["weight"]["low"].dtype)
+    except AssertionError as error:
+        found = f"AssertionError: {error}"
+    return found, "torch.bfloat16"
