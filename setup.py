@@ -1,6 +1,5 @@
 """The parts of the build that pyproject.toml cannot describe."""
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ class BuildWithTests(build_py):
         shutil.rmtree(package / "test", ignore_errors=True)  # of an earlier build
         for path in (path for pattern in TRAVELLING for path in sorted(HERE.glob(pattern))):
             is_left = path.suffix == ".pyc" or any(part.startswith(".") for part in path.relative_to(HERE).parts)
-            if path.is_file() and not is_left and not path.is_symlink():  # the links to the harness are for checkouts
+            if path.is_file() and not is_left:
                 target = package / path.relative_to(HERE)
                 self.mkpath(str(target.parent))
                 self.copy_file(str(path), str(target))
@@ -42,13 +41,10 @@ class BuildWithTests(build_py):
 
 
 class SourcesWithCommit(sdist):
-    """Keeps links, which it would copy, and writes down the commit, since the repository stays behind."""
+    """Writes down the commit, since the repository stays behind."""
 
     def make_release_tree(self, base_dir: str, files: Sequence[str]) -> None:
         super().make_release_tree(base_dir, list(files))
-        for file in filter(os.path.islink, files):
-            Path(base_dir, file).unlink()
-            Path(base_dir, file).symlink_to(os.readlink(file))
         _write_commit(Path(base_dir))
 
 

@@ -54,6 +54,16 @@ def on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), environment.get("PYTHONPATH"))))}
 
 
+def check_file(file: str) -> None:
+    """Raise ``ValueError`` if a test file lies in a checkout other than this one."""
+    for folder in Path(file).resolve().parents:
+        if (folder / "run_test.py").is_file() and (folder / PACKAGE.name).is_dir() and folder != CHECKOUT:
+            raise ValueError(
+                f"this file belongs to {folder}, and {PACKAGE.name} is that of {ROOT}: "
+                f"pip install -e {folder} installs its own, and {folder}/run_test.py runs it without an installation"
+            )
+
+
 def is_module(program: str) -> bool:
     """Whether a program, by its path, is what ``python -m torch_fsdp_tests`` runs."""
     return Path(os.path.abspath(program)) == PACKAGE / "__main__.py"

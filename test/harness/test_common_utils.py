@@ -457,29 +457,21 @@ class RunTestsTest(TestCase):
                 self.assertEqual(status, wanted, text)
                 self.assertRegex(text, pattern)
 
-    def test_a_file_that_is_run_by_its_path_takes_the_harness_of_its_checkout(self):
-        """This holds for any current folder, with or without an installed harness, and for any installed version."""
+    def test_file_of_another_checkout_is_refused(self):
+        """Its tests belong to the harness of that checkout. A run of the dispatcher may use files of any folder."""
         with tempfile.TemporaryDirectory() as name:
-            checkout = Path(name).resolve()
-            harness, tests = checkout / "torch_fsdp_tests", checkout / "test" / "a"
-            for folder in (harness, tests):
-                folder.mkdir(parents=True)
-            shutil.copy(ROOT / "torch_fsdp_tests" / "__init__.py", harness)
-            (harness / "host.py").touch()
-            (tests / "torch_fsdp_tests.py").symlink_to("../../torch_fsdp_tests/__init__.py")
-            (tests / "test_x.py").write_text("from torch_fsdp_tests import host\nprint(host.__file__)\n")
-            for installed in (None, str(ROOT)):
-                environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-                environment |= {"PYTHONPATH": installed} if installed else {}
-                command = [sys.executable, str(tests / "test_x.py")]
-                done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=60)
-                self.assertEqual(done.stdout.strip(), str(harness / "host.py"), done.stderr)
-
-    def test_every_folder_of_tests_has_a_link_to_the_harness(self):
-        folders = {path.parent for path in (ROOT / "test").rglob("test_*.py")}
-        links = {folder / "torch_fsdp_tests.py" for folder in folders}
-        self.assertGreater(len(links), 10)
-        self.assertEqual({link.resolve() for link in links}, {ROOT / "torch_fsdp_tests" / "__init__.py"})
+            other = Path(name).resolve()
+            (other / "torch_fsdp_tests").mkdir()
+            (other / "run_test.py").touch()
+            (other / "test").mkdir()
+            file = other / "test" / "ours.py"
+            shutil.copy(self.ours, file)
+            status, text = self.call(file, "Beta")
+            self.assertEqual(status, 2, text)
+            words = f"ours.py: this file belongs to {other}, and torch_fsdp_tests is that of {ROOT}: "
+            self.assertRegex(text, rf"^{re.escape(words)}[^\n]*\n$")
+            (other / "run_test.py").unlink()  # a folder of tests, but no checkout
+            self.assertEqual(self.call(file, "Beta")[0], 0)
 
     def test_variables_that_make_no_sense(self):
         for variable, value, words in (

@@ -11,8 +11,8 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import accelerator, launcher, settings, stream
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+from torch_fsdp_tests import accelerator, installation, launcher, settings, stream
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE
 
 from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed
@@ -153,12 +153,14 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     if options.seed is not None:
         os.environ[SEED_VARIABLE] = str(options.seed)
     try:
+        if not stream.attached():
+            installation.check_file(program)
         settings.check(os.environ)
         launcher.found()
         set_rng_seed()
         if not options.discover_tests:
             _check_device()
-    except (ConfigurationError, launcher.LaunchError) as error:
+    except (ValueError, launcher.LaunchError) as error:
         print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
     if options.accept:

@@ -1,1 +1,0 @@
-../../../torch_fsdp_tests/__init__.py
