@@ -83,7 +83,7 @@ class TestForkServer(TreeCase):
             "breaks": "import no_such_module\n",
             "passes": PASS,
         }
-        says = ["words(.|\n)*on purpose", "exit status 3", "SIGSEGV", "no_such_module"]
+        says = ["words(.|\n)*on purpose", "exited with status 3", "SIGSEGV", "no_such_module"]
         forked = {name: FORKED + text for name, text in ends.items()}
         self.check_forked(forked, passed=1, failed=4, says=says)
 
