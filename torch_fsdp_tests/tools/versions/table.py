@@ -65,10 +65,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class Table:
-    """The rows, and the tests that exist or execute on some versions only.
-
-    Versions are compared test by test if they ran the same selection to its end.
-    """
+    """The rows, and which tests only some of the versions have or execute that ran the same selection to its end."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
