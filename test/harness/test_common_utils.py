@@ -9,7 +9,6 @@ import math
 import os
 import random
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_fsdp_tests import accelerator, common_utils, host, installation
+from torch_fsdp_tests import accelerator, common_utils, installation
 from torch_fsdp_tests.common_utils import (
     SavedState,
     TestCase,
@@ -44,7 +43,9 @@ from torch_fsdp_tests.common_utils import (
 from torch_fsdp_tests.common_utils.seed import SEED_VARIABLE
 from torch_fsdp_tests.common_utils.state import STRICT_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import ROOT, Process
 
 as_test_of_fsdp = functools.partial(unittest.mock.patch.object, vacuous, "is_judged", return_value=True)
 Point = collections.namedtuple("Point", "x y")
@@ -381,29 +382,10 @@ class RunTestsTest(TestCase):
 
     def call(self, file: Path, *arguments: str, **environment: str) -> tuple[int, str]:
         """The same as the real command, but if possible in a fork, which need not import torch again."""
-        if not host.can_fork():
-            return self.finish(self.start(file, *arguments, **environment))
-        output = self.ours.with_suffix(".out")
-        child = os.fork()
-        if child == 0:
-            status: str | int = 70
-            try:
-                descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(descriptor, 1)
-                os.dup2(descriptor, 2)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
-                sys.argv = [str(file), *arguments]
-                os.environ.update(environment)
-                runpy.run_path(str(file), run_name="__main__")
-                status = 0
-            except SystemExit as exit:
-                status = exit.code or 0
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(int(status))
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status), output.read_text()
+        with tempfile.TemporaryFile() as output:
+            status = Process(file, arguments, environment, os.getcwd(), output, output).wait()
+            output.seek(0)
+            return status, output.read().decode()
 
     def normal(self, text: str) -> str:
         text = re.sub(r"in [\d.]+s", "in Ns", text).replace("plain.py", "ours.py")
