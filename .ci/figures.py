@@ -6,6 +6,7 @@ python .ci/figures.py DIR/report.json
 """
 
 import collections
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def total(report: dict[str, Any]) -> str:
         f"{plural(len(report['known_defects']), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)"
     ]
     lines.append(closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])))
-    return "\n".join([f"It ends after {seconds(report['seconds'])} ({about}) with", "", "```", *lines, "```"])
+    on = datetime.datetime.fromisoformat(report["date"])
+    ended = f"On {on.day} {on:%B %Y} it ended after {seconds(report['seconds'])} ({about}) with"
+    return "\n".join([ended, "", "```", *lines, "```"])
 
 
 def folders(report: dict[str, Any]) -> str:
