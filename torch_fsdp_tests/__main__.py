@@ -2,7 +2,8 @@
 
 import sys
 
-from torch_fsdp_tests import host, installation
+from torch_fsdp_tests import installation
+from torch_fsdp_tests.processes import host
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Makes test classes for the device under test, with upstream's generated names.
 
 Upstream asks the devices at import, and makes a class for each type that it finds. Here one class is made, for the
-device that :mod:`torch_fsdp_tests.accelerator` names, and no device is touched.
+device that :mod:`torch_fsdp_tests.device.accelerator` names, and no device is touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import unittest
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils.flags import device_type_under_test, privateuse1_name
 from torch_fsdp_tests.common_utils.parametrization import (
     RECIPE,
@@ -23,6 +22,7 @@ from torch_fsdp_tests.common_utils.parametrization import (
     bound_test,
     no_decorators,
 )
+from torch_fsdp_tests.device import accelerator
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 

@@ -18,7 +18,7 @@ sys.path.insert(0, {str(CHECKOUT)!r})
 class TestFirst(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        from torch_fsdp_tests import events
+        from torch_fsdp_tests.verdict import events
         events.record(torch="any", device="cpu")  # the CPU is the subject
     def test_first(self):
         while not os.path.exists(os.path.join(tempfile.gettempdir(), "..", "..", "forkserver")): time.sleep(0.02)

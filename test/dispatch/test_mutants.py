@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.mutants``: its operators, its hook, and the real command over a tiny package."""
+"""``python -m torch_fsdp_tests.tools.mutants``: its operators, its hook, and the real command over a tiny package."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from typing import Any
 
 from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
 
-from torch_fsdp_tests.mutants import exclusions, hook, mutant, options
-from torch_fsdp_tests.mutants.findings import Finding, Outcome
-from torch_fsdp_tests.mutants.mutant import Tests
-from torch_fsdp_tests.mutants.operators import OPERATORS
-from torch_fsdp_tests.mutants.sites import Site, Source
-from torch_fsdp_tests.mutants.trials import within
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches
 from torch_fsdp_tests.reach.reachmap import Module
+from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
+from torch_fsdp_tests.tools.mutants.mutant import Tests
+from torch_fsdp_tests.tools.mutants.operators import OPERATORS
+from torch_fsdp_tests.tools.mutants.sites import Site, Source
+from torch_fsdp_tests.tools.mutants.trials import within
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -359,7 +359,7 @@ class TestHook(TreeCase):
         said = self.run_python(
             f"""
             from pathlib import Path
-            from torch_fsdp_tests.mutants import hook
+            from torch_fsdp_tests.tools.mutants import hook
             hook.install("vendor_fsdp.sizes:of_shard:number:1")
             from vendor_fsdp import sizes
             print(Path({str(reached)!r}).exists(), sizes.of_shard(3), Path({str(reached)!r}).exists())
@@ -374,7 +374,7 @@ class TestHook(TreeCase):
         reached = self.root / "m.reached"
         self.run_python(
             """
-            from torch_fsdp_tests.mutants import hook
+            from torch_fsdp_tests.tools.mutants import hook
             hook.install("vendor_fsdp.sizes:of_shard:number:99")
             try: from vendor_fsdp import sizes
             except LookupError: pass
@@ -387,7 +387,7 @@ class TestHook(TreeCase):
         said = self.run_python(
             """
             import sys, types
-            from torch_fsdp_tests.mutants import hook
+            from torch_fsdp_tests.tools.mutants import hook
             import vendor_fsdp.shard
             other = types.ModuleType("other")
             other.options, other.package = vendor_fsdp.sizes.Options, vendor_fsdp  # as others hold FSDP
@@ -406,7 +406,7 @@ class TestHook(TreeCase):
         reached = self.root / "m.reached"
         said = self.run_python(
             """
-            from torch_fsdp_tests.mutants import hook
+            from torch_fsdp_tests.tools.mutants import hook
             import vendor_fsdp.sizes
             try: hook.install("vendor_fsdp.sizes:of_shard:number:1")
             except RuntimeError as error: print(error)
@@ -438,7 +438,7 @@ class CommandCase(TreeCase):
         make_map(REACHES).save(self.map)
 
     def command(self, *arguments: object) -> list[str]:
-        command = [sys.executable, "-m", "torch_fsdp_tests.mutants", "--package", "vendor_fsdp", "--map", self.map]
+        command = [sys.executable, *"-m torch_fsdp_tests.tools.mutants --package vendor_fsdp --map".split(), self.map]
         command += ["--test-directory", self.tree, "--output", self.output, *arguments]
         return [*map(str, command)]
 

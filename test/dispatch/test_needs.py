@@ -9,11 +9,11 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.accelerator import CAPABILITIES, Accelerator
 from torch_fsdp_tests.common_distributed.case import RankTestCase
 from torch_fsdp_tests.common_distributed.requirements import requirements_of
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.accelerator import CAPABILITIES, Accelerator
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.needs import Needs
 

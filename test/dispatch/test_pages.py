@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.dispatch import compare, features, html_report, report
-from torch_fsdp_tests.mutants import report as mutants
-from torch_fsdp_tests.mutants.findings import Outcome
+from torch_fsdp_tests.tools.mutants import report as mutants
+from torch_fsdp_tests.tools.mutants.findings import Outcome
 from torch_fsdp_tests.verdict import RankResult, State, tally
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import vendors
+from torch_fsdp_tests.device import vendors
+from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, last_failures, main, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
@@ -31,10 +32,9 @@ from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
-from torch_fsdp_tests.stream import TestResult
-from torch_fsdp_tests.vendors import ConfigurationError, Vendor
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.verdict import State
-from torch_fsdp_tests.version_ranges import version_fits
+from torch_fsdp_tests.verdict.stream import TestResult
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -494,7 +494,7 @@ class TestConsole(TreeCase):
 
     def test_file_that_tests_on_something_else_corrects_the_first_line(self):
         facts = {"torch": "9.9.9", "device": "foo", "backend": "foocl", "ranks": 3, "shared": False}
-        record = f"from torch_fsdp_tests import events; events.record(**{facts})\n"
+        record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
         out = self.check({"test_x": record + PASS, "test_y": record + PASS}, [*HOST, "-j1"], passed=2)
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
@@ -510,7 +510,7 @@ class TestConsole(TreeCase):
 
     def test_repeat_command_pins_what_was_tested_on(self):
         facts = {"device": "foo", "backend": "foocl", "ranks": 3}
-        record = f"from torch_fsdp_tests import events; events.record(**{facts})\n"
+        record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
         pinned = "--seed 1234 --device foo --backend foocl --ranks 3$"
         guessed = r"--seed 1234 --device \w+ --backend \w+ --ranks \d+$"
         says = [f"(?m)-i test_x::TestF::test_f {pinned}", f"(?m)-i test_g::TestF::test_f {guessed}"]

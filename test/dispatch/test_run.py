@@ -556,7 +556,7 @@ class TestDevices(TreeCase):
     def test_device_facts_of_a_file_reach_later_files(self):
         """This is for files with the same number of devices. Probing a device takes longer than most tests."""
         asks = """
-        from torch_fsdp_tests import events
+        from torch_fsdp_tests.verdict import events
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
         events.record(probed=told or {"asked by": os.path.basename(__file__)})
         class TestX(unittest.TestCase):

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import PASS, Balanced, TreeCase, body, fits, schema
 
-from torch_fsdp_tests.capabilities import CAPABILITIES
+from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.verdict import RankResult, State, rank_rows
 

@@ -21,7 +21,7 @@ from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, TreeCase
 
 from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.discover import discover
-from torch_fsdp_tests.version_ranges import version_fits
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 LIMIT = 300  # seconds for one step
 NEEDED = {"pip": ">=22.3", "setuptools": ">=77"}  # pip for --python, setuptools for the licence

@@ -88,10 +88,11 @@ class TreeCase(unittest.TestCase):
         (information / "entry_points.txt").write_text(entry)
         variables, describe = (f"{device.upper()}_VISIBLE",), f"{device}_device:describe" if is_described else None
         declared = f"Vendor({device!r}, {variables!r}, lambda: {count}, {backend!r}, {describe!r})"
-        text = f"from torch_fsdp_tests.vendors import Vendor\nVENDOR = {declared}\n"
+        text = f"from torch_fsdp_tests.device.vendors import Vendor\nVENDOR = {declared}\n"
         (folder / f"{device}_vendor.py").write_text(text)
         described = f"Accelerator({device!r}, backend or 'gloo', {count}, ranks or {count})"
-        text = f"from torch_fsdp_tests.accelerator import Accelerator\ndescribe = lambda backend, ranks: {described}\n"
+        imports = "from torch_fsdp_tests.device.accelerator import Accelerator"
+        text = f"{imports}\ndescribe = lambda backend, ranks: {described}\n"
         (folder / f"{device}_device.py").write_text(text)
         return {"PYTHONPATH": str(folder)}
 

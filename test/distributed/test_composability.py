@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
@@ -46,6 +45,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
 )
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import FEW, check_gradients
+from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16 = torch.bfloat16
 GROUPS = 4  # parameter groups on each of two ranks that share the pipeline

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import (
     MultiProcessTestCase,
     get_required_world_size,
@@ -32,6 +31,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, substitutes
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
 from torch_fsdp_tests.fsdp import internals
@@ -40,6 +40,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import shard_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
 BYTES = 4  # bytes of a float32
 COLUMNS = 3

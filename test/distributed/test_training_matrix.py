@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, run_subtests, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.device import rank_device
@@ -35,6 +34,7 @@ from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Layout, Run
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.installed_torch import torch_facts
 
 FSDP1_AND_TP, FSDP1_AND_PP = "FSDP1 and TP on 2x2", "FSDP1 and PP on 2x2"
 FSDP2_AND_TP, FSDP2_AND_PP, REPLICATE = "FSDP2 and TP on 2x2", "FSDP2 and PP on 2x2", "replicate on 4"

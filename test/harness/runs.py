@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from torch_fsdp_tests import forkserver, host
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.processes import forkserver, host
+from torch_fsdp_tests.processes.messages import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"

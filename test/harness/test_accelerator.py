@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, accelerator_probe, vendors
-from torch_fsdp_tests.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.common_distributed import requires_capability, requires_nccl, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.vendors import Vendor
+from torch_fsdp_tests.device import accelerator, accelerator_probe, vendors
+from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
+from torch_fsdp_tests.device.vendors import Vendor
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject

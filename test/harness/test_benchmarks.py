@@ -6,8 +6,8 @@ import os
 import unittest.mock
 from typing import Any
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
 from torch_fsdp_tests.tools.benchmarks import dispatch, harness, reaching
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor import common_dtensor
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     DTensorContinuousTestBase,
@@ -30,6 +30,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     skip_unless_torch_gpu,
     with_comms,
 )
+from torch_fsdp_tests.installed_torch import torch_facts
 
 TOKENS = (4, 8)  # batch and sequence
 

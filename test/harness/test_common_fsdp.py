@@ -33,7 +33,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_fsdp_tests import accelerator, common_fsdp, torch_facts
+from torch_fsdp_tests import common_fsdp
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     AlwaysWrapNestedWrappedModule,
@@ -65,6 +65,8 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
 
 RECURSIVE, NO_FSDP = FSDPInitMode.RECURSIVE, FSDPInitMode.NO_FSDP
 BEFORE, AFTER, NEVER = DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_NEVER

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_fsdp_tests import accelerator, common_utils, installation
+from torch_fsdp_tests import common_utils, installation
 from torch_fsdp_tests.common_utils import (
     SavedState,
     TestCase,
@@ -42,6 +42,7 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.common_utils.seed import SEED_VARIABLE
 from torch_fsdp_tests.common_utils.state import STRICT_VARIABLE
+from torch_fsdp_tests.device import accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
 

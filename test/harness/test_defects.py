@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import __main__ as command
 from torch_fsdp_tests.defects import registry, texts, trial
 from torch_fsdp_tests.defects.registry import Answer, Consequence
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parent))
 

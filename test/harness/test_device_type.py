@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.common_cuda import get_compute_capability
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_utils import TestCase, decorateIf, parametrize, run_tests, subtest
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.accelerator import Accelerator
 
 FOO = accelerator.Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
 

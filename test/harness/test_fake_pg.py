@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed import fake_pg
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
+from torch_fsdp_tests.installed_torch import torch_facts
 
 WORLD = 1024
 # 1,030 rows over 1,024 ranks are chunks of 2: the first 515 ranks have one each and the others nothing.

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.messages import MessageError
+from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import HarnessError, Kind, Outcome, RankGroup, group, protocol
 from torch_fsdp_tests.ranks.group import Stage
 

@@ -18,7 +18,6 @@ import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import host, launcher
 from torch_fsdp_tests.common_utils import (
     TestCase,
     find_free_port,
@@ -28,6 +27,7 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.dispatch import options
+from torch_fsdp_tests.processes import host, launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).parent / "inputs" / "launched.py"

@@ -143,7 +143,7 @@ class TestDifferences(TestCase):
     @parametrize(
         "change,words",
         [
-            (lambda folder: add_line(folder / "torch_fsdp_tests/host.py"), "host.py differs"),
+            (lambda folder: add_line(folder / "torch_fsdp_tests/processes/host.py"), "host.py differs"),
             (lambda folder: (folder / "torch_fsdp_tests/inductor_utils.py").unlink(), "inductor_utils.py is missing"),
         ],
         name_fn=lambda change, words: words.rpartition(" ")[2],

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.processes import host
 
 sys.path.insert(0, str(Path(__file__).parent))
 

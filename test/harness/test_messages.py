@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import messages
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.messages import Connection, MessageError
+from torch_fsdp_tests.processes import messages
+from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.outcome import Kind, Outcome
 

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, spawn_threads_and_init_comms
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.multi_threaded_pg import (
     CollectiveTimeout,
     Mismatch,

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import ordering
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests import host, messages, peers
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
-from torch_fsdp_tests.launcher import Launch
-from torch_fsdp_tests.messages import Connection
-from torch_fsdp_tests.peers import Hello, Peers
+from torch_fsdp_tests.processes import host, messages, peers
+from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes.messages import Connection
+from torch_fsdp_tests.processes.peers import Hello, Peers
 
 MANY = 64  # ranks
 LEAST = 0.3  # seconds until a process that introduces itself must be accepted

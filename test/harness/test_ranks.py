@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed.case import get_timeout
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import server
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,9 +17,11 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_fsdp_tests import forkserver, settings, torch_facts, torch_names
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+from torch_fsdp_tests.processes import forkserver
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -142,7 +144,7 @@ class TestWherePrivateNamesStand(TestCase):
                 sides = [node.left, *node.comparators]
                 if any(re.match(r"torch\.__version__|torch_facts\.VERSION", ast.unparse(side)) for side in sides):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-        facts = "torch_fsdp_tests/torch_facts.py", "test/harness/test_torch_names.py"
+        facts = "torch_fsdp_tests/installed_torch/torch_facts.py", "test/harness/test_torch_names.py"
         self.assertEqual([place for place in found if not place.startswith(facts)], [])
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import options
 
 sys.path.insert(0, str(Path(__file__).parent))

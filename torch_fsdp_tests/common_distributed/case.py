@@ -21,10 +21,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_fsdp_tests import accelerator, events, settings
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
 from torch_fsdp_tests.common_utils.testcase import subtest_words
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
@@ -38,8 +40,7 @@ from torch_fsdp_tests.ranks import (
     register,
 )
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
-from torch_fsdp_tests.vendors import ConfigurationError
-from torch_fsdp_tests.verdict import Phase, State, joined
+from torch_fsdp_tests.verdict import Phase, State, events, joined
 
 __unittest = True
 
@@ -55,7 +56,7 @@ def get_timeout(test_id: str) -> int:
     returns.
 
     Differs from upstream's: the default is 120 and not 300, and the environment is read at each call. Raises
-    :class:`~torch_fsdp_tests.vendors.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
+    :class:`~torch_fsdp_tests.device.vendors.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
     number.
     """
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))

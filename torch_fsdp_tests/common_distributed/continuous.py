@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed, state
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_SHARE,
     Assignment,

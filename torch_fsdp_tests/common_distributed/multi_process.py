@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, RankGroup, start_ranks
 from torch_fsdp_tests.ranks.outcome import enters_test
 
@@ -90,7 +90,7 @@ class MultiProcessTestCase(RankTestCase):
 
         Raises ``unittest.SkipTest`` if a requirement is not met, :class:`~torch_fsdp_tests.ranks.RanksErred` for a
         world size below 1, :class:`~torch_fsdp_tests.ranks.HarnessError` if the ranks cannot be started, and
-        :class:`~torch_fsdp_tests.accelerator.ConfigurationError` if the requested device is not available.
+        :class:`~torch_fsdp_tests.device.accelerator.ConfigurationError` if the requested device is not available.
         """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)

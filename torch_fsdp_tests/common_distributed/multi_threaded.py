@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator, events, torch_facts
 from torch_fsdp_tests.common_distributed.case import (
     TIMEOUT_DEFAULT,
     RankTestCase,
@@ -33,14 +32,17 @@ from torch_fsdp_tests.common_distributed.case import (
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Kind, Outcome, RankGroup, judge
 from torch_fsdp_tests.ranks.outcome import Ending, RankReport, enters_test, raised
-from torch_fsdp_tests.threaded_pg import (
+from torch_fsdp_tests.ranks.threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from torch_fsdp_tests.threaded_pg.meeting import PeerFailed
+from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
+from torch_fsdp_tests.verdict import events
 
 __unittest = True
 

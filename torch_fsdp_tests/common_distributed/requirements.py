@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
 from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
-from torch_fsdp_tests.torch_facts import Fact
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch.torch_facts import Fact
 
 __unittest = True
 
@@ -107,7 +107,7 @@ def requirements_of(function: Callable) -> list[Reason]:
 
 
 def needs(*facts: Fact) -> Callable[[Decorated], Decorated]:
-    """Skip unless all these facts of :mod:`torch_fsdp_tests.torch_facts` hold for the installed torch."""
+    """Skip unless all these facts of :mod:`~torch_fsdp_tests.installed_torch.torch_facts` hold."""
     return requires(*(fact.lacks for fact in facts))
 
 

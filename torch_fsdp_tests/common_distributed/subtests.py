@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_fsdp_tests import events
+from torch_fsdp_tests.verdict import events
 
 
 def run_subtests(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
@@ -20,6 +19,7 @@ from torch_fsdp_tests.common_distributed import (
 from torch_fsdp_tests.common_fsdp import substitutes
 from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin
 from torch_fsdp_tests.common_utils import FILE_SCHEMA
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
 
 __unittest = True

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch.distributed.fsdp
 from torch import nn
 
-from torch_fsdp_tests import accelerator, events, torch_names
 from torch_fsdp_tests.common_utils import flags
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.verdict import events
 
 from .modes import FullyShardMode
 from .patches import swapped

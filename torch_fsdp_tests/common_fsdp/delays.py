@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 _fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.device import accelerator
 
 _ATTRIBUTES = {"DEVICE_TYPE": "type", "DISTRIBUTED_BACKEND": "backend", "DEVICE_COUNT": "ranks"}
 

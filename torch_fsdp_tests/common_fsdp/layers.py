@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_fsdp_tests import torch_names
+from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype, rank_device
 

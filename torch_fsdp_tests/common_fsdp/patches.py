@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import torch_facts, torch_names
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 _param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 

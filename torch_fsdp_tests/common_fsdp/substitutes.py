@@ -1,5 +1,5 @@
 """Contexts that let FSDP1 tests run on a host without an accelerator. Every rank gets what is in
-:mod:`torch_fsdp_tests.substitutes`. What a test could notice is a context here.
+:mod:`torch_fsdp_tests.device.substitutes`. What a test could notice is a context here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_fsdp.patches import swapped
-from torch_fsdp_tests.substitutes import install, uninstall  # noqa: F401
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.substitutes import install, uninstall  # noqa: F401
+from torch_fsdp_tests.installed_torch import torch_names
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import run_subtests
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype, rank_device
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_utils.seed import manual_seed
+from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel

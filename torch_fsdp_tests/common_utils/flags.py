@@ -2,7 +2,7 @@
 
 A flag that depends on the environment or the interpreter is a constant. A flag that depends on the device under test,
 such as ``TEST_CUDA``, is computed by ``about_device`` when it is used. The package's ``__getattr__`` calls this
-function. It uses :func:`torch_fsdp_tests.accelerator.current`, and starts no device runtime.
+function. It uses :func:`torch_fsdp_tests.device.accelerator.current`, and starts no device runtime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.device import accelerator
 
 FILE_SCHEMA = "file:///" if sys.platform == "win32" else "file://"
 

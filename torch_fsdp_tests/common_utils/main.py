@@ -11,8 +11,11 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import accelerator, installation, launcher, settings, stream
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE
+from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.verdict import stream
 
 from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests.processes import host
 
 ADDRESS_IN_USE = "Address already in use"
 

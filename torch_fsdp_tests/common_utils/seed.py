@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.settings import SEED_VARIABLE
 
 DEFAULT_SEED = 1234  # upstream's

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.device import accelerator
 
 _HOST_CYCLES_PER_MS = 1e6  # the host substitute counts in nanoseconds
 _MEASURED_CYCLES = 1_000_000

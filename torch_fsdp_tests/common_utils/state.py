@@ -18,8 +18,8 @@ from typing import Any, TextIO
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from torch_fsdp_tests import events, settings
-from torch_fsdp_tests.verdict import VERDICT, State, Verdict
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.verdict import VERDICT, State, Verdict, events
 
 from .seed import save_rng_state
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import events, settings
-from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, in_one_line
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, events, in_one_line
 
 from . import defect_blocks, state, vacuous
 from .equality import Closeness, describe, differences, pairs

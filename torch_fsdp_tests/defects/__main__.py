@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.dispatch.devices import cores
+from torch_fsdp_tests.processes import host
 
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
@@ -96,8 +96,8 @@ def _one(options: argparse.Namespace) -> int:
 def _try(options: argparse.Namespace, ids: list[str]) -> int:
     import torch
 
-    from torch_fsdp_tests import accelerator
     from torch_fsdp_tests.defects import texts, trial
+    from torch_fsdp_tests.device import accelerator
 
     try:
         device = accelerator.current()

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Defect, Place
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.verdict import DefectBlock, in_one_line
 
 Test = TypeVar("Test", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.version_ranges import version_fits
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, forkserver, host, torch_facts
-from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.defects import launch, registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Place
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.accelerator import Accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.processes import forkserver, host
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
 GRACE = 3.0  # seconds for the other ranks to answer after one has raised

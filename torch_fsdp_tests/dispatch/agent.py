@@ -24,11 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import forkserver, host, installation, peers
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import child, devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.reaper import Reaper
-from torch_fsdp_tests.launcher import Launch
+from torch_fsdp_tests.processes import forkserver, host, peers
+from torch_fsdp_tests.processes.launcher import Launch
 
 PATIENCE = 3.0  # seconds for a file's process to leave by itself, after that of rank 0 is gone
 OUTPUT_TOLD = 1 << 16  # bytes of a process' output that are sent to rank 0; longer output is cut in the middle
@@ -341,7 +342,7 @@ def main(launch: Launch, root: Path) -> ExitStatus:
     directory = Path(tempfile.mkdtemp(prefix="run_test-"))
     reaper = Reaper(directory)
     try:
-        forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
+        forkserver.preload(importlib.import_module("torch_fsdp_tests.installed_torch.torch_facts").PRELOADED)
         outcome = Agent(launch, root, directory, reaper).serve()
     except Exception as error:
         where = f"rank {launch.rank} on {platform.node()}"

@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch import agent
-from torch_fsdp_tests.launcher import Launch
-from torch_fsdp_tests.messages import Connection, MessageError
-from torch_fsdp_tests.peers import GATHER_LIMIT, Peer, Peers
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes.messages import Connection, MessageError
+from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.verdict import ranks_in_words
 
 END_LIMIT = 20.0  # seconds for an agent to end its part of a file

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch_fsdp_tests import events, host, messages, settings, stream
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import in_one_line
+from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.verdict import events, in_one_line, stream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch import html_report, page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.features import FEATURES, summary
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import State
 
 PAGE = "compare.html"

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch_fsdp_tests import events
 from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.verdict import events
 
 LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, with which ranks exit
 RESULT = ".coverage"  # in the folder of reports

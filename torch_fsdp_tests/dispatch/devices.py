@@ -11,9 +11,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests import vendors
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError, Vendor
-from torch_fsdp_tests.version_ranges import version_fits
+from torch_fsdp_tests.device import vendors
+from torch_fsdp_tests.device.vendors import (
+    BACKEND_VARIABLE,
+    DEVICE_VARIABLE,
+    RANKS_VARIABLE,
+    ConfigurationError,
+    Vendor,
+)
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 HOST = "cpu"
 LEAST_TORCH = ">=2.9"
@@ -24,10 +30,10 @@ _CANNOT_BE_HAD = 42  # exit status if a device is not available
 # What a separate process runs to find out whether a device is available.
 _LOADS = f"""
 import sys
-from torch_fsdp_tests import vendors
+from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.verdict import in_one_line
 try:
-    from torch_fsdp_tests import accelerator
+    from torch_fsdp_tests.device import accelerator
 except Exception as error:
     print("torch cannot be imported:", in_one_line(error))
     sys.exit({_CANNOT_BE_HAD})

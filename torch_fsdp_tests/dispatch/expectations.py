@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.plan import LONGEST
-from torch_fsdp_tests.version_ranges import version_fits
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 ACTIONS = ("disable", "slow", "fail")
 _REQUIRED = {"test", "action", "reason"}

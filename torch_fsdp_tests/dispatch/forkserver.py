@@ -21,10 +21,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import forkserver, stream
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.messages import Connection, MessageError
+from torch_fsdp_tests.processes import forkserver
+from torch_fsdp_tests.processes.messages import Connection, MessageError
+from torch_fsdp_tests.verdict import stream
 
 ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
 _GO = b"g"
@@ -132,7 +133,7 @@ def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
 
 def preload() -> list[str]:
     """Import what every test file imports. Returns remarks."""
-    return forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
+    return forkserver.preload(importlib.import_module("torch_fsdp_tests.installed_torch.torch_facts").PRELOADED)
 
 
 def serve(argv: Sequence[str], prepare: Callable[[], list[str]]) -> Sequence[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torch_fsdp_tests.capabilities import CAPABILITIES
+from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import COUNTS, FEATURES, features_of
@@ -17,7 +17,7 @@ from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
-from torch_fsdp_tests.messages import from_data
+from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State, rank_rows, tally, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26

@@ -10,8 +10,8 @@ from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import State, rank_rows, tell
+from torch_fsdp_tests.verdict.stream import TestResult
 
 # The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab refuse.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

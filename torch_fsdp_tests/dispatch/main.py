@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests import host, installation, launcher, settings
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -23,7 +24,7 @@ from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
-from torch_fsdp_tests.vendors import ConfigurationError
+from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.verdict import closing_line, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host, messages, stream
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, How
-from torch_fsdp_tests.forkserver import start_fresh
-from torch_fsdp_tests.stream import FILE_ITSELF, TestResult
-from torch_fsdp_tests.verdict import Phase, Scope, State
+from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.processes.forkserver import start_fresh
+from torch_fsdp_tests.verdict import Phase, Scope, State, stream
+from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
 OUTPUT_SHOWN = 1 << 20  # bytes of a file's output in a report; longer output is cut in the middle

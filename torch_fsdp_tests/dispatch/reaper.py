@@ -14,7 +14,7 @@ import signal
 import socket
 from pathlib import Path
 
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.processes.messages import Connection
 
 
 @dataclasses.dataclass(frozen=True)

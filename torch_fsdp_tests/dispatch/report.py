@@ -20,8 +20,8 @@ from torch_fsdp_tests.dispatch.console import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict.stream import TestResult
 
 VERSION = 5
 FILE, PAGE = "report.json", "report.html"

@@ -7,8 +7,8 @@ import enum
 from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.verdict.stream import TestResult
 
 
 class How(str, enum.Enum):

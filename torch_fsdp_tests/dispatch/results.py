@@ -11,8 +11,8 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import Scope, State, tally
+from torch_fsdp_tests.verdict.stream import TestResult
 
 
 @dataclasses.dataclass

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch_fsdp_tests import events, host, installation, settings
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.child import Orders
@@ -33,8 +34,8 @@ from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
-from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.verdict import Scope, State, events
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
 LEAST_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times

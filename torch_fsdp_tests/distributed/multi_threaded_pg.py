@@ -1,6 +1,6 @@
-"""Upstream's name for the process group whose ranks are threads, :mod:`torch_fsdp_tests.threaded_pg`."""
+"""Upstream's name for the process group whose ranks are threads, :mod:`torch_fsdp_tests.ranks.threaded_pg`."""
 
-from torch_fsdp_tests.threaded_pg import (  # noqa: F401
+from torch_fsdp_tests.ranks.threaded_pg import (  # noqa: F401
     CollectiveError,
     CollectiveTimeout,
     Mismatch,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import CPUOffload
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest
+from torch_fsdp_tests.device import accelerator
 
 __unittest = True
 

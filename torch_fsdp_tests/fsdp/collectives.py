@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.installed_torch import torch_facts
 
 
 class Call(NamedTuple):

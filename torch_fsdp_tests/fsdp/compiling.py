@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, requires
 from torch_fsdp_tests.common_utils import flags
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
 with contextlib.suppress(ImportError):  # before ranks are forked, because it takes seconds

@@ -1,6 +1,6 @@
 """FSDP's private parts under plain names, as far as three or more files use them.
 
-A name that one or two files use stands there, in a call of :mod:`torch_fsdp_tests.torch_names`.
+A name that one or two files use stands there, in a call of :mod:`torch_fsdp_tests.installed_torch.torch_names`.
 
 Each function looks up its private name when it is called. If the installed torch does not have the name, the test
 skips, and the reason names it. Then update this file.
@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests import torch_facts, torch_names
-from torch_fsdp_tests.torch_names import attribute, set_attribute
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+from torch_fsdp_tests.installed_torch.torch_names import attribute, set_attribute
 
 # Each of these types is a class of torch with a private name, which the comment gives.
 Handle = Any  # FlatParamHandle

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import get_timeout
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.ranks import in_rank, start_ranks
 from torch_fsdp_tests.ranks.outcome import RankReport

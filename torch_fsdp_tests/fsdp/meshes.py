@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.device import accelerator
 
 
 def make_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

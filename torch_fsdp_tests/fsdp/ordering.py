@@ -11,7 +11,7 @@ accelerators, such as ``torch.cuda._sanitizer``, have the same rules, except the
 
 An operator on host memory runs on the host, at once. A copy between host and device runs on the current stream, and the
 host waits for it unless it is non-blocking. On the CPU, host memory is what FSDP has pinned (as recorded by
-:mod:`torch_fsdp_tests.substitutes`) and what is computed from it. There, ``Tensor.to`` a device copies if
+:mod:`torch_fsdp_tests.device.substitutes`) and what is computed from it. There, ``Tensor.to`` a device copies if
 ``recorded(offloads=True)``.
 """
 
@@ -34,8 +34,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_fsdp_tests import accelerator, torch_names
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.installed_torch import torch_names
 
 STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished

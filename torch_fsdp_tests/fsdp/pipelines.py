@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the other schedules have two
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]

@@ -14,17 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import run_subtests
 from torch_fsdp_tests.common_fsdp import MLPStack
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, device_sleep, get_cycles_per_ms, manual_seed
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
 from torch_fsdp_tests.fsdp.shards import shard_of
+from torch_fsdp_tests.installed_torch import torch_facts
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_distributed import RankTestCase as _Base

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, events, launcher
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
@@ -41,6 +42,7 @@ from torch_fsdp_tests.ranks.rank import Assignment as Assignment
 from torch_fsdp_tests.ranks.rank import in_rank as in_rank
 from torch_fsdp_tests.ranks.rank import register as register
 from torch_fsdp_tests.ranks.server import close_server, living_server
+from torch_fsdp_tests.verdict import events
 
 _ready = False
 _files_handler: Callable[[int, FrameType | None], Any] | None = None  # the test file's handler of SIGTERM

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.messages import MessageError
+from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import (

@@ -7,8 +7,8 @@ of rank 0, as on a single machine: a rank that dies fails only its own test, and
 the death of a launched process ends the whole file. That happens at once, and the report names the process.
 
 If the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first needs its
-rank. Without a dispatcher, the launcher has started them all. :mod:`torch_fsdp_tests.peers` explains how they find rank
-0.
+rank. Without a dispatcher, the launcher has started them all. :mod:`torch_fsdp_tests.processes.peers` explains how they
+find rank 0.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import accelerator, host, launcher, settings, stream
-from torch_fsdp_tests.messages import Connection
-from torch_fsdp_tests.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.vendors import RANKS_VARIABLE
+from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes.messages import Connection
+from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, ranks_in_words
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
-from torch_fsdp_tests.vendors import RANKS_VARIABLE
+from torch_fsdp_tests.verdict import stream
 
 __unittest = True
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests.processes import host
 
 
 class Belongings:

@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests import accelerator, host
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.outcome import TEXT_LIMIT, HarnessError, death_of_server, shorten_stacks
 from torch_fsdp_tests.ranks.rank import STACKS_SIGNAL

@@ -16,7 +16,7 @@ import unittest
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import DefectBlock, Phase, RankResult, State, Verdict, by_cause, first_line
 from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 

@@ -24,11 +24,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import events, host, messages
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import leaks, rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
 from torch_fsdp_tests.ranks.protocol import ORDERS, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
+from torch_fsdp_tests.verdict import events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 

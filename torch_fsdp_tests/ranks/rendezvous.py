@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.launcher import Launch
-from torch_fsdp_tests.peers import open_store
+from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes.peers import open_store
 
 _VARIABLE = "_TORCH_FSDP_TESTS_LAUNCH"
 
@@ -32,7 +32,7 @@ def join(file_name: str, rank: int, world_size: int) -> None:
         return
     import torch.distributed as dist
 
-    from torch_fsdp_tests import accelerator
+    from torch_fsdp_tests.device import accelerator
 
     place = json.loads(text)
     accelerator.place(place["local_ranks"])

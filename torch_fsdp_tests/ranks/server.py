@@ -23,9 +23,13 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import accelerator, forkserver, host, messages, settings, stream, torch_facts
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.processes import forkserver, host, messages
+from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
+from torch_fsdp_tests.verdict import stream
 
 __unittest = True
 
@@ -256,7 +260,7 @@ def preparation() -> str:
 def start_method() -> str:
     """The start method for ranks: ``fork`` if the host and the device allow it, else ``spawn``.
 
-    Raises :class:`~torch_fsdp_tests.accelerator.ConfigurationError` for an invalid value of the variable.
+    Raises :class:`~torch_fsdp_tests.device.accelerator.ConfigurationError` for an invalid value of the variable.
     """
     asked = settings.start(os.environ)
     if asked is not None:

@@ -56,7 +56,7 @@ class Edit:
 def noticed_in(record: Path) -> dict[str, set[tuple[str, str]]]:
     """The tests that noticed mutants, with their files, by the changed function; empty if there is no record of any.
 
-    The record is that of ``python -m torch_fsdp_tests.mutants``.
+    The record is that of ``python -m torch_fsdp_tests.tools.mutants``.
     """
     found: dict[str, set[tuple[str, str]]] = {}
     lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []

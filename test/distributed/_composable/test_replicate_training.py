@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
@@ -29,6 +28,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_all_reduce,
 )
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
@@ -50,6 +50,7 @@ from torch_fsdp_tests.fsdp.training import (
     tiny_transformer,
     train,
 )
+from torch_fsdp_tests.installed_torch import torch_facts
 
 needs_replicate = needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
 

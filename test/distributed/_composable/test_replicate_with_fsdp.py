@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, MLPStack, check_sharded_parity
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
@@ -35,6 +34,7 @@ from torch_fsdp_tests.fsdp.training import (
     tiny_transformer,
     train,
 )
+from torch_fsdp_tests.installed_torch import torch_facts
 
 
 class Net(nn.Sequential):

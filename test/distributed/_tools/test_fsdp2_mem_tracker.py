@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
@@ -26,6 +25,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
 from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_each, train
+from torch_fsdp_tests.installed_torch import torch_facts
 
 # With this size every storage is a multiple of 512 bytes, including those of halves of biases and of 16-bit biases.
 # Some devices allocate no smaller pieces, and the tracker rounds up for them.

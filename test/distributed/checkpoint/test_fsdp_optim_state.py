@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, manual_seed, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -26,6 +25,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase,
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.sharded_states import moments, sharded_state_dicts, step_counts, use_sharded_state_dicts
+from torch_fsdp_tests.installed_torch import torch_facts
 
 Trained = tuple[FSDP, torch.optim.Optimizer]
 

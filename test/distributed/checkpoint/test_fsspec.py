@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -21,6 +20,7 @@ from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run, plain_run
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import FourLayers, moments, sharded_state_dicts, train_on_share
+from torch_fsdp_tests.installed_torch import torch_names
 
 storage = torch_names.module("torch.distributed.checkpoint._fsspec_filesystem")
 

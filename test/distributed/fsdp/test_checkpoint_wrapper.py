@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 
 _SAVED_PREFIX = "_saved_"

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -31,6 +30,7 @@ from torch_fsdp_tests.common_fsdp import (
     get_devtype,
 )
 from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Call, recorded
 from torch_fsdp_tests.fsdp.references import full_parameters, room_in

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.installed_torch import torch_names
 
 trace_utils = torch_names.module("torch.distributed.fsdp._trace_utils")
 ExecutionInfo = Any  # of trace_utils, which has it under a private name

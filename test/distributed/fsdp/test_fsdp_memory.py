@@ -19,13 +19,15 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests import accelerator, common_cuda, torch_facts, torch_names
+from torch_fsdp_tests import common_cuda
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import bytes_of
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 BYTES = 4  # of a float32
 ITERATIONS = 4

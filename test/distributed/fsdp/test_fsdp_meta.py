@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 
-from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
@@ -23,6 +22,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.installed_torch import torch_names
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], None]

@@ -44,7 +44,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import (
     get_required_world_size,
     requires,
@@ -65,9 +64,11 @@ from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import check_defaults, data_parallel, full_parameters, named
+from torch_fsdp_tests.installed_torch import torch_names
 
 distributed_optim = torch_names.module("torch.distributed.optim")
 

@@ -40,7 +40,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import (
     get_required_world_size,
     requires,
@@ -51,11 +50,13 @@ from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest,
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 optimizers = torch_names.module("torch.distributed.optim")
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")

@@ -33,7 +33,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -49,11 +48,13 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.installed_torch import torch_names
 
 if TYPE_CHECKING:
     _Base = FSDPTest

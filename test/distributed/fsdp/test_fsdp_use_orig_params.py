@@ -18,7 +18,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import requires_capability
 from torch_fsdp_tests.common_fsdp import (
@@ -35,9 +34,11 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named, of_all_ranks
+from torch_fsdp_tests.installed_torch import torch_names
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests, subtest
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_names
 
 utils = torch_names.module("torch.distributed.utils")
 

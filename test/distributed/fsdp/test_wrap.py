@@ -32,7 +32,6 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -50,8 +49,10 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.installed_torch import torch_names
 
 wrapping = torch_names.module("torch.distributed.fsdp.wrap")
 wrap_utils = torch_names.module("torch.distributed.fsdp._wrap_utils")

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -30,6 +29,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.shards import chunk_of
+from torch_fsdp_tests.installed_torch import torch_facts
 
 
 def strided(dim: int, parts: int) -> Placement:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from meeting import ends_together
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.common_distributed import (
     TIMEOUT_OVERRIDE,
     MultiProcContinuousTest,
@@ -32,6 +31,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import RankGroup, server
 
 FOREVER = 1000  # seconds

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from meeting import ends_together
 from torch.distributed import FileStore
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase, requires
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks.launched import LaunchedRanks
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.protocol import EndRank, Task

@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 
-from torch_fsdp_tests.messages import watch_for_loss
+from torch_fsdp_tests.processes.messages import watch_for_loss
 
 # From <linux/sched.h>, <linux/sockios.h> and <linux/if.h>.
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests.processes import host
 
 BENCHMARKS = {
     "dispatch": "how close the plan of run_test.py comes to the shortest possible one",

@@ -81,7 +81,7 @@ class Run:
     """One run of a generated file: its wall time, and the stamps that its tests left."""
 
     def __init__(self, prefix: str, ranks: int, tests: int) -> None:
-        from torch_fsdp_tests import host
+        from torch_fsdp_tests.processes import host
 
         with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
             file, stamps = Path(folder, "test_cost.py"), Path(folder, "stamps")

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import host, installation
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import REPORTS
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.tools.versions import environments, table
 from torch_fsdp_tests.tools.versions.environments import CannotBeMade, Maker, Refusal, Version
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
@@ -37,6 +36,7 @@ from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
+from torch_fsdp_tests.installed_torch import torch_facts
 
 DIM = 24
 ITERATIONS = 10

@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_fsdp import get_devtype
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second has four equal chunks

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
@@ -27,6 +26,7 @@ from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import local_of, shard_largest_dim, shard_of
 from torch_fsdp_tests.fsdp.training import loss_of
+from torch_fsdp_tests.installed_torch import torch_facts
 
 HOST = torch.device("cpu")  # the CPU is the subject
 bf16, f32 = torch.bfloat16, torch.float32

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
@@ -33,6 +32,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import take_step
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 needs_dp_mesh_dims = needs(torch_facts.HAS_DP_MESH_DIMS)
 TP_DIM = {"in_proj": 0, "out_proj": 1}  # of the weights

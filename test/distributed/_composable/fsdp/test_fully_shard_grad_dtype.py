@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
@@ -28,6 +27,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import shard_of
 from torch_fsdp_tests.fsdp.training import check_parity, shard_each, train
+from torch_fsdp_tests.installed_torch import torch_facts
 
 HOST = torch.device("cpu")  # the CPU is the subject
 OFFLOADING = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)]

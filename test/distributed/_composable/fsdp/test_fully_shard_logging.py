@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from torch_fsdp_tests import host, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.logging_utils import LoggingTestCase
+from torch_fsdp_tests.processes import host
 
 requires_distributed = functools.partial(unittest.skipIf, not dist.is_available(), "requires distributed")
 

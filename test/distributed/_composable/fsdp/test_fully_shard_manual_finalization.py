@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
@@ -39,6 +38,7 @@ from torch_fsdp_tests.fsdp.training import (
     take_step,
     train,
 )
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 DIM = 8
 NUM_MICROBATCHES = 3

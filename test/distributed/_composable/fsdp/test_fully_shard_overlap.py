@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
@@ -33,9 +32,11 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import shard_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
 DIM = 4
 LAYERS = 3

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
@@ -34,6 +33,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import TrainingMixin, loss_of
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 spmd = torch_names.module("spmd_types")
 checker = torch_names.module("spmd_types.checker")

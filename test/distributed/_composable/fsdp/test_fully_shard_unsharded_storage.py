@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
@@ -24,6 +23,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, room_in
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, optimizers, shard_each, take_step, train
+from torch_fsdp_tests.installed_torch import torch_facts
 
 OFFLOAD_POLICIES = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)]
 Parameters = dict[str, nn.Parameter]

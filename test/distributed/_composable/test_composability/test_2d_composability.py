@@ -35,7 +35,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
@@ -73,6 +72,7 @@ from torch_fsdp_tests.fsdp.training import (
     tiny_transformer,
     train,
 )
+from torch_fsdp_tests.installed_torch import torch_facts
 
 HOST = torch.device("cpu")  # the CPU is the subject
 ALL_REDUCE, REDUCE_SCATTER = torch.ops.c10d_functional.all_reduce, torch.ops.c10d._reduce_scatter_base_

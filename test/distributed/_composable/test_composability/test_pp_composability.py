@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests, slowTest
@@ -45,6 +44,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import ITERATIONS, check_parity, replicate_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.common_utils import (
@@ -39,6 +38,7 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, whole_tree
@@ -54,6 +54,7 @@ from torch_fsdp_tests.fsdp.checkpoints import (
 )
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.installed_torch import torch_names
 
 state_dicts = torch_names.module("torch.distributed.checkpoint.state_dict")
 loader = torch_names.module("torch.distributed.checkpoint.state_dict_loader")

@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.device import accelerator
 
 FOREVER = 1000  # seconds
 TIMEOUT_OVERRIDE["test_4_hangs"] = 3

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.device import accelerator
 
 
 def total(rank: int) -> int:

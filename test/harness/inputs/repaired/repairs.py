@@ -18,7 +18,7 @@ import torch.distributed as dist
 from editing import edit
 from repairs_fsdp1 import REPAIRS as REPAIRS_OF_FSDP1
 
-from torch_fsdp_tests import torch_names
+from torch_fsdp_tests.installed_torch import torch_names
 
 _fully_shard = torch_names.module("torch.distributed.fsdp._fully_shard._fully_shard")
 _collectives = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_collectives")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.device import accelerator
 
 from .cases import (
     DTensorContinuousTestBase,

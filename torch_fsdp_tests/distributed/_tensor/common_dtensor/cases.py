@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_fsdp_tests import accelerator, substitutes
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
     requires,
     run_subtests,
 )
+from torch_fsdp_tests.device import accelerator, substitutes
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_utils import TestCase as _Base
@@ -86,7 +86,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
     """Every test runs in ``world_size`` rank processes. :func:`with_comms` makes its process group.
 
     ``world_size`` is that of the device under test, at most 4. As with ``FSDPTest``, a device without a runtime of
-    its own gets the substitutes of :mod:`torch_fsdp_tests.substitutes`.
+    its own gets the substitutes of :mod:`torch_fsdp_tests.device.substitutes`.
     """
 
     @property

@@ -3,7 +3,7 @@
 The dispatcher imports this module, so it imports no torch.
 """
 
-from torch_fsdp_tests.vendors import Vendor
+from torch_fsdp_tests.device.vendors import Vendor
 
 FRAMES = 2
 VISIBLE = "SOROBAN_VISIBLE_FRAMES"

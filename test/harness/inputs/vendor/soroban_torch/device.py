@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from torch_fsdp_tests.accelerator import Accelerator
+from torch_fsdp_tests.device.accelerator import Accelerator
 
 from . import FRAMES, VISIBLE
 

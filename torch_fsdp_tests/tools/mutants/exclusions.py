@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torch_fsdp_tests.mutants.operators import dotted
+from torch_fsdp_tests.tools.mutants.operators import dotted
 
 MESSAGES = "messages"
 LOGGING = "logging and profiling"

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.mutants``: finds the changes that the suite would miss."""
+"""``python -m torch_fsdp_tests.tools.mutants``: finds the changes that the suite would miss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host, installation, settings
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -21,14 +22,14 @@ from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.listing import seconds as duration
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
-from torch_fsdp_tests.mutants import mutant, options, report
-from torch_fsdp_tests.mutants.findings import Finding, Outcome, Record
-from torch_fsdp_tests.mutants.mutant import Mutant, NoPackage, Tests
-from torch_fsdp_tests.mutants.options import Options
-from torch_fsdp_tests.mutants.trials import Setting, Trials
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import MalformedMap, ReachMap
 from torch_fsdp_tests.reach.order import noticed_in
-from torch_fsdp_tests.vendors import ConfigurationError
+from torch_fsdp_tests.tools.mutants import mutant, options, report
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
+from torch_fsdp_tests.tools.mutants.mutant import Mutant, NoPackage, Tests
+from torch_fsdp_tests.tools.mutants.options import Options
+from torch_fsdp_tests.tools.mutants.trials import Setting, Trials
 
 
 def main(argv: Sequence[str]) -> ExitStatus:

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests import host
-from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.messages import Connection
 
 
 def interpreter() -> list[str]:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fsdp_tests import accelerator, settings
-from torch_fsdp_tests.threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
 
 
 class PeerFailed(SystemExit):

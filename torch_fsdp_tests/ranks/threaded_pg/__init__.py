@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from torch_fsdp_tests.threaded_pg import collectives
-from torch_fsdp_tests.threaded_pg.collectives import Column, Mismatch, Part, Reduction, describe
-from torch_fsdp_tests.threaded_pg.meeting import (
+from torch_fsdp_tests.ranks.threaded_pg import collectives
+from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, Reduction, describe
+from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     Board,
     Call,
     CollectiveError,

@@ -13,9 +13,9 @@ from typing import Any
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.page import Section
-from torch_fsdp_tests.mutants import findings as found
-from torch_fsdp_tests.mutants.findings import Finding, Outcome, Row
-from torch_fsdp_tests.mutants.operators import OPERATORS
+from torch_fsdp_tests.tools.mutants import findings as found
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Row
+from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 
 VERSION = 1
 RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch_fsdp_tests.mutants.exclusions import BLOCKS, Exclusions
-from torch_fsdp_tests.mutants.operators import OPERATORS, Place
 from torch_fsdp_tests.reach.functions import statements_in
+from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, Exclusions
+from torch_fsdp_tests.tools.mutants.operators import OPERATORS, Place
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 MARKER = "__mutant_reached__"  # what changed code calls before it runs

@@ -21,10 +21,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator_probe, events, launcher, settings, vendors
-from torch_fsdp_tests.capabilities import CAPABILITIES as CAPABILITIES
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
-from torch_fsdp_tests.verdict import in_one_line
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator_probe, vendors
+from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
+from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.verdict import events, in_one_line
 
 # Backends that move no data between processes, so a test over them proves nothing.
 _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}

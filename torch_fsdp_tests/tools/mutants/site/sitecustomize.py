@@ -3,6 +3,6 @@
 import os
 
 if os.environ.get("TORCH_FSDP_TESTS_MUTANT"):
-    from torch_fsdp_tests.mutants.hook import install_from_environment
+    from torch_fsdp_tests.tools.mutants.hook import install_from_environment
 
     install_from_environment()

@@ -3,7 +3,7 @@
 Rank 0 listens, and writes its address and a secret into the launcher's store, where the others read them. They connect,
 all at the same time, and send a :class:`Hello` with the secret. Then both sides use the connection freely. They see at
 once when it ends; a store would have to be polled. A peer that is silent for
-:data:`~torch_fsdp_tests.messages.SILENCE_LIMIT` seconds counts as lost too.
+:data:`~torch_fsdp_tests.processes.messages.SILENCE_LIMIT` seconds counts as lost too.
 
 Anybody who can reach the port can connect. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
 :data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_STRANGERS` at a time. The messages are not encrypted,
@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests import host
-from torch_fsdp_tests.launcher import Launch
-from torch_fsdp_tests.messages import Connection, MessageError, watch_for_loss
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes.messages import Connection, MessageError, watch_for_loss
 
 if TYPE_CHECKING:
     import torch.distributed as dist

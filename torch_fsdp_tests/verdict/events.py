@@ -10,9 +10,8 @@ import unittest
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests import stream
-from torch_fsdp_tests.stream import TestResult
-from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line
+from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line, stream
+from torch_fsdp_tests.verdict.stream import TestResult
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 

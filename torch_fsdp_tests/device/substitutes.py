@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_fsdp_tests import torch_names
-from torch_fsdp_tests.accelerator import Accelerator
+from torch_fsdp_tests.device.accelerator import Accelerator
+from torch_fsdp_tests.installed_torch import torch_names
 
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 _lock = threading.Lock()

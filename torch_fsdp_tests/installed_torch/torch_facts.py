@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import events, settings, torch_names
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.verdict import events
 
 __unittest = True
 

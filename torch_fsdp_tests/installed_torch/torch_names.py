@@ -21,7 +21,7 @@ from torch_fsdp_tests import settings
 
 __unittest = True
 
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NameIsGone(Exception):

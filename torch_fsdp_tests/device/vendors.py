@@ -40,7 +40,7 @@ class Vendor:
 
     ``describe`` names a function as ``package.module:function``. It is imported late, so it may import torch. It takes
     ``backend`` and ``ranks``, each of which may be None, and returns an
-    :class:`~torch_fsdp_tests.accelerator.Accelerator`. Without it torch itself is asked.
+    :class:`~torch_fsdp_tests.device.accelerator.Accelerator`. Without it torch itself is asked.
 
     ``torch_build`` names what torch has to be built for, as in its ``version`` module; None for a device that an
     extension brings.

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.mutants.sites import Site, Source
 from torch_fsdp_tests.reach import Reached, ReachMap, module_name
 from torch_fsdp_tests.reach.changes import Code, messages
 from torch_fsdp_tests.reach.functions import digest
 from torch_fsdp_tests.reach.order import Edit, Order
+from torch_fsdp_tests.tools.mutants.sites import Site, Source
 
 EQUIVALENT = Path(__file__).parent / "data" / "equivalent.json"
 FSDP2 = "._fully_shard"  # in the names of modules

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import host, settings
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
@@ -23,13 +23,14 @@ from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.mutants import hook
-from torch_fsdp_tests.mutants.findings import Finding, Outcome
-from torch_fsdp_tests.mutants.mutant import Mutant, Tests
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.reach.order import batches
-from torch_fsdp_tests.stream import TestResult
+from torch_fsdp_tests.tools.mutants import hook
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
+from torch_fsdp_tests.tools.mutants.mutant import Mutant, Tests
 from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.verdict.stream import TestResult
 
 TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
 FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests
@@ -100,7 +101,7 @@ class Trials:
         with contextlib.closing(_ChildrensEnds()) as self._ends:
             try:
                 if self._setting.may_fork and adopts and len(waiting) > WORTH_A_SERVER * self._setting.at_a_time:
-                    entry = ("-m", "torch_fsdp_tests.mutants.server", self._setting.package)
+                    entry = ("-m", "torch_fsdp_tests.tools.mutants.server", self._setting.package)
                     environment = self._setting.environment
                     self._forkserver = ForkServer(environment, self._setting.run.test_directory, self._directory, entry)
                     self._await(self._forkserver)

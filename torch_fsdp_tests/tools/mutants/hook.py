@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from torch_fsdp_tests.mutants.sites import MARKER, Source, module_of
+from torch_fsdp_tests.tools.mutants.sites import MARKER, Source, module_of
 
 VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of a process' mutant
 REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is created when changed code runs

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from torch_fsdp_tests.dispatch import child, forkserver
-from torch_fsdp_tests.mutants import hook
+from torch_fsdp_tests.tools.mutants import hook
 
 
 def main(argv: Sequence[str]) -> None:
-    """``python -m torch_fsdp_tests.mutants.server PACKAGE CONTROL READY``."""
+    """``python -m torch_fsdp_tests.tools.mutants.server PACKAGE CONTROL READY``."""
     package, *ends = argv
     forgotten: dict[str, ModuleType] = {}
 

@@ -3,8 +3,8 @@
 A process that may fork later must not start the device's runtime. So :func:`ask` starts this module as a program. It
 answers with one line of JSON, and starts itself again for two ranks that share a device::
 
-    python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND
-    python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND MEETING_FILE RANK
+    python -m torch_fsdp_tests.device.accelerator_probe DEVICE BACKEND
+    python -m torch_fsdp_tests.device.accelerator_probe DEVICE BACKEND MEETING_FILE RANK
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.vendors import ConfigurationError
+from torch_fsdp_tests.device.vendors import ConfigurationError
 
 PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
 FORK_LIMIT = 60  # seconds for a forked process to compute something on the device

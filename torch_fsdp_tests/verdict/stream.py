@@ -12,7 +12,7 @@ import json
 import os
 from typing import Any
 
-from torch_fsdp_tests import messages
+from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
 DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"

@@ -15,8 +15,8 @@ from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.atomic import try_folder
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
-from torch_fsdp_tests.mutants.mutant import EQUIVALENT
 from torch_fsdp_tests.reach.changes import UnknownChange
+from torch_fsdp_tests.tools.mutants.mutant import EQUIVALENT
 
 PACKAGE = "torch.distributed.fsdp"
 TESTS = installation.ROOT / DEFAULT_DIRECTORY
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> Options:
     """Parse the arguments. Exits if they are wrong."""
     parser = _Parser(
-        prog="python -m torch_fsdp_tests.mutants",
+        prog="python -m torch_fsdp_tests.tools.mutants",
         description="Make one small change to torch's FSDP at a time, and see whether a test notices it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -141,7 +141,7 @@ def parse(argv: Sequence[str]) -> Options:
         equivalent=given.equivalent,
         test_directory=given.test_directory.resolve(),
         output=given.output.absolute(),
-        command=shlex.join(["python", "-m", "torch_fsdp_tests.mutants", *repeated]),
+        command=shlex.join(["python", "-m", "torch_fsdp_tests.tools.mutants", *repeated]),
     )
 
 
