@@ -29,9 +29,9 @@ FAULTS = INPUTS / "faults.py"
 SHARED_MEMORY = Path("/dev/shm")
 GONE = 2  # seconds after the end of the test process in which its ranks must disappear
 KINDS = ("Process", "Thread", "Staying")
-LEAKING = [f"{kind}{fsdp}Leaks" for kind in KINDS for fsdp in ("", "Fsdp")]
+LEAKING = [f"{kind}Leaks" for kind in KINDS]
 IN_SIGHT = requires(lambda: None if host.shows_processes() else "this system shows no processes: it has no /proc")
-OTHERS = ["ProcessGroupLeak", "ProcessDying", "StayingOrphan"]
+OTHERS = ["ProcessGroupLeak", "StayingOrphan"]
 
 
 @functools.cache
@@ -77,13 +77,12 @@ class TestLeaks(TestCase):
     @parametrize(
         "words",
         [
-            *(rf"{cls}.test_an_orphan left the process \d+ \(sleep 999\) running" for cls in LEAKING[:4]),
+            *(rf"{cls}.test_an_orphan left the process \d+ \(sleep 999\) running" for cls in LEAKING[:2]),
             r"StayingOrphan left the process \d+ \(sleep 999\) running",
             r"ProcessGroupLeak.test_the_group left the process group open in ranks 0-1",
-            r"ProcessDying.test_leaving_a_shared_file left in shared memory: faults-\d+",
             r"ProcessLeaks.test_torchs_shared_memory left in shared memory: torch_\d+_\w+",
-            *(rf"{cls}.test_groups left 1 process group open in ranks 0-1" for cls in LEAKING[4:]),
-            *(rf"{cls}.test_own_group destroyed the process group of the class in ranks 0-1" for cls in LEAKING[4:]),
+            "StayingLeaks.test_groups left 1 process group open in ranks 0-1",
+            "StayingLeaks.test_own_group destroyed the process group of the class in ranks 0-1",
         ],
         name_fn=lambda words: "_".join(re.findall(r"\w+", words)[:2]),
     )
@@ -91,10 +90,9 @@ class TestLeaks(TestCase):
         self.assertRegex("\n".join(ended(words.partition(".")[0].partition(" ")[0]).leaks), rf"(?m)^{words}$")
 
     def test_groups_that_the_harness_ends_are_no_leak(self):
-        for cls, *tests in [("ProcessLeaks", "the_group"), ("ProcessFsdpLeaks", "groups", "own_group")]:
-            for test in tests:
-                self.assertEqual(ended(cls).outcomes[f"{cls}.test_{test}"], "ok")
-                self.assertNotIn(f"{cls}.test_{test}", "\n".join(ended(cls).leaks))
+        run = ended("ProcessLeaks")
+        self.assertEqual(run.outcomes["ProcessLeaks.test_the_group"], "ok")
+        self.assertNotIn("ProcessLeaks.test_the_group", "\n".join(run.leaks))
 
     @parametrize("cls", LEAKING)
     def test_touch_no_later_test(self, cls):
@@ -108,8 +106,7 @@ class TestLeaks(TestCase):
     @parametrize("cls", [*LEAKING, *OTHERS])
     def test_change_no_verdict(self, cls):
         """Only tests that die fail."""
-        dying = {"ProcessLeaks.test_torchs_shared_memory", "ProcessDying.test_leaving_a_shared_file"}
-        self.assertEqual({test for test in ended(cls).words if test not in dying}, set())
+        self.assertEqual({*ended(cls).words} - {"ProcessLeaks.test_torchs_shared_memory"}, set())
 
     def test_nothing_is_left(self):
         for name in started():
@@ -173,19 +170,19 @@ class TestEndOfTheTestProcess(TestCase):
     """However the test process ends, its ranks and its files go with it."""
 
     def hang(self, number: int, **environment: str) -> tuple[int, str, list[str]]:
-        with tempfile.TemporaryDirectory(dir="/tmp") as scratch, tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryDirectory(dir="/tmp") as scratch, tempfile.TemporaryFile() as output:
             variables = {"TMPDIR": scratch, "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)} | environment
-            run = Process(FAULTS, ["-v", "EveryKind"], variables, scratch, said, said)
+            run = Process(FAULTS, ["-v", "EveryKind"], variables, scratch, output, output)
             try:
                 give_up = time.monotonic() + LIMIT
-                while sum(output.read_text().count("hanging") for output in Path(scratch).glob("*/output?")) < 6:
+                while sum(each.read_text().count("hanging") for each in Path(scratch).glob("*/output?")) < 6:
                     self.assertLess(time.monotonic(), give_up, "the ranks did not come to hang")
                     time.sleep(0.05)
                 os.kill(run.pid, number)
                 code = run.wait()
                 self.wait_until(lambda: not self.relatives(scratch))
-                said.seek(0)
-                return code, said.read().decode(), leftovers(scratch)
+                output.seek(0)
+                return code, output.read().decode(), leftovers(scratch)
             finally:
                 run.kill()
 
@@ -197,14 +194,14 @@ class TestEndOfTheTestProcess(TestCase):
 
     def relatives(self, scratch: str) -> list[str]:
         """Processes whose working directory is the scratch directory: the test process and all its descendants."""
-        found = []
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if os.readlink(process / "cwd") == scratch:
-                    found.append(process.name)
+                    pids.append(process.name)
             except OSError:
                 continue
-        return found
+        return pids
 
     def test_sigterm_shows_stacks(self):
         code, text, left = self.hang(signal.SIGTERM)

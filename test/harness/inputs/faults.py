@@ -15,7 +15,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 
         def connect(self) -> None: ...
 
-    class ThreadCase(Case, MultiThreadedTestCase): ...
-
 else:
-    Case = ThreadCase = object
+    Case = object
 
 
 class Timed(Case):
@@ -276,7 +274,7 @@ class Skips(Case):
             raise unittest.SkipTest("for a reason")
 
     def test_one_while_another_waits(self):
-        if isinstance(self, (Staying, FsdpStaying)):
+        if isinstance(self, Staying):
             return  # a rank that stays does not leave when it skips
         self.connect()
         if self.rank == 1:
@@ -307,7 +305,7 @@ class Hangs(Case):
         self.connect()
         if self.rank == 0:
             dist.all_reduce(torch.ones(1))
-        elif not isinstance(self, (Staying, FsdpStaying)):
+        elif not isinstance(self, Staying):
             time.sleep(FOREVER)  # the other rank would notice a rank that leaves
 
     def test_hang_ignoring_sigterm(self):
@@ -443,6 +441,28 @@ class Essentials(Case):
     test_j_passes = test_a_passes
 
 
+class FsdpHangs(Case):
+    test_hang_in_python = Hangs.test_hang_in_python
+
+
+# --- each of the faults in each kind of ranks -------------------------------------------------------------------------
+
+
+def define(kind: str, base: type, *faults: type) -> None:
+    """Define a class of each of these faults for a kind of ranks, such as ``ProcessWords``."""
+    for fault in faults:
+        name = f"{kind}{fault.__name__}"
+        globals()[name] = type(name, (fault, base), {"__module__": __name__})
+
+
+define("Process", Processes, Words, Meeting, Flood, Skips, Hangs, Fixtures, ClassFixture)
+define("Thread", Threads, Words, Flood, Skips, Hangs, ClassFixture, Leaks)
+define("Staying", Staying, Words, Flood, Skips, Hangs, Fixtures, ClassFixture)
+define("Process", FsdpProcesses, FsdpHangs)
+define("Thread", FsdpThreads, FsdpHangs)
+define("Staying", FsdpStaying, FsdpHangs)
+
+
 # --- faults in processes of one test ----------------------------------------------------------------------------------
 
 
@@ -491,70 +511,6 @@ class ProcessCodesHangs(ProcessCodes):
             time.sleep(FOREVER)
 
 
-class ProcessWords(Words, Processes):
-    pass
-
-
-class ProcessMeeting(Meeting, Processes):
-    pass
-
-
-class ProcessFlood(Flood, Processes):
-    pass
-
-
-class ProcessDying(Processes):
-    test_leaving_a_shared_file = Deaths.test_leaving_a_shared_file
-
-
-class ProcessFsdpDeaths(Deaths, EarlyDeaths, FsdpProcesses):
-    @classmethod
-    def _run(cls, rank: int, test_name: str, *arguments: Any, **kwargs: Any) -> None:
-        if rank == 1 and test_name == "test_before_rendezvous":
-            os._exit(4)
-        super()._run(rank, test_name, *arguments, **kwargs)
-
-
-class ProcessFsdpWords(Words, FsdpProcesses):
-    pass
-
-
-class ProcessFsdpSkips(Skips, FsdpProcesses):
-    pass
-
-
-class ProcessFsdpLeaks(Leaks, FsdpProcesses):
-    def test_groups(self):
-        dist.new_group([0, 1])
-
-    def test_own_group(self):
-        dist.destroy_process_group()
-
-
-class ProcessSkips(Skips, Processes):
-    pass
-
-
-class ProcessHangs(Hangs, Processes):
-    pass
-
-
-class ProcessFixtures(Fixtures, Processes):
-    pass
-
-
-class ProcessFsdpFixtures(Fixtures, FsdpProcesses):
-    pass
-
-
-class ProcessFsdpFlood(Flood, FsdpProcesses):
-    pass
-
-
-class ProcessClassFixture(ClassFixture, Processes):
-    pass
-
-
 class ProcessLeaks(Leaks, Processes):
     destroy_pg_upon_exit = True
 
@@ -578,11 +534,11 @@ class ProcessGroupLeak(Processes):
 
 
 class ProcessFsdp(Essentials, FsdpProcesses):
-    pass
+    def test_k_groups(self):
+        dist.new_group([0, 1])
 
-
-class ProcessFsdpHangs(Hangs, FsdpProcesses):
-    pass
+    def test_l_own_group(self):
+        dist.destroy_process_group()
 
 
 class ProcessNone(MultiProcessTestCase):
@@ -609,50 +565,14 @@ class ProcessZServer(Processes):
 # --- faults in threads ------------------------------------------------------------------------------------------------
 
 
-class ThreadEarlyDeaths(Deaths, EarlyDeaths, ThreadCase):
+class ThreadDeaths(Deaths, EarlyDeaths, Threads):
     def perThreadSetUp(self):
         if self._testMethodName == "test_before_rendezvous" and self.rank == 1:
             os._exit(4)
         super().perThreadSetUp()
 
 
-class ThreadDeaths(ThreadEarlyDeaths, Threads):
-    pass
-
-
-class ThreadWords(Words, Threads):
-    pass
-
-
-class ThreadFlood(Flood, Threads):
-    pass
-
-
-class ThreadFsdpDeaths(ThreadEarlyDeaths, FsdpThreads):
-    pass
-
-
-class ThreadFsdpWords(Words, FsdpThreads):
-    pass
-
-
-class ThreadFsdpSkips(Skips, FsdpThreads):
-    pass
-
-
-class ThreadFsdpLeaks(Leaks, FsdpThreads):
-    pass
-
-
-class ThreadSkips(Skips, Threads):
-    pass
-
-
-class ThreadHangs(Hangs, Threads):
-    pass
-
-
-class ThreadedFixtures(Fixtures, ThreadCase):
+class ThreadFixtures(Fixtures, Threads):
     def perThreadSetUp(self):
         super().perThreadSetUp()
         if "set_up_of_a_thread" in self._testMethodName and self.rank == 1:
@@ -675,31 +595,7 @@ class ThreadedFixtures(Fixtures, ThreadCase):
         pass
 
 
-class ThreadFixtures(ThreadedFixtures, Threads):
-    pass
-
-
-class ThreadFsdpFixtures(ThreadedFixtures, FsdpThreads):
-    pass
-
-
-class ThreadFsdpFlood(Flood, FsdpThreads):
-    pass
-
-
-class ThreadClassFixture(ClassFixture, Threads):
-    pass
-
-
-class ThreadLeaks(Leaks, Threads):
-    pass
-
-
 class ThreadFsdp(Essentials, FsdpThreads):
-    pass
-
-
-class ThreadFsdpHangs(Hangs, FsdpThreads):
     pass
 
 
@@ -710,6 +606,10 @@ class ThreadNone(MultiThreadedTestCase):
 
 class ThreadZServer(Threads):
     test_killed = ProcessZServer.test_a_killed
+
+
+class ThreadHangsLater(Hangs, Threads):
+    pass
 
 
 # --- faults in processes that stay ------------------------------------------------------------------------------------
@@ -736,10 +636,6 @@ class StayingDeaths(Deaths, EarlyDeaths, Staying):
             file.write(self._testMethodName)
 
 
-class StayingWords(Words, Staying):
-    pass
-
-
 class StayingMeeting(Meeting, Staying):
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
@@ -750,46 +646,6 @@ class StayingMeeting(Meeting, Staying):
 
     def test_begins_with_all_connected(self):
         self.assertTrue(dist.distributed_c10d._get_default_store().check(["connected"]))
-
-
-class StayingFlood(Flood, Staying):
-    pass
-
-
-class StayingFsdpDeaths(StayingDeaths, FsdpStaying):
-    pass
-
-
-class StayingFsdpWords(Words, FsdpStaying):
-    pass
-
-
-class StayingFsdpSkips(Skips, FsdpStaying):
-    pass
-
-
-class StayingSkips(Skips, Staying):
-    pass
-
-
-class StayingHangs(Hangs, Staying):
-    pass
-
-
-class StayingFixtures(Fixtures, Staying):
-    pass
-
-
-class StayingFsdpFixtures(Fixtures, FsdpStaying):
-    pass
-
-
-class StayingFsdpFlood(Flood, FsdpStaying):
-    pass
-
-
-class StayingClassFixture(ClassFixture, Staying):
-    pass
 
 
 class StayingLeaks(Leaks, Staying):
@@ -808,40 +664,12 @@ class StayingLeaks(Leaks, Staying):
         dist.barrier()
 
 
-class StayingFsdpLeaks(StayingLeaks, FsdpStaying):
-    pass
-
-
 class StayingOrphan(Staying):
     test_orphan = Leaks.test_an_orphan
 
 
 class StayingFsdp(Essentials, FsdpStaying):
     pass
-
-
-class StayingFsdpHangs(Hangs, FsdpStaying):
-    pass
-
-
-class StayingPids(Staying):
-    def test_a_pid(self):
-        print(f"pid {os.getpid()}")
-
-    test_b_pid = test_a_pid
-
-    def test_c_skip(self):
-        raise unittest.SkipTest("for a reason")
-
-    def test_d_pid(self):
-        dist.barrier()
-        print(f"pid {os.getpid()}")
-
-    def test_e_dies(self):
-        print(f"pid {os.getpid()}", flush=True)
-        only_rank_1(self, lambda: os._exit(3))
-
-    test_f_pid = test_d_pid
 
 
 class StayingLate(Staying):
@@ -886,7 +714,7 @@ class StayingZServer(Staying):
     test_killed = ProcessZServer.test_a_killed
 
 
-class StayingHangsLater(StayingHangs):
+class StayingHangsLater(Hangs, Staying):
     def test_passes(self):
         pass
 
@@ -897,7 +725,7 @@ class EveryKind(Processes):
     def setUp(self):
         super().setUp()
         name = "test_hang_ignoring_sigterm"
-        threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangsLater, None, 2)
+        threads, stay = RankGroup(ThreadHangsLater, name, 2, threads=True), RankGroup(StayingHangsLater, None, 2)
         self.addCleanup(threads.close)
         self.addCleanup(stay.close)
         stay.run("test_passes", LIMIT)  # the ranks wait for each other first, and this serves them
