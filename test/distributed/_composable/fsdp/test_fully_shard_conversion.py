@@ -270,7 +270,8 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         for param, grad in before.items():
             asked = any(param is each for each in asking)
             self.assertEqual((param.dtype, param.grad_dtype), (dtype, grad_dtype if asked else dtype))
-            self.assertEqual(param.grad.to_local(), grad if asked else grad.to(dtype), rtol=0, atol=0)
+            expected = grad if asked else grad.to(dtype)
+            self.assertEqual(param.grad.to_local(), expected, rtol=0, atol=0, may_be="empty")  # one row
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
@@ -294,7 +295,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             if param.grad is not None:
                 grad = reference.get_parameter(name).grad
                 average([mean := grad.to(f32) if name == "first.weight" else grad])
-                self.assertEqual(param.grad.to_local(), shard_of(mean, param), msg=name)
+                self.assertEqual(param.grad.to_local(), shard_of(mean, param), msg=name, may_be="empty")  # one row
 
     @skip_if_lt_x_gpu(1)
     @subtests(trained=[False, True], unsharded=[False, True])

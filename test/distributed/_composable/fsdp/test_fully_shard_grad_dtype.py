@@ -218,7 +218,8 @@ class TestFullyShardGradDtype(GradDtypeTest):
             of_ranks = [sum((factor * (inp + rank)).to(waiting) for inp in inputs) for rank in range(2)]
             mean = ((of_ranks[0].to(reduced_in) + of_ranks[1].to(reduced_in)) / 2).to(dtype)
             self.assertEqual(weight.grad.dtype, dtype)
-            self.assertEqual(weight.grad.to_local(), shard_of(mean, weight), rtol=0, atol=0)
+            expected = shard_of(mean, weight)
+            self.assertEqual(weight.grad.to_local(), expected, rtol=0, atol=0, may_be="empty")  # one row
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)

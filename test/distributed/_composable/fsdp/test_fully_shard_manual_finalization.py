@@ -233,7 +233,7 @@ class TestFullyShardManualFinalization(ManualTest):
             with recorded() as calls:
                 finalize(model, async_op)
             expected = [("reduce_scatter", numel) for numel in NUMELS[in_backward:]]
-            self.assertEqual([(call.name, call.numel) for call in calls], expected)
+            self.assertEqual([(call.name, call.numel) for call in calls], expected, may_be="empty")
             self.assertFalse(remembers_forwards(model))
             return torch.stack(losses)
 
@@ -326,7 +326,7 @@ class TestFullyShardManualFinalization(ManualTest):
         for expected in ({"reduce_scatter": GROUPS}, {}):
             with recorded() as calls:
                 finalize(model, async_op)
-            self.assertEqual(calls.counts(), expected)
+            self.assertEqual(calls.counts(), expected, may_be="empty")
         self._check_gradients(plain, model)
 
     @skip_if_lt_x_gpu(2)
@@ -778,7 +778,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
             if each is model:
                 in_backward = GROUPS - 1 if last_only else 0
                 expected = Counter(reduce_scatter=in_backward, all_reduce=in_backward)
-                self.assertEqual(calls.counts(), +expected)
+                self.assertEqual(calls.counts(), +expected, may_be="empty")
                 with recorded() as calls:
                     finalize(model, async_op)
                 expected = Counter(reduce_scatter=GROUPS - in_backward, all_reduce=GROUPS - in_backward)
@@ -906,6 +906,8 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
         mesh, num_microbatches = self._mesh(2, 2, names=("pipeline", "data")), 2
         manual_seed(42)
         plain = nn.Sequential(*(stack() for _ in range(4))).to(self.device)
+        for param in plain.parameters():
+            param.data *= 2  # else the gradients of the first stages are below the tolerance
         rank = mesh.get_local_rank("pipeline")
         indices = [rank, rank + 2] if schedule == "ScheduleInterleavedZeroBubble" else [rank, 3 - rank]
         modules = [self._replica(plain[index]) for index in indices]

@@ -217,6 +217,8 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         """Some parameters of a group compute in float32, others in low precision. All reduce in one dtype."""
         manual_seed(42)
         model = nn.Sequential(MLP(DIM), Scale(DIM), MLP(DIM)).to(self.device)
+        for mlp in (model[0], model[2]):
+            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # to keep ReLUs active, so that no loss becomes zero
         replica = Replica(model, param_dtype, reduce_dtype or torch.float32, keeps=lambda name: name.startswith("1."))
         kept = set(model[1].parameters())
         policy = MixedPrecisionPolicy(

@@ -231,7 +231,8 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         index, chunks = case.index_in(mesh, case.shard), case.size_of(case.shard)
         for (name, ref_param), param in zip(ref_layer.named_parameters(), layer.parameters(), strict=True):
             for whole, found in ((ref_param, param), (ref_param.grad, param.grad)):
-                self.assertEqual(found.to_local().detach(), chunk_of(whole.detach(), index, chunks), msg=name)
+                expected = chunk_of(whole.detach(), index, chunks)
+                self.assertEqual(found.to_local().detach(), expected, msg=name, may_be="empty")  # 3 elements, 4 ranks
 
     @skip_if_lt_x_gpu(4)
     @subtests(case=CASES)
@@ -357,7 +358,8 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         self.assertEqual(seen, dict.fromkeys(WHOLE, (dict.fromkeys(axes, spmd.R), None)))
         for name, param in layer.named_parameters():
             self.assertEqual(param.full_tensor(), whole_values()[name])
-            self.assertEqual(param.to_local(), chunk_of(whole_values()[name], self.rank, 4))
+            expected = chunk_of(whole_values()[name], self.rank, 4)
+            self.assertEqual(param.to_local(), expected, may_be="empty")  # 3 elements, 4 ranks
 
     @skip_if_lt_x_gpu(4)
     @subtests(in_one_module=[False, True])
