@@ -1,6 +1,5 @@
 """Tests of planning, selecting and lending that only use numbers and names."""
 
-import ast
 import contextlib
 import dataclasses
 import io
@@ -9,7 +8,6 @@ import json
 import random
 import re
 import tempfile
-import textwrap
 import time
 import unittest
 import unittest.mock
@@ -25,7 +23,6 @@ from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions,
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
-from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
@@ -429,144 +426,6 @@ class TestDevices(unittest.TestCase):
         self.assertIsNone(find("cpu", ("0",), {}).lendable)  # the CPU is the subject
 
 
-class TestNeeds(unittest.TestCase):
-    """The default number of ranks is 4 here, and a few ranks are 2."""
-
-    def of(self, source: str) -> tuple[int, int]:
-        found = needs_of(source, 4, 2)
-        return found.ranks, found.devices
-
-    def of_class(self, body: str, bases: str = "FSDPTest", before: str = "") -> tuple[int, int]:
-        """The needs of a class with one test in addition to this body."""
-        lines = textwrap.indent(f"{body}\ndef test_x(self):\n    pass\n", "    ")
-        return self.of(f"{before}\nclass TestX({bases}):\n{lines}")
-
-    def test_largest_literal(self):
-        """The largest literal of decorators and world sizes counts. Comments do not count."""
-        for decorator, expected in {
-            "skip_if_lt_x_gpu(3)": 3,
-            "skip_if_lt_x_gpu(x=3, allow_cpu=False)": 3,
-            "requires_world_size(n=5)": 5,
-            "common_distributed.requires_world_size(5)": 5,
-            "unittest.skipUnless(at_least_x_gpu(7), 'few')": 7,
-            "skip_if_lt_x_gpu(WIDE)": 9,
-            "skip_if_lt_x_gpu(UNKNOWN)": 4,
-            "requires_gloo()  # skip_if_lt_x_gpu(9)": 2,
-        }.items():
-            with self.subTest(decorator=decorator):
-                body = f"world_size = 2\n@{decorator}\ndef test_y(self):\n    pass\n@skip_if_lt_x_gpu(1)\n"
-                self.assertEqual(self.of_class(body, before="WIDE = 9"), (expected, expected))
-        self.assertEqual(self.of_class("", "TestCase", "@skip_if_lt_x_gpu(3)"), (3, 3))
-
-    def test_default(self):
-        lines = "\n    Mixin,\n    MultiProcessTestCase,\n"
-        for bases in ("FSDPTest", "common_fsdp.FSDPTest, Other", lines, "DTensorTestBase", "FSDPTestContinuous"):
-            with self.subTest(bases=bases):
-                self.assertEqual(self.of_class("", bases), (4, 4))
-        self.assertEqual(self.of_class("", "TestCase"), (1, 1))
-
-    def test_words_that_are_no_class(self):
-        world = "class TestY(FSDPTest):\n    world_size = 8\n    def test_y(self): pass\n"
-        for text in (textwrap.indent(world, "# "), f'"""A test.\n\n{world}"""', f"TEXT = '''\n{world}'''\n"):
-            for before in (text, "def helper():\n    one = 1\n    two = 2\n    three = 3\n    " + text):
-                with self.subTest(before=before):
-                    self.assertEqual(self.of_class("world_size = 2  # not 128", before=before), (2, 2))
-
-    def test_properties(self):
-        """Properties and class attributes, in all the ways in which test files set a world size."""
-        before = "WIDE = 6\nif True:\n    def wide():\n        return WIDE\n"
-        before += "ODD = ODD + 1\n"
-        for text, expected in {
-            "2": 2,
-            "ODD": 4,
-            "self.world_size": 4,
-            "6 // 0": 4,
-            "min(6, device_count())": 6,
-            "device_count()": 4,
-            "min(accelerator.current().ranks, 3)": 3,
-            "accelerator.current().ranks": 4,
-            "accelerator.current().few_ranks": 2,
-            "max(2, 6)": 6,
-            "int(3)": 3,
-            "get_required_world_size(self, 2)": 2,
-            "8 if self.many else 2": 8,
-            "2 * WIDE": 12,
-            "WIDE // 2": 3,
-            "wide()": 6,
-            "num_devices()": 4,
-            "self.own": 5,
-            "-2": 4,
-        }.items():
-            for statement in (
-                "world_size = {}",
-                "world_size: int = {}",
-                '@property\ndef world_size(self) -> int:\n    """Why."""\n    return {}  # 128 upstream',
-            ):
-                with self.subTest(text=text, statement=statement):
-                    body = "own = 5\n" + statement.format(text)
-                    self.assertEqual(self.of_class(body, before=before), (expected, expected))
-        several = "@property\ndef world_size(self):\n    if self.many:\n        return 8\n    return 2"
-        self.assertEqual(self.of_class(several), (8, 8))
-        # One class has a property of its own; the other has the default.
-        other = "class TestY(FSDPTest):\n    def test_y(self): pass\n"
-        self.assertEqual(self.of_class("world_size = 2", before=other), (4, 4))
-
-    def test_threads_share_a_device(self):
-        for base in ("FSDPTestMultiThread", "common_distributed.MultiThreadedTestCase"):
-            with self.subTest(base=base):
-                self.assertEqual(self.of_class("world_size = 8", base), (8, 1))
-        threads = "class Threads(Mixin, FSDPTestMultiThread):\n    world_size = 6\n"
-        self.assertEqual(self.of_class("", "Threads", threads), (6, 1))
-        room = "@skip_if_lt_x_gpu(2)\ndef test_y(self):\n    pass"  # it asks for room, whatever the ranks are
-        self.assertEqual(self.of_class(room, "Threads", threads), (6, 2))
-
-    def test_numbers_in_test_bodies_are_ignored(self):
-        fake = "def test_y(self):\n    world_size = 64\n    init_process_group('fake', rank=0, world_size=128)"
-        self.assertEqual(self.of_class(fake, "TestCase"), (1, 1))
-
-    def test_inheritance(self):
-        base = "class Base(FSDPTest):\n    world_size = 2\n"
-        self.assertEqual(self.of_class("world_size = 3", "Base", base), (3, 3))
-        self.assertEqual(self.of_class("", "Base", base), (2, 2))
-        self.assertEqual(self.of(f"{base}    def test_y(self): pass\nclass TestX(Base):\n    world_size = 1\n"), (2, 2))
-        self.assertEqual(self.of(base), (1, 1))  # without a test, nothing asks for room
-        template = "class Template(FSDPTest):\n    world_size = 8\n    def test_y(self): pass\n"
-        self.assertEqual(self.of_class("world_size = 2\ndel Template", "Template", template), (8, 8))
-        derived = "class TestX(Template):\n    world_size = 2\ndel Template, other\n"
-        self.assertEqual(self.of(template + derived), (2, 2))
-        # As in Python, a class that does not override a value does not undo the override of another base class.
-        diamond = f"{base}class A(Base): pass\nclass B(Base):\n    world_size = 3\n"
-        self.assertEqual(self.of_class("", "A, B", diamond), (3, 3))
-
-    def test_base_classes_of_other_files(self):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "inner").mkdir()
-            (folder / "bases.py").write_text("from inner.threads import Threads as Many\n")
-            text = "from torch_fsdp_tests.common_fsdp import FSDPTestMultiThread as Base\n"
-            (folder / "inner" / "threads.py").write_text(f"{text}class Threads(Base):\n    world_size = 5\n")
-            for place, line, expected in (
-                (folder, "from bases import Many", Needs(5, 1)),
-                (folder, "from .bases import Many", Needs(5, 1)),
-                (folder / "inner", "from ..bases import Many", Needs(5, 1)),
-                (folder / "inner", "from bases import Many", Needs(1, 1)),
-                (folder, "from nowhere import Many", Needs(1, 1)),
-            ):
-                with self.subTest(line=line):
-                    source = f"{line}\nclass TestX(Many):\n    def test_x(self): pass\n"
-                    self.assertEqual(needs_of(source, 4, 2, place), expected)
-
-    def test_wrong_syntax_needs_nothing(self):
-        self.assertEqual(self.of("class T(FSDPTest:\n"), (1, 1))
-
-    def test_long_bodies_are_left_out(self):
-        lines = "\n\n".join(f"        left_out = {number}" for number in range(4))
-        tree = parse(f"class A:\n    def f(self):\n{lines}\n    def g(\n        self\n    ): kept\n")
-        assert tree is not None
-        left = "class A:\n\n    def f(self):\n        ...\n\n    def g(self):\n        kept"
-        self.assertEqual(ast.unparse(tree), left)
-
-
 class TestSelect(unittest.TestCase):
     names = (
         "distributed/fsdp/test_core",
@@ -766,6 +625,17 @@ class TestLists(unittest.TestCase):
                     with self.subTest(text=text, shape=shape), self.assertRaisesRegex(MalformedList, str(path)):
                         path.write_text(shape % text)
                         read(path)
+
+    def test_malformed_needs_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, times.NEEDS)
+            for needs in (3, {}, {"ranks": 2}, {"ranks": 2, "devices": 0}, {"ranks": 2, "devices": True}):
+                path.write_text(json.dumps({"default": {"default": {"test_x": needs}}}))
+                with (
+                    self.subTest(needs=needs),
+                    self.assertRaisesRegex(MalformedList, f"{path}: the needs of test_x are"),
+                ):
+                    times.load([path], {})
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ class TestBadEnds(TreeCase):
         arguments = ["--keep-going", "--report", self.root / "r"]
         says = ["error: .the file itself.: FileNotFoundError: .*No such file or directory"]
         self.check({}, arguments, passed=1, failed=1, says=says)
-        self.assertIn("test_x  1 rank", self.run_command("--list"))
+        self.assertIn("test_x  4 ranks", self.run_command("--list"))
         self.assertEqual(self.code, 0, self.err)
 
     def test_signals_name_the_test_and_those_not_reached(self):
@@ -349,18 +349,11 @@ class TestSelecting(TreeCase):
                 self.check({}, ["-i", path], passed=1, cwd=self.root)
 
     def test_list_and_plan(self):
-        self.write(
-            {
-                "distributed/test_x": "def skip_if_lt_x_gpu(n): return lambda f: f\n"
-                + body("pass").replace("    def", "    @skip_if_lt_x_gpu(2)\n    def"),
-                "test_p": PASS,
-            }
-        )
-        listed = [
-            "distributed/test_x  2 ranks  estimate unknown",
-            "test_p  1 rank  estimate unknown",
-        ]
-        self.assertEqual(self.run_command("--list").splitlines(), listed)
+        self.write({"distributed/test_x": body("pass"), "test_p": PASS})
+        recorded = {"test_p": {"ranks": 1, "devices": 1}}
+        needs = self.write_json("test-needs.json", {"default": {"default": recorded}})
+        listed = ["distributed/test_x  4 ranks  estimate unknown", "test_p  1 rank  estimate unknown"]
+        self.assertEqual(self.run_command("--list", "--test-times", needs).splitlines(), listed)
         listed = self.run_command("--list", "--tests").splitlines()
         self.assertEqual(listed, ["distributed/test_x::TestX::test_1", "test_p::TestP::test_p"])
         self.assertEqual(self.code, 0, self.err)
@@ -530,18 +523,23 @@ class TestSurroundings(unittest.TestCase):
 
 
 class TestDevices(TreeCase):
+    def needs(self, devices: dict[str, int]) -> list[str]:
+        """The option for these recorded numbers of devices by file."""
+        recorded = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
+        return ["--test-times", str(self.write_json("test-needs.json", {"default": {"default": recorded}}))]
+
     def test_nothing_is_lent_twice_and_wide_jobs_get_all(self):
         log = self.root / "log"
         report = f"""
         def log(what):
             with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["FOO_VISIBLE"], file=f)
         class TestX(unittest.TestCase):
-            world_size = WORLD
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
-        self.write({name: f"WORLD = {n}  # not 9\n{textwrap.dedent(report)}" for name, n in needs.items()})
-        self.run_command("--device", "foo", "--devices", "3-6", "--keep-going", env=self.declare("foo", 8))
+        self.write(dict.fromkeys(needs, textwrap.dedent(report)))
+        arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(needs)]
+        self.run_command(*arguments, env=self.declare("foo", 8))
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
         held: set[str] = set()
         widths: list[int] = []
@@ -560,14 +558,13 @@ class TestDevices(TreeCase):
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
         events.record(probed=told or {"asked by": os.path.basename(__file__)})
         class TestX(unittest.TestCase):
-            world_size = WORLD
             def test_x(self): self.assertEqual(told, TOLD)
         """
         told = {"test_a": ({}, 2), "test_b": ({"asked by": "test_a.py"}, 2), "test_wide": ({}, 3)}
-        files = {name: f"TOLD = {what}\nWORLD = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
-        self.write(files)
+        self.write({name: f"TOLD = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in told.items()})
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
-        self.check({}, ["--device", "foo", "--test-times", times], passed=3, env=self.declare("foo", 3))
+        arguments = ["--device", "foo", "--test-times", times, *self.needs({name: n for name, (_, n) in told.items()})]
+        self.check({}, arguments, passed=3, env=self.declare("foo", 3))
 
     def test_devices_option_has_no_effect_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
@@ -637,8 +634,8 @@ class TestDevices(TreeCase):
         self.assertFalse((self.root / "ran").exists())
 
     def test_plan_without_the_device(self):
-        self.write({"test_x": PASS + "    world_size = 3\n"})
-        plan = json.loads(self.run_command("--device", "xpu", "--dry-run", "--json"))
+        self.write({"test_x": PASS})
+        plan = json.loads(self.run_command("--device", "xpu", "--dry-run", "--json", *self.needs({"test_x": 3})))
         self.assertEqual(plan["jobs"][0]["devices"], 3)
 
 

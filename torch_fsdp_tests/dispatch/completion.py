@@ -11,8 +11,8 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover
-from torch_fsdp_tests.dispatch.needs import names_in
 from torch_fsdp_tests.dispatch.select import LIST
+from torch_fsdp_tests.dispatch.syntax import names_in
 
 VARIABLE = "_ARGCOMPLETE"
 

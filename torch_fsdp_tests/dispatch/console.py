@@ -80,7 +80,7 @@ class Console:
 
     def __init__(self, run: RunTests, stream: TextIO, total: int, under_test: Mapping[str, Any], slots: int) -> None:
         self._run, self._stream, self._total, self._slots = run, stream, total, slots
-        self.under_test = dict(under_test)  # what is expected at first; the first file with ranks reports the facts
+        self.under_test = dict(under_test)  # what is known at first; the first file with ranks reports the rest
         self._done = self._failures = self._tests = 0
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
@@ -114,34 +114,25 @@ class Console:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
 
     def begin(self) -> None:
-        """Print the first line now if it is known. The backend of a vendor's device may only be known later."""
-        if self.under_test.get("backend"):
-            self.introduce()
+        """Print the first line now if all of it is known."""
+        self.learn(self.under_test)
 
-    def learn(self, file: str, facts: Mapping[str, Any]) -> None:
-        """Process what a file reports about its device. If it differs from the first line, print that once."""
-        names = ("torch", "device", "backend")
-        told = {name: facts[name] for name in names if facts.get(name) is not None}
-        wrong = any(self.under_test.get(name) != value for name, value in told.items())
-        if not wrong and self._introduced:
-            return
-        self.under_test |= told | {name: facts[name] for name in ("ranks", "shared") if facts.get(name) is not None}
-        if self._introduced:
-            self.say(f"note: {file} runs with {self._about_test()}, and not as the first line says")
-        elif told.get("backend"):
+    def learn(self, facts: Mapping[str, Any]) -> None:
+        """Print the first line when the first file reports what it tests on."""
+        if not self._introduced and facts.get("backend"):
+            names = ("torch", "device", "backend", "ranks", "shared")
+            self.under_test |= {name: facts[name] for name in names if facts.get(name) is not None}
             self.introduce()
-
-    def _about_test(self) -> str:
-        told = self.under_test
-        parts = [f"torch {told.get('torch') or 'not installed'}", f"device {told.get('device')}"]
-        parts += [f"backend {told.get('backend') or 'not known'}", f"ranks {told.get('ranks')}"]
-        return ", ".join([*parts, "devices shared" if told.get("shared") else "devices not shared"])
 
     def introduce(self) -> None:
-        """Print the first line."""
+        """Print the first line, with what is known."""
         self._introduced = True
-        about = [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
-        self.say(f"{self._about_test()}, {', '.join(about)}")
+        known = self.under_test
+        about = [f"torch {known.get('torch') or 'not installed'}"]
+        about += [f"{name} {known[name]}" for name in ("device", "backend", "ranks") if known.get(name)]
+        about += ["devices shared" if known.get("shared") else "devices not shared"] * bool(known.get("backend"))
+        about += [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
+        self.say(", ".join(about))
 
     def file_done(self, file: FileResult) -> None:
         """Print one line for each file, and the full output of a file that failed."""

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import (
@@ -19,6 +20,7 @@ from torch_fsdp_tests.device.vendors import (
     ConfigurationError,
     Vendor,
 )
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 HOST = "cpu"
@@ -167,6 +169,13 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
         _ask_torch(device, backend, ranks)
     elif loads_extensions(os.environ):
         _ask_torch(device, backend, ranks, only_whether_it_loads=True)
+
+
+def under_test(device_set: DeviceSet, run: RunTests, ranks: int) -> dict[str, Any]:
+    """What is certain before a file reports it. Of an accelerator only a file knows what it can do."""
+    if device_set.type == HOST and (run.device is not None or not loads_extensions(os.environ)):
+        return {"torch": torch_version(), "device": HOST, "backend": run.backend or device_set.backend, "ranks": ranks}
+    return {"torch": torch_version(), "device": run.device}
 
 
 def is_there(device_set: DeviceSet) -> bool:

@@ -6,8 +6,6 @@ import dataclasses
 import os
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch.needs import Needs, needs_of
-
 
 @dataclasses.dataclass(frozen=True)
 class TestFile:
@@ -24,10 +22,6 @@ class TestFile:
             return self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-
-    def needs(self, ranks: int, few_ranks: int) -> Needs:
-        """See :func:`.needs.needs_of`."""
-        return needs_of(self.source(), ranks, few_ranks, self.path.parent)
 
 
 def discover(directory: Path) -> list[TestFile]:

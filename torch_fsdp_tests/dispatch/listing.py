@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch_fsdp_tests.dispatch.needs import Needs
 from torch_fsdp_tests.dispatch.plan import Job, Seconds
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.times import Needs
 
 
 def seconds(value: float) -> str:

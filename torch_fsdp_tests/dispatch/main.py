@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import ConfigurationError
@@ -19,11 +19,11 @@ from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.needs import tests_by_class
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.verdict import closing_line, tally
 
@@ -119,10 +119,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     if selection and device_set.remark is not None and agents is None:
         _remark(device_set.remark)
     ranks = run.ranks or (settings.USUAL_RANKS if agents is None else agents.launch.world_size)
-    few = settings.FEW_RANKS if device_set.lendable is None else ranks
-    # The CPU lends no devices, so there the needs of files matter only if they are shown.
-    read = selection if run.list_files or device_set.lendable is not None else []
-    needs = {test.file: files[test.file].needs(ranks, few) for test in read}
+    needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
     jobs_at_a_time = 1 if agents is not None else run.jobs or options.default_jobs(ranks)
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
     devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
@@ -141,7 +138,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     elif not jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, files, jobs, device_set, pool, entries, earlier, agents)
+        return _run(run, files, jobs, device_set, pool, ranks, entries, earlier, agents)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -223,6 +220,7 @@ def _run(
     jobs: Sequence[Job],
     device_set: DeviceSet,
     pool: DevicePool,
+    ranks: int,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
     agents: Agents | None,
@@ -246,8 +244,7 @@ def _run(
             _remark(str(error))
             return ExitStatus.REFUSED
     stream = sys.stderr if run.list_tests else sys.stdout
-    under_test = _under_test(run, device_set, None if agents is None else agents.launch.world_size)
-    console = Console(run, stream, len(jobs), under_test, pool.size)
+    console = Console(run, stream, len(jobs), devices.under_test(device_set, run, ranks), pool.size)
     keep = []
     if run.report and not run.list_tests:
         report.set_aside(run.report, compare.PAGE)
@@ -261,21 +258,6 @@ def _run(
         remarks, all_written = _record(run, results, earlier)
         console.end(results, remarks)
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
-
-
-def _under_test(run: RunTests, device_set: DeviceSet, launched: int | None) -> dict[str, Any]:
-    """Return what the files are expected to test on. A file with ranks reports the facts, and the console compares."""
-    lendable = device_set.lendable or 0
-    ranks = run.ranks or launched or settings.default_ranks(min(settings.USUAL_RANKS, lendable))
-    known = devices.is_there(device_set) if lendable else not devices.loads_extensions(os.environ)
-    guessed = run.device is None and not known
-    return {
-        "torch": devices.torch_version(),
-        "device": device_set.type,
-        "backend": None if guessed else run.backend or device_set.backend,
-        "ranks": ranks,
-        "shared": 0 < lendable < ranks,
-    }
 
 
 def _print_tests(results: Results) -> ExitStatus:

@@ -159,7 +159,7 @@ def make_parser() -> _Parser:
     add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help=words)
     words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
-    add("--save-times", type=_path, metavar="DIR", help="write the times of this run to this folder")
+    add("--save-times", type=_path, metavar="DIR", help="write the times and needs of this run to this folder")
 
     add = parser.add_argument_group("how they run").add_argument
     add("--keep-going", "--continue-through-error", **flag, help="continue after a file has failed")

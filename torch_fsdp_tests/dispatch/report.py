@@ -20,6 +20,7 @@ from torch_fsdp_tests.dispatch.console import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.verdict.stream import TestResult
 
@@ -130,10 +131,11 @@ def _repeat(run: RunTests, file: FileResult, test: TestResult) -> str:
     return repeat_command(run, file.job.part.name, file.attempts[-1].facts, test.rerun_name)
 
 
-def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Seconds by file and by class, for files that ran completely in one process."""
+def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, Needs]]:
+    """Seconds by file and by class, and needs by file, for files that ran completely in one process."""
     files: dict[str, float] = {}
     classes: dict[str, dict[str, float]] = {}
+    needs: dict[str, Needs] = {}
     for file in results.files:
         part = file.job.part
         complete = part.test.is_whole and part.num_shards == 1 and not results.run.patterns and not file.is_bad
@@ -144,7 +146,10 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
         for test in file.tests():
             if test.outcome is not State.NOT_RUN and test.class_name:
                 by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
-    return files, classes
+        devices = [1, *(test.facts["devices"] for test in file.tests() if "devices" in test.facts)]
+        ranks = [test.facts["world_size"] for test in file.tests() if "world_size" in test.facts]
+        needs[part.name] = Needs(max(devices + ranks), max(devices))
+    return files, classes, needs
 
 
 def write(folder: Path, results: Results) -> Path:

@@ -335,7 +335,7 @@ class Runner:
         self._finish(waiting, attempt)
 
     def _learn(self, running: TestProcess) -> None:
-        self._console.learn(running.job.part.name, running.facts)
+        self._console.learn(running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
         if running.facts.get("device") == HOST and len(self._queue) > self._pool.size and self._may_fork():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import TestFile
-from torch_fsdp_tests.dispatch.needs import names_in
 from torch_fsdp_tests.dispatch.plan import TestRun, stands_for
+from torch_fsdp_tests.dispatch.syntax import names_in
 
 LIST = ".txt"  # ending of a file in the test directory that holds names of tests
 SHOWN = 5  # names in a message

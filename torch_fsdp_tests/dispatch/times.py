@@ -1,7 +1,8 @@
-"""Reads and writes the times of files and classes in upstream's formats.
+"""Reads and writes what runs have recorded: the times of files and classes in upstream's formats, and their needs.
 
 ``test-times.json`` is ``{BUILD_ENVIRONMENT: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file:
-{class: seconds}}`` there. If the environment has no entry, ``default`` is used.
+{class: seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. If the environment has no
+entry, ``default`` is used.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ from torch_fsdp_tests.dispatch.plan import LONGEST
 
 FILE_TIMES = "test-times.json"
 CLASS_TIMES = "test-class-times.json"
+NEEDS = "test-needs.json"
 RECORDED = Path(__file__).parent / "data"  # the folder with the times that ship with the project
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """The most ranks and devices that a test of a file asks for. Ranks in threads share a device."""
+
+    ranks: int = 1
+    devices: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
-    """Known seconds by file and by class, and remarks about files that do not exist."""
+    """Known seconds by file and by class, known needs by file, and remarks about files that do not exist."""
 
     files: Mapping[str, float] = dataclasses.field(default_factory=dict)
     classes: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, Needs] = dataclasses.field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
 
@@ -36,19 +47,22 @@ def load(paths: Iterable[Path], environment: Mapping[str, str]) -> Times:
     """
     files: dict[str, float] = {}
     classes: dict[str, Mapping[str, float]] = {}
+    needs: dict[str, Needs] = {}
     remarks = []
     asked = list(paths)
-    for path in [RECORDED / FILE_TIMES, RECORDED / CLASS_TIMES, *asked]:
+    for path in [*(RECORDED / name for name in (FILE_TIMES, CLASS_TIMES, NEEDS)), *asked]:
         if not path.exists():
             if path in asked:
                 remarks.append(f"{path} does not exist; the recorded times of the project are used")
             continue
         for name, value in _configured(path, environment).items():
-            if isinstance(value, dict):
+            if path.name == NEEDS:
+                needs[name] = _needs(path, name, value)
+            elif isinstance(value, dict):
                 classes[name] = {cls: _seconds(path, f"{name} {cls}", seconds) for cls, seconds in value.items()}
             else:
                 files[name] = _seconds(path, name, value)
-    return Times(files, classes, tuple(remarks))
+    return Times(files, classes, needs, tuple(remarks))
 
 
 def _configured(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -66,24 +80,41 @@ def _seconds(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
+def _needs(path: Path, name: str, value: Any) -> Needs:
+    fields = {field.name for field in dataclasses.fields(Needs)}
+    if (
+        not isinstance(value, dict)
+        or value.keys() != fields
+        or not all(type(n) is int and n > 0 for n in value.values())
+    ):
+        raise MalformedList(f'{path}: the needs of {name} are {value!r}, not of the form {{"ranks": 4, "devices": 4}}')
+    return Needs(**value)
+
+
 def check(folder: Path, environment: Mapping[str, str]) -> None:
     """Raise :class:`MalformedList` if times cannot be added to those in the folder."""
-    for path in (folder / FILE_TIMES, folder / CLASS_TIMES):
+    for path in (folder / FILE_TIMES, folder / CLASS_TIMES, folder / NEEDS):
         if path.exists():
             _configured(path, environment)
 
 
 def save(
-    folder: Path, files: Mapping[str, float], classes: Mapping[str, Mapping[str, float]], environment: Mapping[str, str]
+    folder: Path,
+    files: Mapping[str, float],
+    classes: Mapping[str, Mapping[str, float]],
+    needs: Mapping[str, Needs],
+    environment: Mapping[str, str],
 ) -> None:
-    """Write both formats into the folder, and keep the times of other files there. Raises like :func:`check`."""
+    """Write all formats into the folder, and keep what is there about other files. Raises like :func:`check`."""
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 
     keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
-    for name, times in ((FILE_TIMES, files), (CLASS_TIMES, classes)):
+    as_data = {file: dataclasses.asdict(need) for file, need in needs.items()}
+    tables: dict[str, Mapping[str, Any]] = {FILE_TIMES: files, CLASS_TIMES: classes, NEEDS: as_data}
+    for name, recorded in tables.items():
         path = folder / name
         data = read_json(path) if path.exists() else {}
         table = data.setdefault(keys[0], {}).setdefault(keys[1], {})
-        table.update(times)
+        table.update(recorded)
         data[keys[0]][keys[1]] = dict(sorted(table.items()))
         write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch import plan, times
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList
@@ -43,7 +42,7 @@ def _random_jobs(draw: random.Random, count: int, devices: int) -> list[Job]:
 def _recorded_jobs(directory: Path, devices: int, known: times.Times) -> list[Job]:
     """The files of a test directory whose times are known."""
     files = [file for file in discover(directory) if file.name in known.files]
-    needs = {file.name: file.needs(settings.USUAL_RANKS, settings.USUAL_RANKS).devices for file in files}
+    needs = {file.name: known.needs[file.name].devices for file in files if file.name in known.needs}
     parts = plan.split([TestRun(file.name) for file in files], known.files, known.classes)
     return plan.make_jobs(parts, needs, devices)
 
