@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import unittest
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +15,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase, spawn_threads_and_init_comms
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
-from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.multi_threaded_pg import (
     CollectiveTimeout,
@@ -29,11 +26,10 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     PeerFailed,
     ProcessLocalGroup,
     ThreadLocalWorld,
-    _create_threaded_pg,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from torch_fsdp_tests.ranks import Kind, Outcome, RanksErred, RanksFailed
+from torch_fsdp_tests.ranks import Kind, Outcome
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -69,225 +65,154 @@ def chunks(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [chunk.clone() for chunk in tensor.chunk(count)]
 
 
-# Each of these runs one collective on one rank, and returns that rank's result.
+Results = Iterator[tuple[str, list[torch.Tensor]]]
 
 
-def all_reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
-    tensor = sample(rank, dtype, 3, 5)
-    dist.all_reduce(tensor, op)
-    return [tensor]
-
-
-def all_reduce_coalesced(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
+def reduced(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> Results:
+    """Run each collective that reduces. Yields its name and this rank's results."""
     tensors = [sample(rank, dtype, 3), sample(rank, dtype, 2, 2)]
     with dist._coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor, op)
-    return tensors
+    yield "all_reduce coalesced", tensors
 
-
-def reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     tensor = sample(rank, dtype, 7)
     dist.reduce(tensor, 1, op)
-    return [tensor] if rank == 1 else []
+    yield "reduce", [tensor] if rank == 1 else []
 
-
-def reduce_scatter(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     output = torch.zeros(2, 3, dtype=dtype)
     dist.reduce_scatter(output, chunks(sample(rank, dtype, 2 * size, 3), size), op)
-    return [output]
+    yield "reduce_scatter", [output]
 
-
-def reduce_scatter_tensor(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     output = torch.zeros(2, 3, dtype=dtype)
-    work = dist.reduce_scatter_tensor(output, sample(rank, dtype, 2 * size, 3), op, async_op=True)
-    work.wait()
-    return [output]
+    dist.reduce_scatter_tensor(output, sample(rank, dtype, 2 * size, 3), op, async_op=True).wait()
+    yield "reduce_scatter_tensor", [output]
 
-
-def reduce_scatter_in_place(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
-    # The output is a slice of the input, as in FSDP1.
     whole = sample(rank, dtype, 2 * size)
-    mine = whole.chunk(size)[rank]
-    dist.reduce_scatter_tensor(mine, whole.clone() if dist.get_backend() == "gloo" else whole, op)
-    return [mine]
+    part = whole.chunk(size)[rank]  # the output is a slice of the input, as in FSDP1
+    dist.reduce_scatter_tensor(part, whole.clone() if dist.get_backend() == "gloo" else whole, op)
+    yield "reduce_scatter_tensor in place", [part]
+
+    if not dtype.is_complex:  # funcol passes complex numbers unchanged, and gloo cannot reduce them
+        yield "funcol", [funcol.all_reduce(sample(rank, dtype, 4), op.name.lower(), dist.group.WORLD) + 0]
 
 
-def functional_all_reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
-    return [funcol.all_reduce(sample(rank, dtype, 4), op.name.lower(), dist.group.WORLD) + 0]
+def gathered(rank: int, size: int, dtype: torch.dtype) -> Results:
+    """Run each collective that gives ranks the data of others. Yields its name and this rank's results."""
 
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
-REDUCING = [
-    all_reduce,
-    all_reduce_coalesced,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    reduce_scatter_in_place,
-    functional_all_reduce,
-]
-
-
-def broadcast(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     tensor = sample(rank, dtype, 5)
     dist.broadcast(tensor, size - 1)
-    return [tensor]
+    yield "broadcast", [tensor]
 
-
-def all_gather(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+    outputs = [zeros(2, 3) for _ in range(size)]
     dist.all_gather(outputs, sample(rank, dtype, 2, 3))
-    return outputs
+    yield "all_gather", outputs
 
-
-def all_gather_coalesced(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    outputs = [[torch.zeros(2, dtype=dtype), torch.zeros(3, 1, dtype=dtype)] for _ in range(size)]
-    inputs = [sample(rank, dtype, 2), sample(rank, dtype, 3, 1)]
-    dist.group.WORLD.allgather_coalesced(outputs, inputs).wait()
-    return [tensor for tensors in outputs for tensor in tensors]
-
-
-def all_gather_into_tensor(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    output = torch.zeros(size * 2, 3, dtype=dtype)
+    output = zeros(size * 2, 3)
     dist.all_gather_into_tensor(output, sample(rank, dtype, 2, 3))
-    return [output]
+    yield "all_gather_into_tensor", [output]
 
+    output = zeros(size * 3)
+    part = output.chunk(size)[rank]  # the input is a slice of the output, as in FSDP1 and FSDP2
+    part.copy_(sample(rank, dtype, 3))
+    dist.all_gather_into_tensor(output, part)
+    yield "all_gather_into_tensor in place", [output]
 
-def all_gather_in_place(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    # The input is a slice of the output, as in FSDP1 and FSDP2.
-    output = torch.zeros(size * 3, dtype=dtype)
-    mine = output.chunk(size)[rank]
-    mine.copy_(sample(rank, dtype, 3))
-    dist.all_gather_into_tensor(output, mine)
-    return [output]
-
-
-def all_gather_into_tensor_coalesced(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    outputs = [torch.zeros(size * 2, dtype=dtype), torch.zeros(size, 3, dtype=dtype)]
+    outputs = [zeros(size * 2), zeros(size, 3)]
     with dist._coalescing_manager(async_ops=True) as pending:
         dist.all_gather_into_tensor(outputs[0], sample(rank, dtype, 2))
         dist.all_gather_into_tensor(outputs[1], sample(rank, dtype, 1, 3))
     pending.wait()
-    return outputs
+    yield "all_gather_into_tensor coalesced", outputs
 
-
-def gather(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    outputs = [torch.zeros(3, dtype=dtype) for _ in range(size)] if rank == 2 else None
-    dist.gather(sample(rank, dtype, 3), outputs, dst=2)
-    return outputs or []
-
-
-def scatter(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    output = torch.zeros(3, dtype=dtype)
+    output = zeros(3)
     dist.scatter(output, chunks(sample(rank, dtype, 3 * size), size) if rank == 1 else None, src=1)
-    return [output]
+    yield "scatter", [output]
 
 
-def all_to_all(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
-    dist.all_to_all(outputs, chunks(sample(rank, dtype, 2 * size, 3), size))
-    return outputs
-
-
-def all_to_all_single(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
+    """The same for collectives in which each pair of ranks exchanges data, for transfers, and for groups of some."""
     output = torch.zeros(2 * size, 3, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, 2 * size, 3))
-    return [output]
+    yield "all_to_all_single", [output]
 
-
-def all_to_all_single_uneven(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    # Rank i sends i + j rows to rank j, and so receives the same number from it.
-    splits = [rank + peer for peer in range(size)]
+    splits = [rank + peer for peer in range(size)]  # rank i sends i + j rows to rank j, and receives as many from it
     output = torch.zeros(sum(splits), 2, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, sum(splits), 2), splits, splits)
-    return [output]
+    yield "all_to_all_single, uneven", [output]
 
-
-def ring(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     output = torch.zeros(4, dtype=dtype)
     sent = dist.isend(sample(rank, dtype, 4), (rank + 1) % size, tag=7)
     dist.recv(output, (rank - 1) % size, tag=7)
     sent.wait()
-    return [output]
+    yield "send and receive in a ring", [output]
 
-
-def functional(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    group = dist.group.WORLD
-    given = sample(rank, dtype, size, 2)
-    results = [
-        funcol.all_gather_tensor(given, 0, group),
-        funcol.all_gather_tensor(given, 1, group),
-        funcol.all_to_all_single(given, None, None, group),
-        funcol.broadcast(given, 1, group),
-        *funcol.all_gather_into_tensor_coalesced([given, given[0]], group),
-    ]
-    return [result.clone() for result in results]
-
-
-def sub_groups(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     # Two groups that are not consecutive halves, so that group ranks and global ranks differ.
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
-    tensor = sample(rank, dtype, 3)
-    dist.broadcast(tensor, 3 if rank % 2 else 2, group=odd if rank % 2 else even)
+    tensor, group = sample(rank, dtype, 3), odd if rank % 2 else even
+    dist.broadcast(tensor, 3 if rank % 2 else 2, group=group)
     outputs = [torch.zeros(3, dtype=dtype) for _ in range(2)]
-    dist.all_gather(outputs, tensor + tensor, group=odd if rank % 2 else even)
-    return [tensor, *outputs]
+    dist.all_gather(outputs, tensor + tensor, group=group)
+    yield "groups of some ranks", [tensor, *outputs]
+
+    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+    try:
+        dist.all_to_all(outputs, chunks(sample(rank, dtype, 2 * size, 3), size))
+        yield "all_to_all", outputs
+    except RuntimeError as error:
+        # The gloo of torch before 2.13, which raises before it sends anything.
+        if "does not support alltoall" not in str(error):
+            raise
 
 
-MOVING = [
-    broadcast,
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_in_place,
-    all_gather_into_tensor_coalesced,
-    gather,
-    scatter,
-    all_to_all,
-    all_to_all_single,
-    all_to_all_single_uneven,
-    ring,
-    functional,
-    sub_groups,
-]
-# torch.distributed's functions pass complex numbers to gloo as pairs of reals. Gloo itself has no complex type.
-GLOO_LACKS = {(case, torch.complex64) for case in (gather, all_gather_coalesced, functional)}
+def without_complex(rank: int, size: int, dtype: torch.dtype) -> Results:
+    """The same for collectives that gloo lacks for complex numbers. Others pass them to gloo as pairs of reals."""
+    outputs = [torch.zeros(3, dtype=dtype) for _ in range(size)] if rank == 2 else None
+    dist.gather(sample(rank, dtype, 3), outputs, dst=2)
+    yield "gather", outputs or []
+
+    lists = [[torch.zeros(2, dtype=dtype), torch.zeros(3, 1, dtype=dtype)] for _ in range(size)]
+    dist.group.WORLD.allgather_coalesced(lists, [sample(rank, dtype, 2), sample(rank, dtype, 3, 1)]).wait()
+    yield "allgather_coalesced", [tensor for tensors in lists for tensor in tensors]
+
+    world, tensor = dist.group.WORLD, sample(rank, dtype, size, 2)
+    results = [
+        funcol.all_gather_tensor(tensor, 1, world),
+        funcol.all_to_all_single(tensor, None, None, world),
+        funcol.broadcast(tensor, 1, world),
+        *funcol.all_gather_into_tensor_coalesced([tensor, tensor[0]], world),
+    ]
+    yield "funcol", [result.clone() for result in results]
 
 
 def objects(rank: int, size: int) -> list[Any]:
     """All collectives of pickled objects, in one list."""
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, {"rank": rank, "pad": "x" * rank})
-    gathered = [None] * size if rank == 3 else None
-    dist.gather_object((rank, rank**2), gathered, dst=3)
+    collected = [None] * size if rank == 3 else None
+    dist.gather_object((rank, rank**2), collected, dst=3)
     received = [None]
     dist.scatter_object_list(received, [f"for {peer}" for peer in range(size)] if rank == 2 else None, src=2)
-    told = [f"by {rank}", rank]
-    dist.broadcast_object_list(told, src=1)
+    spread = [f"by {rank}", rank]
+    dist.broadcast_object_list(spread, src=1)
     dist.barrier()
-    return [everyone, gathered, received, told]
+    return [everyone, collected, received, spread]
 
 
 def every_case(rank: int, size: int) -> dict[tuple[Any, ...], list[torch.Tensor]]:
     """All results of one rank, by the name of the case."""
     results: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for reduction in REDUCING:
-        for name, dtypes in REDUCIBLE.items():
-            op = getattr(dist.ReduceOp, name)
-            for dtype in dtypes:
-                # funcol passes complex numbers unchanged, and gloo cannot reduce them.
-                if not (reduction is functional_all_reduce and dtype.is_complex):
-                    results[reduction.__name__, name, dtype] = reduction(rank, size, dtype, op)
-    for move in MOVING:
-        for dtype in MOVABLE:
-            if (move, dtype) in GLOO_LACKS:
-                continue
-            try:
-                results[move.__name__, dtype] = move(rank, size, dtype)
-            except RuntimeError as error:
-                # The gloo of torch before 2.13, which raises before it sends anything.
-                if move is not all_to_all or "does not support alltoall" not in str(error):
-                    raise
+    for op, dtypes in REDUCIBLE.items():
+        for dtype in dtypes:
+            for name, tensors in reduced(rank, size, dtype, getattr(dist.ReduceOp, op)):
+                results[name, op, dtype] = tensors
+    for collectives, dtypes in ((gathered, MOVABLE), (exchanged, MOVABLE), (without_complex, REAL)):
+        for dtype in dtypes:
+            for name, tensors in collectives(rank, size, dtype):
+                results[name, dtype] = tensors
     return results
 
 
@@ -352,20 +277,18 @@ class TestBesideGloo(MultiProcessTestCase):
         return results_of(self.world_size, lambda rank: body(rank, self.world_size))[self.rank]
 
     def test_every_collective(self):
-        wanted, found = self.gloo(every_case), self.threaded(every_case)
-        lacking = {key for key in found if key not in wanted}
-        self.assertEqual({name for name, *_ in lacking} - {"all_to_all"}, set())
-        self.assertGreater(len(wanted), 400)
-        for key, tensors in wanted.items():
-            self.assertEqual(len(found[key]), len(tensors), msg=str(key))
-            for mine, gloos in zip(found[key], tensors, strict=True):
-                self.assertEqual(mine.dtype, gloos.dtype)
-                if mine.dtype == torch.bool:
+        of_gloo, of_threads = self.gloo(every_case), self.threaded(every_case)
+        self.assertEqual({name for name, *_ in of_threads.keys() - of_gloo.keys()} - {"all_to_all"}, set())
+        self.assertGreater(len(of_gloo), 400)
+        for key, expected in of_gloo.items():
+            for result, wanted in zip(of_threads[key], expected, strict=True):
+                self.assertEqual(result.dtype, wanted.dtype)
+                if result.dtype == torch.bool:
                     # gloo sums booleans as bytes, and the result is 2. Both mean true.
-                    mine, gloos = mine.view(torch.uint8) != 0, gloos.view(torch.uint8) != 0
+                    result, wanted = result.view(torch.uint8) != 0, wanted.view(torch.uint8) != 0
                 # Sums of four in 16 bits: gloo rounds after each addition, the threaded group once.
-                loose = {"atol": 0.05, "rtol": 0.02} if mine.dtype in (torch.float16, torch.bfloat16) else {}
-                torch.testing.assert_close(mine, gloos, msg=lambda text, key=key: f"{key}: {text}", **loose)
+                loose = {"atol": 0.05, "rtol": 0.02} if result.dtype in (torch.float16, torch.bfloat16) else {}
+                torch.testing.assert_close(result, wanted, msg=lambda text, key=key: f"{key}: {text}", **loose)
 
     def test_objects(self):
         self.assertEqual(self.gloo(objects), self.threaded(objects))
@@ -382,60 +305,50 @@ class ThreadsTestCase(MultiProcessTestCase):
 
 
 class TestArithmetic(ThreadsTestCase):
-    """Reductions that gloo does not support."""
+    """Without it, a reduction that gloo does not support, or rounds otherwise, could be wrong."""
 
-    def reduce(self, size: int, make: Callable[..., torch.Tensor], op: Any) -> list[torch.Tensor]:
+    def check_sum(self, values: list[torch.Tensor], ops: list[Any], expected: torch.Tensor) -> None:
+        """Each rank reduces its value with its operation. The result is the same on each rank."""
+
         def body(rank):
-            tensor = make(rank)
-            dist.all_reduce(tensor, op(rank) if callable(op) and not hasattr(op, "name") else op)
+            tensor = values[rank].clone()
+            dist.all_reduce(tensor, ops[rank])
             return tensor
 
-        return results_of(size, body)
+        for tensor in results_of(len(values), body):
+            self.assertEqual(tensor, expected)
 
     def test_avg_of_integers_truncates(self):
         for dtype in (*INTEGERS, torch.int16):
-            for tensor in self.reduce(
-                3, lambda rank, dtype=dtype: torch.tensor([rank, 2 * rank + 1], dtype=dtype), dist.ReduceOp.AVG
-            ):
-                self.assertEqual(tensor, torch.tensor([1, 3], dtype=dtype))
-        for tensor in self.reduce(2, lambda rank: torch.tensor([-3 * rank]), dist.ReduceOp.AVG):
-            self.assertEqual(tensor, torch.tensor([-1]))
+            values = [torch.tensor([rank, 2 * rank + 1], dtype=dtype) for rank in range(3)]
+            self.check_sum(values, [dist.ReduceOp.AVG] * 3, torch.tensor([1, 3], dtype=dtype))
+        self.check_sum([torch.tensor([0]), torch.tensor([-3])], [dist.ReduceOp.AVG] * 2, torch.tensor([-1]))
 
     def test_premul_sum_uses_each_ranks_factor(self):
         for factor in (float, lambda value: torch.tensor([float(value)])):
+            ops = [dist._make_nccl_premul_sum(factor(10**rank)) for rank in range(3)]
             for dtype in (torch.float32, torch.bfloat16):
-                outcome = self.reduce(
-                    3,
-                    lambda rank, dtype=dtype: torch.full((2,), rank + 1.0, dtype=dtype),
-                    lambda rank, factor=factor: dist._make_nccl_premul_sum(factor(10**rank)),
-                )
-                for tensor in outcome:
-                    self.assertEqual(tensor, torch.tensor([321.0, 321.0]).to(dtype))
+                values = [torch.full((2,), rank + 1.0, dtype=dtype) for rank in range(3)]
+                self.check_sum(values, ops, torch.tensor([321.0, 321.0]).to(dtype))
 
     def test_narrow_floats_round_once(self):
         # 256 + 1 is 256 in bfloat16: rounding after each addition would lose all ones.
-        for tensor in self.reduce(
-            9, lambda rank: torch.tensor([256.0 if rank == 0 else 1.0]).bfloat16(), dist.ReduceOp.SUM
-        ):
-            self.assertEqual(tensor, torch.tensor([264.0]).bfloat16())
-        for tensor in self.reduce(
-            4, lambda rank: torch.tensor([1.0 + rank]).to(torch.float8_e4m3fn), dist.ReduceOp.SUM
-        ):
-            self.assertEqual(tensor.float(), torch.tensor([10.0]))
+        values = [torch.tensor([value]).bfloat16() for value in (256.0, *[1.0] * 8)]
+        self.check_sum(values, [dist.ReduceOp.SUM] * 9, torch.tensor([264.0]).bfloat16())
+        values = [torch.tensor([1.0 + rank]).to(torch.float8_e4m3fn) for rank in range(4)]
+        self.check_sum(values, [dist.ReduceOp.SUM] * 4, torch.tensor([10.0]).to(torch.float8_e4m3fn))
 
     def test_inputs_survive(self):
+        """gloo may overwrite the tensors of ranks other than the root."""
+
         def body(rank):
-            given = sample(rank, torch.float32, 4)
-            kept = [given.clone() for _ in range(3)]
-            if rank != 1:
-                # gloo may overwrite the tensors of ranks other than the root, so this test is about our group only.
-                dist.reduce(kept[0], 1)
-            else:
-                dist.reduce(given.clone(), 1)
-            dist.reduce_scatter_tensor(torch.zeros(2), kept[1])
-            dist.reduce_scatter(torch.zeros(2), list(kept[2].chunk(2)))
-            for tensor in kept:
-                self.assertEqual(tensor, given)
+            value = sample(rank, torch.float32, 4)
+            inputs = [value.clone() for _ in range(3)]
+            dist.reduce(inputs[0], 1)
+            dist.reduce_scatter_tensor(torch.zeros(2), inputs[1])
+            dist.reduce_scatter(torch.zeros(2), list(inputs[2].chunk(2)))
+            for tensor in inputs if rank != 1 else inputs[1:]:
+                self.assertEqual(tensor, value)
 
         self.assertEqual(results_of(2, body), [None, None])
 
@@ -455,45 +368,9 @@ class TestArithmetic(ThreadsTestCase):
 
         self.assertEqual(results_of(2, body), [2.0, 2.0])
 
-    def test_uneven_lists(self):
-        def body(rank):
-            gathered = [torch.zeros(peer + 1) for peer in range(3)]
-            dist.all_gather(gathered, torch.full((rank + 1,), float(rank)))
-            mine = torch.zeros(rank + 1)
-            dist.reduce_scatter(mine, [torch.full((peer + 1,), 10.0 * peer + rank) for peer in range(3)])
-            swapped = [torch.zeros(peer + 1) for peer in range(3)]
-            dist.all_to_all(swapped, [torch.full((rank + 1,), 10.0 * peer + rank) for peer in range(3)])
-            return [tensor.tolist() for tensor in gathered], mine.tolist(), [tensor.tolist() for tensor in swapped]
-
-        for rank, (gathered, mine, swapped) in enumerate(results_of(3, body)):
-            self.assertEqual(swapped, [[10.0 * rank + peer] * (peer + 1) for peer in range(3)])
-            self.assertEqual(gathered, [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]])
-            self.assertEqual(mine, [30.0 * rank + 3] * (rank + 1))
-
 
 class TestGroups(ThreadsTestCase):
-    def test_mesh_and_fully_shard(self):
-        def body(rank):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))  # the CPU is the subject
-            source = torch.Generator().manual_seed(0)
-            weights = [torch.randn(7, 5, generator=source), torch.randn(3, 7, generator=source)]
-            model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
-            for module, weight in zip(model, weights, strict=True):
-                module.weight.data.copy_(weight)
-                fully_shard(module, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            batch = sample(rank, torch.float32, 4, 5)
-            model(batch).square().sum().backward()
-            plain = [weight.requires_grad_() for weight in weights]
-            total = sum(
-                (sample(peer, torch.float32, 4, 5) @ plain[0].T @ plain[1].T).square().sum() for peer in range(4)
-            )
-            wanted = torch.autograd.grad(total / 4, plain)
-            for module, gradient in zip(model, wanted, strict=True):
-                torch.testing.assert_close(module.weight.grad.full_tensor(), gradient)
-            return [mesh.get_local_rank(dim) for dim in range(2)]
-
-        self.assertEqual(results_of(4, body), [[0, 0], [0, 1], [1, 0], [1, 1]])
+    """Without it, ranks in threads could use the group or the tables of another rank."""
 
     def test_split_group(self):
         def body(rank):
@@ -518,12 +395,6 @@ class TestGroups(ThreadsTestCase):
             return sums
 
         self.assertEqual(results_of(4, body), [[6.0] * 3] * 4)
-
-    def test_each_group_has_its_own_token(self):
-        # Ranks that make a group again quickly must not meet ranks that still leave the first one.
-        store = dist.HashStore()
-        tokens = {_create_threaded_pg(store, 0, 1, timedelta(seconds=5))._token for _ in range(3)}
-        self.assertEqual(len(tokens), 3)
 
     def test_tables_belong_to_the_thread(self):
         before = dist.distributed_c10d._world
@@ -551,17 +422,19 @@ class TestGroups(ThreadsTestCase):
 
 
 class TestWork(ThreadsTestCase):
+    """Without it, asynchronous work could end too early, block others, or disturb autograd and modes of its rank."""
+
     def test_async_work_waits_for_the_last_rank(self):
-        late, asked = threading.Event(), threading.Barrier(3)
+        late, polled = threading.Event(), threading.Barrier(3)
 
         def body(rank):
             tensor = torch.tensor([rank + 1.0])
             if rank == 2:
-                asked.wait()  # the other ranks have polled their work
+                polled.wait()  # the other ranks have polled their work
             work = dist.all_reduce(tensor, async_op=True)
             if rank != 2:
                 before = work.is_completed(), tensor.item()
-                asked.wait()
+                polled.wait()
             else:
                 before = True, 6.0
                 late.set()
@@ -659,6 +532,8 @@ class TestWork(ThreadsTestCase):
 
 
 class TestFailures(ThreadsTestCase):
+    """Without it, a failure or a mismatch of one rank could let the others hang, or blame the wrong rank."""
+
     def test_a_rank_that_raises_ends_the_wait_of_all(self):
         waiting = threading.Barrier(4)
 
@@ -678,32 +553,18 @@ class TestFailures(ThreadsTestCase):
             self.assertEqual(outcome.rank, 2)
             self.assertIn("rank 2 failed with LookupError: lost my way", str(outcome))
 
-    def test_a_rank_that_raises_before_its_group_is_made(self):
-        def body(rank):
-            if rank == 1:
-                raise LookupError("no start")
-            dist.init_process_group("threaded", rank=rank, world_size=3, store=store)
-
-        store = dist.HashStore()
-        outcomes = in_threads(3, body, init=False)
-        self.assertEqual([type(outcome) for outcome in outcomes], [PeerFailed, LookupError, PeerFailed])
-
-    def test_a_transfer_ends_with_the_world(self):
-        def body(rank):
+    def test_failure_before_the_group_is_made_or_during_a_transfer(self):
+        def body(rank, *, connect):
             if rank == 1:
                 raise LookupError("gone")
+            if connect:
+                dist.init_process_group("threaded", rank=rank, world_size=2, store=dist.HashStore())
             dist.recv(torch.zeros(1), 1)
 
-        self.assertEqual([type(outcome) for outcome in in_threads(2, body)], [PeerFailed, LookupError])
-
-    def test_the_next_world_knows_nothing_of_the_last(self):
-        def body(rank):
-            if rank == 0:
-                raise LookupError("once")
-            dist.barrier()
-
-        in_threads(2, body)
-        self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])
+        for connect in (True, False):
+            outcomes = in_threads(2, functools.partial(body, connect=connect), init=not connect)
+            self.assertEqual([type(outcome) for outcome in outcomes], [PeerFailed, LookupError])
+        self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])  # the next world is whole
 
     def mismatch(self, size: int, body: Callable[[int], object], *words: str) -> None:
         """Each rank catches the mismatch itself, and each of `words` is in each message."""
@@ -820,12 +681,14 @@ class TestFailures(ThreadsTestCase):
                 dist.distributed_c10d._world.pg_map = None
             return Outcome(rank, Kind.PASSED)
 
-        well, unwell = run_threads(2, body)
-        self.assertEqual((well.kind, unwell.kind), (Kind.PASSED, Kind.ERROR))
-        self.assertIn("destroy_process_group", unwell.text)
+        intact, broken = run_threads(2, body)
+        self.assertEqual((intact.kind, broken.kind), (Kind.PASSED, Kind.ERROR))
+        self.assertIn("destroy_process_group", broken.text)
 
 
 class TestFakeModes(ThreadsTestCase):
+    """Without it, builds of torch with CUDA could crash in the second thread."""
+
     def test_each_thread_may_enter_one_after_another_has_ended(self):
         """Without a device, the device guard of torch 2.11's CUDA builds ends with the thread that entered it first."""
 
@@ -836,59 +699,6 @@ class TestFakeModes(ThreadsTestCase):
 
         for _ in range(3):
             self.assertEqual([outcome.kind for outcome in run_threads(2, body)], [Kind.PASSED, Kind.PASSED])
-
-
-class TestSpawnThreads(TestCase):
-    """The decorator for a method of an ordinary test case. Its ranks are threads of this process."""
-
-    def total(self) -> int:
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        return int(tensor.item())
-
-    @spawn_threads_and_init_comms(world_size=3)
-    def test_passes(self):
-        self.assertEqual((self.total(), dist.get_world_size()), (3, 3))
-
-    def test_a_number_of_ranks_by_default(self):
-        totals = []
-        spawn_threads_and_init_comms(lambda case: totals.append(case.total()))(self)
-        self.assertEqual(totals, [4] * 4)
-
-    def test_one_fails(self):
-        def fails_on_rank_1(case):
-            if dist.get_rank() == 1:
-                case.fail("on purpose")
-            case.total()
-
-        with self.assertRaises(RanksFailed) as caught:
-            spawn_threads_and_init_comms(fails_on_rank_1)(self)
-        self.assertRegex(
-            str(caught.exception), "^rank 1 of 4 raised:(.|\n)*on purpose(.|\n)*ranks 0 and 2-3 of 4 raised"
-        )
-
-    def test_skips(self):
-        """The test skips only if every rank skips."""
-        with self.assertRaisesRegex(unittest.SkipTest, "^not today$"):
-            spawn_threads_and_init_comms(lambda case: case.skipTest("not today"))(self)
-        with self.assertRaisesRegex(RanksErred, "a skip counts only when every rank skips"):
-            spawn_threads_and_init_comms(lambda case: None if dist.get_rank() else case.skipTest("not today"))(self)
-
-    def test_one_hangs(self):
-        """The hang is outside of any collective. The test ends in time, and says where the thread is."""
-        over = threading.Event()
-        self.addCleanup(over.set)
-
-        def here_it_hangs(case):
-            if dist.get_rank() == 3:
-                over.wait()
-
-        began = time.monotonic()
-        with self.assertRaisesRegex(
-            RanksErred, "^rank 3 of 4 raised:\nTimeoutError: .* after 1 s(.|\n)*in here_it_hangs"
-        ):
-            spawn_threads_and_init_comms(here_it_hangs, timeout=1)(self)
-        self.assertLess(time.monotonic() - began, 5)
 
 
 if __name__ == "__main__":

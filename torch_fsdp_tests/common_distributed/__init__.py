@@ -13,7 +13,7 @@ from torch_fsdp_tests.common_distributed.case import (
 from torch_fsdp_tests.common_distributed.continuous import MultiProcContinuousTest
 from torch_fsdp_tests.common_distributed.modules import SaveForwardInputsModel, SaveForwardInputsModule
 from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase
-from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase, spawn_threads_and_init_comms
+from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase
 from torch_fsdp_tests.common_distributed.requirements import (
     TEST_SKIPS,
     TestSkip,

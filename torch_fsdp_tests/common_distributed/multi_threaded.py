@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,27 +19,23 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed.case import (
-    TIMEOUT_DEFAULT,
     RankTestCase,
     get_timeout,
     named_leaks,
-    raise_verdict,
     run_in_rank,
-    take_defect_blocks,
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Kind, Outcome, RankGroup, judge
-from torch_fsdp_tests.ranks.outcome import Ending, RankReport, enters_test, raised
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Kind, Outcome, RankGroup
+from torch_fsdp_tests.ranks.outcome import enters_test, raised
 from torch_fsdp_tests.ranks.threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.verdict import events
 
 __unittest = True
 
@@ -80,15 +73,12 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
         yield
 
 
-def run_threads(
-    world_size: int, body: Callable[[int], Outcome], limit: float | None = None, *, give_up: bool = False
-) -> list[Outcome]:
+def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | None = None) -> list[Outcome]:
     """Run ``body(rank)`` in one thread for each rank, over a threaded process group.
 
     Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
     their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
-    a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too. In a
-    process without a limit, pass ``give_up``: then such a thread is abandoned after ``limit``.
+    a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too.
     """
     outcomes: dict[int, Outcome] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -119,30 +109,17 @@ def run_threads(
                 outcomes[rank] = raised(rank, error)
 
     try:
-        threads = [
-            threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=give_up)
-            for rank in range(world_size)
-        ]
+        threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
         with _one_fake_mode_at_a_time(), _device_guard_that_outlives_threads():
             for thread in threads:
                 thread.start()
-            end = time.monotonic() + limit
             for thread in threads:
-                thread.join(max(0.0, end - time.monotonic()) if give_up else None)
+                thread.join()
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    return [outcomes.get(rank) or _hanging(rank, threads[rank], limit) for rank in range(world_size)]
-
-
-def _hanging(rank: int, thread: threading.Thread, limit: float) -> Outcome:
-    """The outcome of a rank whose thread still runs, with its stack."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
-    kind, words = "TimeoutError", f"it is still running after {limit:g} s, and a thread cannot be killed; its stack is:"
-    text = f"{kind}: {words}\n{stack}".rstrip()
-    return Outcome(rank, Kind.ERROR, text, limit, from_body=True, exception=kind, message=words)
+    return [outcomes[rank] for rank in range(world_size)]
 
 
 def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
@@ -263,33 +240,3 @@ class MultiThreadedTestCase(RankTestCase):
         """
         if self.rank == rank:
             self.assertEqual(x, y, msg)
-
-
-def spawn_threads_and_init_comms(
-    func: Callable | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = 4
-) -> Callable:
-    """Run a test method of an ordinary test case in ``world_size`` threads with a threaded process group.
-
-    The method skips if every rank skips. If a rank fails, it raises ``RanksFailed`` (an ``AssertionError``) or
-    ``RanksErred`` (a ``RuntimeError``), with the text of each rank that did not pass. Collectives time out shortly
-    before ``timeout`` seconds. A rank that hangs for longer is an error too, and its stack is shown. As in upstream's,
-    the threads belong to the test process itself, so a thread that hangs stays in it.
-    """
-    if func is None:
-        return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
-
-    @functools.wraps(func)
-    def in_threads(self: Any, *args: Any, **kwargs: Any) -> None:
-        began, ended = time.monotonic(), {}
-
-        def live(rank: int) -> Outcome:
-            outcome = _in_thread(rank, lambda: events.check_returned(func(self, *args, **kwargs)))
-            ended[rank] = time.monotonic() - began
-            return outcome
-
-        outcomes = run_threads(world_size, live, timeout, give_up=True)
-        reports = [RankReport(each.rank, each, Ending(code=0), at=ended.get(each.rank, timeout)) for each in outcomes]
-        take_defect_blocks(reports)
-        raise_verdict(judge(reports, timeout, SKIP_CODES))
-
-    return in_threads
