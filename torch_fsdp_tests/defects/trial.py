@@ -1,21 +1,15 @@
-"""Tries defects: each one in rank processes of its own with a time limit, and several at a time."""
+"""Tries defects: each one in a group of ranks like that of a test, with a time limit, and several at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
+import json
 import math
-import multiprocessing
-import os
-import shutil
-import signal
-import tempfile
+import selectors
 import time
-import traceback
+import unittest
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +19,12 @@ from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Place
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.processes import forkserver, host
+from torch_fsdp_tests.processes import forkserver
+from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
-GRACE = 3.0  # seconds for the other ranks to answer after one has raised
-assert GRACE < launch.LIMIT < LIMIT
+TICK = 1.0  # seconds between two checks of time limits
+assert launch.LIMIT < LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +52,8 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
     """
     device = accelerator.current()
     _import_what_ranks_need(ids)
-    waiting, running = list(ids), list[_Trial]()
-    folder = tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-defects-", ignore_cleanup_errors=True)
+    waiting, running = list(ids), dict[RankGroup, Defect]()
+    selector = selectors.DefaultSelector()
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
@@ -66,15 +61,21 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
-                    running.append(_Trial(defect, device, Path(folder.name, defect.id)))
-                    running[-1].start()
-            for trial in _done(running):
-                running.remove(trial)
-                yield trial.finish()
+                    group = RankGroup(Reproduction, defect.id, defect.world_size)
+                    running[group] = defect
+                    selector.register(group, selectors.EVENT_READ)
+            if running:
+                selector.select(TICK)
+            for group, defect in list(running.items()):
+                if (finding := _finding(defect, group)) is not None:
+                    del running[group]
+                    selector.unregister(group)
+                    group.close()
+                    yield finding
     finally:
-        for trial in running:
-            trial.end()
-        folder.cleanup()
+        for group in running:
+            group.close()
+        selector.close()
 
 
 def _import_what_ranks_need(ids: Sequence[str]) -> None:
@@ -99,126 +100,61 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
     return device.lacks_room_for(defect.world_size) or ""
 
 
-class _Trial:
-    """The ranks of one defect, while they run."""
+class Reproduction:
+    """What the ranks of a group do: the test is a defect's id."""
 
-    def __init__(self, defect: Defect, device: Accelerator, folder: Path) -> None:
-        self.defect, self._device, self._folder = defect, device, folder
-        self._began = time.monotonic()
-        self._give_up = self._began + LIMIT
-        self._said: dict[int, tuple[str, Any]] = {}  # by rank
-        self._pipes: list[Any] = []
-        self._processes: list[Any] = []
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        device, entry = accelerator.current(), registry.entry(str(assignment.test))
+        answer: list[Any] = []
 
-    def start(self) -> None:
-        """Start the ranks. In any case :meth:`end` must be called afterwards."""
-        defect, device = self.defect, self._device
-        self._folder.mkdir()
-        method = "fork" if host.can_fork() and device.has("fork") else "spawn"
-        context: Any = multiprocessing.get_context(method)
-        for rank in range(defect.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, defect.id, rank, str(self._folder), device.type, device.backend, os.getpid())
-            process = context.Process(target=_be_rank, args=arguments, daemon=True)
-            self._pipes.append(ours)
-            process.start()
-            self._processes.append(process)
-            theirs.close()
+        def reproduce() -> None:
+            meeting, count = f"file://{assignment.file_name}", assignment.world_size
+            try:
+                found, right = launch.run_rank(
+                    assignment.index, count, meeting, entry.reproduce, device.type, device.backend
+                )
+            except NotImplementedError as error:
+                raise unittest.SkipTest(str(error)) from error
+            answer.extend((plain(found), plain(right), launch.same(found, right)))
 
-    @property
-    def sources(self) -> list[Any]:
-        """What to wait for: the pipes of ranks that have not answered."""
-        return [pipe for rank, pipe in enumerate(self._pipes) if rank not in self._said]
-
-    @property
-    def left(self) -> float:
-        """Seconds until this trial is given up."""
-        return max(0.0, self._give_up - time.monotonic())
-
-    def listen(self) -> bool:
-        """Read the ranks' answers. Returns True if all ranks have answered, or time is up."""
-        for rank, pipe in enumerate(self._pipes):
-            if rank not in self._said and pipe.poll():
-                try:
-                    self._said[rank] = pipe.recv()
-                except EOFError:
-                    self._processes[rank].join(GRACE)
-                    self._said[rank] = "died", self._processes[rank].exitcode
-                if self._said[rank][0] != "answer":
-                    self._give_up = min(self._give_up, time.monotonic() + GRACE)
-        return not self.sources or self.left == 0
-
-    def finish(self) -> Finding:
-        self.end()
-        expected = self.defect.expected(torch.__version__)
-        seconds = time.monotonic() - self._began
-        finding = Finding(self.defect, Answer.ABSENT, expected, seconds=seconds)
-        silent = [rank for rank in range(self.defect.world_size) if rank not in self._said]
-        for rank, (kind, what) in sorted(self._said.items()):
-            if kind == "unsupported":
-                return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=what)
-            if kind != "answer":
-                why = f"rank {rank} {_death(what)}" if kind == "died" else f"rank {rank} raised {what}"
-                return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=why)
-        if silent:
-            why = f"rank {silent[0]} gave no answer within {LIMIT:g} s"
-            hangs = self.defect.consequence is Consequence.HANG
-            answer = Answer.PRESENT if hangs else Answer.UNDECIDED
-            return dataclasses.replace(finding, answer=answer, why="" if hangs else why, found=why, right="an answer")
-        answers = {rank: what for rank, (_, what) in sorted(self._said.items())}
-        wrong = [rank for rank, (found, right, equal) in answers.items() if not equal]
-        first = wrong[0] if wrong else 0
-        alike = all(answer == answers[0] for answer in answers.values())
-        found, right, _ = answers[first]
-        answer = Answer.PRESENT if wrong else Answer.ABSENT
-        return dataclasses.replace(finding, answer=answer, rank=None if alike else first, found=found, right=right)
-
-    def end(self) -> None:
-        """Kill what is left of the ranks, and remove their folder. May be called again."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        outcome = capture(assignment.index, reproduce, time.monotonic)
+        assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
 
 
-def _done(running: list[_Trial]) -> list[_Trial]:
-    """Wait for news, and return the trials that are over."""
-    left = min((trial.left for trial in running), default=0.0)
-    connection.wait([source for trial in running for source in trial.sources], timeout=left)
-    return [trial for trial in running if trial.listen()]
-
-
-def _death(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"was killed by {host.signal_name(-exit_code)}"
-    return f"exited with status {exit_code} without an answer"
-
-
-def _be_rank(pipe: Any, id: str, rank: int, folder: str, device_type: str, backend: str, parent: int) -> None:
-    """The main function of a rank process, which reports what it found."""
-    host.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", host.loopback_interface())
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    entry = registry.entry(id)
-    meeting = f"file://{folder}/meeting"
+def _finding(defect: Defect, group: RankGroup) -> Finding | None:
+    """The finding of a group that has ended or has reached its limit. None if it runs."""
+    expected = defect.expected(torch.__version__)
     try:
-        found, right = launch.run_rank(rank, entry.defect.world_size, meeting, entry.reproduce, device_type, backend)
-        pipe.send(("answer", (plain(found), plain(right), launch.same(found, right))))
-    except NotImplementedError as error:
-        pipe.send(("unsupported", str(error)))
-    except BaseException as error:
-        last = traceback.format_exception_only(type(error), error)[-1].strip()
-        pipe.send(("error", last))
-    finally:
-        os._exit(0)  # a defect may leave collectives that never finish
+        if group.left(LIMIT) > 0:
+            return None
+        reports = group.wait(LIMIT)
+    except HarnessError as error:
+        return Finding(defect, Answer.UNDECIDED, expected, why=str(error))
+    finding = Finding(defect, Answer.ABSENT, expected, seconds=max(report.at for report in reports))
+    silent = [report.rank for report in reports if report.outcome is None and report.ending.ours]
+    for report in reports:
+        rank, outcome = report.rank, report.outcome
+        if outcome is not None and outcome.kind is Kind.SKIPPED:
+            return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=outcome.text)
+        if outcome is not None and outcome.kind is not Kind.PASSED:
+            why = f"rank {rank} raised {outcome.in_one_line()}"
+            return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=why)
+        if outcome is None and rank not in silent:
+            why = f"rank {rank} {report.ending.in_words()} without an answer"
+            return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=why)
+    if silent:
+        why = f"rank {silent[0]} gave no answer within {LIMIT:g} s"
+        hangs = defect.consequence is Consequence.HANG
+        answer = Answer.PRESENT if hangs else Answer.UNDECIDED
+        return dataclasses.replace(finding, answer=answer, why="" if hangs else why, found=why, right="an answer")
+    answers = [json.loads(report.outcome.text) for report in reports if report.outcome is not None]
+    wrong = [rank for rank, (found, right, equal) in enumerate(answers) if not equal]
+    first = wrong[0] if wrong else 0
+    alike = all(answer == answers[0] for answer in answers)
+    found, right, _ = answers[first]
+    answer = Answer.PRESENT if wrong else Answer.ABSENT
+    return dataclasses.replace(finding, answer=answer, rank=None if alike else first, found=found, right=right)
 
 
 def plain(value: Any) -> Any:

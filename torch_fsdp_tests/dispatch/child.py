@@ -2,7 +2,8 @@
 
 It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
 plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
-which tests to leave out, and in what order to run the rest; :class:`Orders` describes it.
+which tests to leave out, and in what order to run the rest; :class:`Orders` describes it. With the first argument
+:data:`FOLLOW` it is the process of another rank of a launch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
@@ -29,6 +30,8 @@ from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.verdict import events, in_one_line, stream
+
+FOLLOW = "--follow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +200,8 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the file, and exit with the file's exit status."""
+    if argv[0] == FOLLOW:
+        _follow(*argv[1:])
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
@@ -235,17 +240,19 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 
-def follow(file: Path) -> None:
+def _follow(agent: str, file: str, *arguments: str) -> NoReturn:
     """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
+    host.die_with_parent(int(agent))
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    sys.path[0] = str(file.parent)
+    sys.argv = [file, *arguments]
+    sys.path[0] = os.path.dirname(file)
     try:
-        runpy.run_path(str(file), run_name="__main__")
+        runpy.run_path(file, run_name="__main__")
     except Exception as error:
-        traceback.print_exception(type(error), error, _below(error.__traceback__, str(file)))
+        traceback.print_exception(type(error), error, _below(error.__traceback__, file))
         sys.exit(1)
-    sys.exit(f"{file.name}: the file ended without following rank 0: its last lines must call run_tests()")
+    sys.exit(f"{os.path.basename(file)}: the file ended without following rank 0: its last lines must call run_tests()")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -228,6 +229,7 @@ def _run(
     from torch_fsdp_tests.dispatch import compare, last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
+    from torch_fsdp_tests.processes.children import Children
 
     if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
         raise ConfigurationError(lack)
@@ -249,14 +251,15 @@ def _run(
     if run.report and not run.list_tests:
         report.set_aside(run.report, compare.PAGE)
         keep = [report.Unfinished(run.report).keep]
-    runner = Runner(run, jobs, device_set, pool, entries, console, agents, *keep)
-    with runner.taking_signals():
-        results = runner.run()
+    # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
+    with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
+        results = Runner(run, jobs, device_set, pool, entries, console, agents, children, *keep).run()
         if run.list_tests:
             return _print_tests(results)
         last_failures.save(run.reports, device_set.type, files, results, results.remarks)
         remarks, all_written = _record(run, results, earlier)
         console.end(results, remarks)
+    results.signal = results.signal or next(iter(children.signals), None)
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
 
 

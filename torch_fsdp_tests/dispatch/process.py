@@ -1,6 +1,6 @@
-"""The process of a test file: starts it, reads its events, ends it and judges it.
+"""The process of a test file: starts it as a child, reads its events, and judges it.
 
-Nothing here waits. The runner's loop passes bytes, the end of the process, and the time.
+Nothing here waits. The owner of the children does.
 """
 
 from __future__ import annotations
@@ -8,22 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
-from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, How
 from torch_fsdp_tests.processes import host, messages
-from torch_fsdp_tests.processes.forkserver import start_fresh
+from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.verdict import Phase, Scope, State, stream
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
@@ -37,10 +32,12 @@ class TestProcess:
 
     __test__ = False
 
-    def __init__(self, job: Job, lent: tuple[int, ...], began: float, limit: float, directory: Path) -> None:
+    child: Child  # after it has been started
+
+    def __init__(self, job: Job, lent: tuple[int, ...], began: float, limit: float, children: Children) -> None:
         self.job, self.lent, self.began, self.limit = job, lent, began, limit
-        self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=directory))
-        self.output_path = self.directory / "output"
+        self._children = children
+        self.directory = children.make_directory()
         self.running: str | None = None
         self._running_since = time.monotonic()
         self.said_slow: float | None = None  # when it was last reported as slow
@@ -57,52 +54,39 @@ class TestProcess:
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: stream.Broken | None = None
         self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
-        self.is_gone = False
         self._over = False
         self._stop: Ending | None = None
-        self._kill_at: float | None = None
 
-    def start(
-        self, orders: Orders, environment: Mapping[str, str], measure: tuple[str, ...], forkserver: ForkServer | None
-    ) -> None:
-        """Start it, if possible as a fork. Raises ``OSError`` or ``SubprocessError`` if that fails."""
-        scratch = self.directory / "tmp"
-        scratch.mkdir()
+    def start(self, orders: Orders, environment: Mapping[str, str], measure: Sequence[str] = ()) -> None:
+        """Start it. Raises ``OSError`` or ``SubprocessError`` if that fails."""
         orders_path = self.directory / "orders.json"
         with naming(orders_path):
             orders_path.write_bytes(messages.encode(orders))
-        self.events_descriptor, write = os.pipe()
-        os.set_blocking(self.events_descriptor, False)
         path = orders.run.test_directory / f"{orders.part.name}.py"
-        command = [str(path), str(orders_path), "--", *orders.run.arguments]
-        environment = {**environment, "TMPDIR": str(scratch)}
+        self._events, write = os.pipe()
+        os.set_blocking(self._events, False)
         try:
-            with open(self.output_path, "wb") as output:
-                pid = None
-                if forkserver is not None and forkserver.ready:
-                    pid = forkserver.fork(command, environment, output.fileno(), write)
-                if pid is None:
-                    pid = start_fresh(
-                        [*measure, "-m", child.__name__, *command],
-                        [write],
-                        {**environment, stream.DESCRIPTOR_VARIABLE: str(write)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        cwd=orders.run.test_directory,
-                        start_new_session=True,
-                    )
-                self.pid = pid
+            self.child = self._children.start(
+                [*measure, "-m", child.__name__],
+                [str(path), str(orders_path), "--", *orders.run.arguments],
+                environment,
+                self.directory,
+                cwd=orders.run.test_directory,
+                limit=time.monotonic() + self.limit,
+                grace=GRACE,
+                kept={stream.DESCRIPTOR_VARIABLE: write},
+            )
         except BaseException:
-            os.close(self.events_descriptor)
+            os.close(self._events)
             raise
         finally:
             os.close(write)
+        self._children.watch(self._events, self._listen)
 
-    def listen(self) -> bool:
+    def _listen(self) -> bool:
         """Read the messages of the process. Returns False if no more will come."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.events_descriptor, 1 << 16):
+            while data := os.read(self._events, 1 << 16):
                 for message in self._reader.feed(data):
                     self._take(message)
             return False
@@ -148,47 +132,29 @@ class TestProcess:
         )
         self.running = None
 
-    def stop(self, why: Ending, now: float) -> None:
-        """Ask the process to show its stacks and leave. :meth:`next_deadline` is then the time of the kill."""
-        if self._stop is not None or self.is_gone:
-            return
-        self._stop, self._kill_at = why, now + GRACE
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+    def stop(self, why: Ending) -> None:
+        """Ask the process to show its stacks and leave."""
+        if self.child.ask_to_end():
+            self._stop = why
 
-    def kill(self) -> None:
-        """Kill the whole process group at once."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def next_deadline(self) -> float:
-        """The second of the run at which :meth:`check` has something to do."""
-        if self.is_gone:
-            return float("inf")
-        return self._kill_at if self._kill_at is not None else self.began + self.limit
-
-    def check(self, now: float) -> None:
-        """Do what is due at this time."""
-        if now < self.next_deadline():
-            return
-        if self._stop is None:
-            self.stop(Ending(How.TIMED_OUT, self.limit), now)
-        else:
-            self.kill()
-            self._kill_at = float("inf")
-
-    def conclude(self, wait_status: int, now: float, extra_notes: list[str], extra_output: str = "") -> Attempt:
+    def conclude(
+        self, wait_status: int, now: float, extra_notes: Sequence[str] = (), extra_output: str = ""
+    ) -> Attempt:
         """The process is gone. Judge it by its reports and how it ended, and release everything that belongs to it."""
-        self.kill()  # what is left of its process group
-        self.listen()
-        os.close(self.events_descriptor)
+        strays = self._children.clean_up(self.child)
+        self._listen()
+        self._children.ignore(self._events)
+        os.close(self._events)
+        if self.child.reached_limit:
+            self._stop = Ending(How.TIMED_OUT, self.limit)
         code = os.waitstatus_to_exitcode(wait_status)
         ending = self._stop or (Ending(How.EXITED, code) if code >= 0 else Ending(How.KILLED, host.signal_name(-code)))
-        notes = [*(note for found in self._notes.values() for note in found), *extra_notes]
+        notes = [note for found in self._notes.values() for note in found]
+        notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
         try:
-            output = host.head_and_tail(self.output_path, OUTPUT_SHOWN)
+            output = host.head_and_tail(self.child.output, OUTPUT_SHOWN)
         except OSError as error:
             output = f"the output cannot be read: {error}"
         output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))

@@ -1,40 +1,34 @@
-"""Runs the plan in one thread with one loop, which starts processes, reads events, checks times and lends slots."""
+"""Runs the plan in one thread with one loop: lends slots, starts files, and takes their results."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import selectors
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
-from torch_fsdp_tests.dispatch import coverage, plan, process
+from torch_fsdp_tests.dispatch import coverage, forkserver, plan, process
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.verdict import Scope, State, events
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
@@ -76,11 +70,12 @@ class Runner:
         entries: Sequence[Entry],
         console: Console,
         agents: Agents | None,
+        children: Children,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
         """``keep`` is called with the results whenever a file has ended. ``agents`` are the other ranks of a launch."""
         self._keep = keep
-        self._agents = agents
+        self._agents, self._children = agents, children
         self._winding_up: tuple[int, int] | None = None  # the process that has ended only at rank 0, and its status
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
@@ -93,11 +88,8 @@ class Runner:
         if agents is not None:
             self.results.hosts = agents.hosts()
         self._stopping = False
-        self._signals: list[int] = []
         self._measure: tuple[str, ...] = ()
-        self._forkserver: ForkServer | None = None
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
-        self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
         self._drawn = 0.0
 
@@ -114,38 +106,24 @@ class Runner:
         return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
-        """Run all processes. The results have everything that finished, no matter how the run ended.
-
-        Call this inside of :meth:`taking_signals`.
-        """
+        """Run all processes. The results have everything that finished, no matter how the run ended."""
         self._console.begin()
-        self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
-        self._inherited = host.children()  # children of the program that ran in this process before
-        self._reaper = Reaper(self._directory)
-        self._adopts = host.adopt_orphans()
         if self._agents is not None:
             for rank in self._agents.ranks:
-                hear = functools.partial(self._hear_agent, rank)
-                self._selector.register(self._agents.connection(rank), selectors.EVENT_READ, hear)
+                self._children.watch(self._agents.connection(rank), functools.partial(self._agents.hear, rank))
         if self._run.coverage:
             self._measure = coverage.begin(
-                self._directory, self._run.test_directory, by_test=self._run.save_map is not None
+                self._children.directory, self._run.test_directory, by_test=self._run.save_map is not None
             )
         try:
-            try:
-                while self._running or (self._queue and not self._stopping):
-                    self._start_what_fits()
-                    self._wait()
-            finally:
-                self._end_all_now()
+            while self._running or (self._queue and not self._stopping):
+                self._start_what_fits()
+                self._wait()
             if self._run.coverage:
-                self.results.remarks.append(coverage.end(self._directory, self._run.reports))
+                self.results.remarks.append(coverage.end(self._children.directory, self._run.reports))
         finally:
-            self._selector.close()
-            if self._forkserver is not None:
-                self.results.remarks += self._forkserver.remarks
-                self._forkserver.close()
-            self._reaper.close()
+            self._children.end_all()
+            self.results.remarks += self._children.remarks
             for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
@@ -156,36 +134,6 @@ class Runner:
 
     def _now(self) -> float:
         return time.monotonic() - self._epoch
-
-    @contextlib.contextmanager
-    def taking_signals(self) -> Iterator[None]:
-        """Make signals wake the loop, even if the caller made this program ignore them. Shells do so in the background.
-
-        Signals after the last file, while the reports are written, only change the exit status: reports are short, and
-        must be complete.
-        """
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        heeded = (signal.SIGINT, *host.ending_signals(), signal.SIGCHLD)
-        before = {number: signal.getsignal(number) for number in heeded}
-        wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in before:
-            signal.signal(number, self._note_signal)
-        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(read)
-            os.close(write)
-            self.results.signal = self.results.signal or next(iter(self._signals), None)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
-            self._signals.append(number)
 
     def _start_what_fits(self) -> None:
         while self._queue and not self._stopping:
@@ -212,42 +160,32 @@ class Runner:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
         try:
-            started = TestProcess(job, lent, now, limit_of(run, part), self._directory)
-            started.start(orders, environment, self._measure, self._forkserver)
+            started = TestProcess(job, lent, now, limit_of(run, part), self._children)
+            started.start(orders, environment, self._measure)
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
             return
-        self._reaper.tell(started.pid, there=True)
-        self._running[started.pid] = (started, waiting)
-        self._selector.register(started.events_descriptor, selectors.EVENT_READ, lambda: self._hear(started))
-
-    def _hear(self, running: TestProcess) -> None:
-        if not running.listen():
-            self._selector.unregister(running.events_descriptor)
-        if self._agents is not None and not running.is_gone:
-            self._agents.call(running.ranks)
-
-    def _hear_agent(self, rank: int) -> None:
-        assert self._agents is not None
-        if not self._agents.hear(rank):
-            self._selector.unregister(self._agents.connection(rank))
+        self._running[started.child.pid] = (started, waiting)
 
     def _check_agents(self) -> None:
         """Process what the other ranks report about the running file, and about the run."""
         agents = self._agents
         if agents is None:
             return
+        for running, _ in self._running.values():
+            if not running.child.is_gone:
+                agents.call(running.ranks)
         why = agents.check_time()
         for running, _ in self._running.values():
             if why is not None:
-                running.stop(Ending(How.LOST, why), self._now())
+                running.stop(Ending(How.LOST, why))
         if agents.lost is not None and self.results.lost is None:
             self.results.lost = agents.lost
             self._console.say(agents.lost)
             self._stopping = True
             for running, _ in self._running.values():
-                running.stop(Ending(How.LOST, agents.lost_process), self._now())
+                running.stop(Ending(How.LOST, agents.lost_process))
         if self._winding_up is not None and not agents.busy:
             (pid, status), self._winding_up = self._winding_up, None
             self._conclude(pid, status)
@@ -256,20 +194,19 @@ class Runner:
         """Sleep until something happens or is due, and handle it."""
         if not self._running:
             return
-        now = self._now()
-        due = min(min(p.next_deadline(), self._slow_at(p)) for p, _ in self._running.values())
+        due = min(
+            [*(self._slow_at(running) for running, _ in self._running.values()), self._now() + self._console.refresh]
+        )
         if self._agents is not None and (moment := self._agents.due()) is not None:
             due = min(due, moment - self._epoch)
-        timeout = min(max(0.0, due - now), self._console.refresh)
-        for key, _ in self._selector.select(timeout):
-            key.data()
+        ended = self._children.wait(self._epoch + due)
         self._heed_signals()
-        self._collect()
+        for child, status in ended:
+            self._take_end(child.pid, status)
         self._check_agents()
         now = self._now()
         for running, _ in self._running.values():
             self._learn(running)
-            running.check(now)
             if now >= self._slow_at(running):
                 running.said_slow = now
                 self._console.slow(running, now)
@@ -297,39 +234,32 @@ class Runner:
     def _heed_signals(self) -> None:
         if self._agents is not None and self._agents.signals:
             # A launcher signals all its processes. That does not count as a second request.
-            self._signals += self._agents.signals[:1] * (not self._signals and self.results.signal is None)
+            self._children.signals += self._agents.signals[:1] * (
+                not self._children.signals and self.results.signal is None
+            )
             self._agents.signals.clear()
-        while self._signals:
-            number = self._signals.pop(0)
+        while self._children.signals:
+            number = self._children.signals.pop(0)
             if self._stopping and self.results.signal is not None:
                 for running, _ in self._running.values():  # this is the second request
-                    running.kill()
+                    running.child.kill()
             self.results.signal = self.results.signal or number
             self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
             self._stopping = True
             for running, _ in self._running.values():
-                running.stop(Ending(How.STOPPED), self._now())
+                running.stop(Ending(How.STOPPED))
 
-    def _collect(self) -> None:
-        """Collect every child that has ended. A child that is not a job was left behind by one."""
-        for pid, status in host.ended_children():
-            if pid not in self._running:
-                continue
-            if self._agents is None:
-                self._conclude(pid, status)
-            else:
-                self._running[pid][0].is_gone = True
-                self._winding_up = (pid, status)
-                self._agents.end_file()
+    def _take_end(self, pid: int, status: int) -> None:
+        if self._agents is None:
+            self._conclude(pid, status)
+        else:
+            self._winding_up = (pid, status)
+            self._agents.end_file()
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
-        if running.events_descriptor in self._selector.get_map():
-            self._selector.unregister(running.events_descriptor)
-        leaks = self._end_descendants(running)
         notes, output = ([], "") if self._agents is None else self._agents.told()
-        attempt = running.conclude(status, self._now(), [*leaks, *notes], output)
-        self._reaper.tell(pid, there=False)
+        attempt = running.conclude(status, self._now(), notes, output)
         self._pool.give_back(running.lent)
         self._learn(running)
         self._finish(waiting, attempt)
@@ -339,22 +269,12 @@ class Runner:
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
         if running.facts.get("device") == HOST and len(self._queue) > self._pool.size and self._may_fork():
-            self._forkserver = ForkServer(self._environment, self._run.test_directory, self._directory)
+            self._children.start_server(["-m", forkserver.__name__], self._environment, self._run.test_directory)
 
     def _may_fork(self) -> bool:
         """Whether a fork server can be used for the files' processes, and none exists yet."""
         same_environment = self._devices.lendable is None and not self._measure
-        return self._forkserver is None and same_environment and self._adopts and host.can_fork()
-
-    def _end_descendants(self, running: TestProcess) -> list[str]:
-        """Kill what a job left running, also outside of its process group, and name it."""
-        ended = host.end_strays(running.directory, self._running.keys() | self._helpers())
-        return [f"the process {command} was left running, and was killed" for command in ended]
-
-    def _helpers(self) -> set[int]:
-        """Children of this process that are not jobs."""
-        helpers = {self._reaper.pid, *self._inherited}
-        return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
+        return not self._children.has_server and same_environment and self._children.adopts and host.can_fork()
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
         attempts = (*waiting.attempts, attempt)
@@ -368,24 +288,13 @@ class Runner:
             self._stopping = True
             # An exception is a run that ends at its first failure: then nothing that still runs matters.
             for running, _ in self._running.values() if self._run.fail_fast else ():
-                running.stop(Ending(How.STOPPED), self._now())
+                running.stop(Ending(How.STOPPED))
 
     def _take_result(self, file: FileResult) -> None:
         self.results.files.append(file)
         self.results.seconds = self._now()
         self._console.file_done(file)
         self._keep(self.results)
-
-    def _end_all_now(self) -> None:
-        """End everything that still runs."""
-        while self._running:
-            pid, (running, _) = self._running.popitem()
-            running.kill()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        for pid in set(host.children()) - self._helpers():  # all files have released it, and none names it
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:

@@ -1,13 +1,12 @@
 """A process that has imported everything and forks others on request. This module has what all such servers share.
 
 An import of torch takes seconds, and a fork takes milliseconds. Each server defines its requests, and what happens to a
-child. The rank server (:mod:`torch_fsdp_tests.ranks.server`) keeps its children and watches them. The dispatcher's
-server (:mod:`torch_fsdp_tests.dispatch.forkserver`) hands them over to the dispatcher.
+child. The rank server (:mod:`torch_fsdp_tests.ranks.server`) keeps its children and watches them. The server in
+:mod:`torch_fsdp_tests.processes.programs` hands them over to its requester.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -16,11 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.messages import Connection
+from torch_fsdp_tests.processes.wakeup import Wakeup
 
 
 def interpreter() -> list[str]:
@@ -35,6 +35,19 @@ def start_fresh(
     process = subprocess.Popen([*interpreter(), *entry], pass_fds=descriptors, env=environment, **options)
     process.returncode = 0  # so that subprocess does not wait for it
     return process.pid
+
+
+def forked(run: Callable[[], object]) -> int:
+    """Fork a process that calls a function and then exits at once. Returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
 
 
 def preload(modules: Iterable[str]) -> list[str]:
@@ -67,14 +80,8 @@ class ForkServer:
         self.control = Connection(control, self.requests)
         self._requester = os.getppid()
         self._brought: tuple[int, ...] = ()  # descriptors that came with the request
-        self.wakeup, self._alarm = os.pipe()
-        for descriptor in (self.wakeup, self._alarm):
-            os.set_blocking(descriptor, False)
-        self._handlers = {  # no handler does anything; the signals only wake the server up
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGCHLD, signal.SIGHUP)
-        }
+        self.wakeup = Wakeup([signal.SIGHUP])  # no signal asks for anything
         host.hear_of_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process id counts
-        signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
 
     def serve(self) -> Any:
         """Serve one request after the other. Returns None when the requester is gone.
@@ -82,8 +89,8 @@ class ForkServer:
         In a child it returns the value that :meth:`obey` returned there.
         """
         poll = select.poll()
-        for descriptor in (self.control.fileno(), self.wakeup):
-            poll.register(descriptor, select.POLLIN)
+        for source in (self.control.fileno(), self.wakeup.fileno()):
+            poll.register(source, select.POLLIN)
         while not self.control.closed and os.getppid() == self._requester:
             poll.poll()
             self.collect()
@@ -102,8 +109,7 @@ class ForkServer:
 
     def collect(self) -> None:
         """Note the children that have ended. All signals so far have been handled."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wakeup, 1 << 12)
+        self.wakeup.clear()
 
     def fork(self, keep: Iterable[int]) -> int:
         """Like :func:`os.fork`. The child closes the server's files, and keeps only these files of the request.
@@ -112,10 +118,8 @@ class ForkServer:
         """
         pid = os.fork()
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            self.wakeup.close()
             self.control.close()
-            for descriptor in {self.wakeup, self._alarm, *self._brought}.difference(keep):
+            for descriptor in set(self._brought).difference(keep):
                 os.close(descriptor)
         return pid

@@ -199,27 +199,39 @@ def command_of(pid: int) -> str:
     return f"{pid} ({line[:120]})" if line else str(pid)
 
 
-def holds_file_below(pid: int, directory: Path) -> bool:
-    """Whether a process has a file in this directory open. False if that cannot be read."""
-    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(descriptor).startswith(f"{directory}/"):
-                return True
-    return False
+def kill_group(leader: int) -> None:
+    """Kill what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
-def end_strays(directory: Path, spared: Collection[int]) -> list[str]:
-    """Kill children, including adopted ones, with temporary or open files in a directory. Returns their commands."""
-    marker = f"TMPDIR={directory}".encode()
-    ended = []
-    for pid in children():
-        if pid in spared:
-            continue
-        with contextlib.suppress(OSError):
-            if marker in Path(f"/proc/{pid}/environ").read_bytes() or holds_file_below(pid, directory):
-                ended.append(command_of(pid))
+def end_strays(spared: Collection[int], directory: Path | None = None) -> list[str]:
+    """Kill children of this process, including adopted ones, and what these leave to it. Returns their commands.
+
+    With a directory only those with temporary or open files in it.
+    """
+    ended: list[str] = []
+    spared = set(spared)
+    while strays := [pid for pid in children() if pid not in spared and (not directory or _works_in(pid, directory))]:
+        for pid in strays:
+            spared.add(pid)
+            ended += [] if has_ended(pid) else [command_of(pid)]
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     return ended
+
+
+def _works_in(pid: int, directory: Path) -> bool:
+    """Whether a process has its temporary files or an open file in a directory. False if that cannot be read."""
+    with contextlib.suppress(OSError):
+        if f"TMPDIR={directory}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            return True
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).startswith(f"{directory}/"):
+                    return True
+    return False
 
 
 def is_servant(command: str) -> bool:

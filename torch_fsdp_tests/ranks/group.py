@@ -45,7 +45,7 @@ class Place(Protocol):
     """Where the processes of a group run: on this machine, or where a launcher has put them."""
 
     file_name: str  # where the ranks meet
-    selector: selectors.BaseSelector  # tells when something may have arrived
+    selector: selectors.DefaultSelector  # tells when something may have arrived
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
         """Start the processes. Raises :class:`HarnessError` if the request cannot be sent."""
@@ -169,18 +169,29 @@ class RankGroup:
 
         Raises :class:`HarnessError` if the rank server dies or cannot start the ranks.
         """
-        done = self._all_heard if self._stays else self._all_ended
-        while not done() and (left := self._deadline(limit) - time.monotonic()) > 0:
+        while (left := self.left(limit)) > 0:
             self._hear(left)
         self._check_started()
-        if not done():
+        if not self._is_done():
             self._ask_for_stacks()
         elapsed = self._elapsed(time.monotonic())
-        if self._stays and done() and self._bad_since is None:
+        if self._stays and self._is_done() and self._bad_since is None:
             self._enter(Stage.IDLE)
         else:
             self._end()
         return list(self._reports(elapsed, self._collect()))
+
+    def left(self, limit: float) -> float:
+        """Take the news, and return for how many seconds :meth:`wait` would wait at most. For an owner of many groups.
+
+        Raises :class:`HarnessError` like :meth:`wait`.
+        """
+        self._hear(0)
+        return 0.0 if self._is_done() else max(0.0, self._deadline(limit) - time.monotonic())
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when there is news."""
+        return self._place.selector.fileno()
 
     def take_leaks(self) -> list[str]:
         """Return the leaks of tests since the last call. Each is listed once, with its ranks."""
@@ -269,6 +280,9 @@ class RankGroup:
 
     def _all_heard(self) -> bool:
         return all(process.reported or process.ending is not None for process in self.processes)
+
+    def _is_done(self) -> bool:
+        return self._all_heard() if self._stays else self._all_ended()
 
     def _hear_until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and (left := deadline - time.monotonic()) > 0:

@@ -55,7 +55,7 @@ class LocalRanks:
     """
 
     def __init__(self, file_name: str | None = None) -> None:
-        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self.over = True  # no process exists
         self._directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
         self.file_name = file_name or str(self._directory / "rendezvous")

@@ -186,14 +186,12 @@ class ServerHandle:
     def _fork(ours: socket.socket, theirs: socket.socket) -> int:
         for output in (sys.stdout, sys.stderr):
             output.flush()
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
+
+        def run() -> None:
             ours.close()
             _run(theirs)
-        finally:
-            os._exit(1)
+
+        return forkserver.forked(run)
 
     @staticmethod
     def _spawn(theirs: socket.socket) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from torch_fsdp_tests.dispatch import child, forkserver
+from torch_fsdp_tests.processes import programs
 from torch_fsdp_tests.tools.mutants import hook
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         gc.freeze()
         return remarks
 
-    command = forkserver.serve(ends, prepare)
+    command = programs.serve(ends, prepare)
     id = os.environ.get(hook.VARIABLE, "")
     hook.install(id, forgotten)
     if id:

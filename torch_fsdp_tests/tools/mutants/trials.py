@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
 import os
-import select
 import shutil
-import signal
-import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch.child import Orders
-from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.reach.order import batches
 from torch_fsdp_tests.tools.mutants import hook
@@ -36,7 +30,6 @@ TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
 FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests
 FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
 WORTH_A_SERVER = 3  # mutants in a row; for fewer, separate interpreters start faster
-TICK = 0.1  # seconds between two checks whether the server is ready
 assert TEST_LIMIT < FILE_LIMIT
 
 
@@ -87,35 +80,21 @@ class Trials:
         """``argued`` has the equivalent mutants, by id."""
         self._setting, self._tests, self._argued = setting, tests, argued
         self._running: dict[int, tuple[TestProcess, Story]] = {}
-        self._streams: dict[int, TestProcess] = {}  # the streams of processes that may still report, by descriptor
         self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes without a change, by file and name
-        self._forkserver: ForkServer | None = None
-        self._inherited = host.children()  # children of the program that ran in this process before
 
     def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
         """Yield each mutant's finding as soon as it is known. If the caller stops, all running processes are ended."""
         waiting = collections.deque(mutants)
-        self._directory = Path(tempfile.mkdtemp(prefix="mutants-"))
-        self._reaper = Reaper(self._directory)
-        adopts = host.adopt_orphans()
-        with contextlib.closing(_ChildrensEnds()) as self._ends:
-            try:
-                if self._setting.may_fork and adopts and len(waiting) > WORTH_A_SERVER * self._setting.at_a_time:
-                    entry = ("-m", "torch_fsdp_tests.tools.mutants.server", self._setting.package)
-                    environment = self._setting.environment
-                    self._forkserver = ForkServer(environment, self._setting.run.test_directory, self._directory, entry)
-                    self._await(self._forkserver)
-                while waiting or self._running:
-                    while waiting and len(self._running) < self._setting.at_a_time:
-                        yield from self._go_on(self._story(waiting.popleft()), None)
-                    yield from self._wait()
-            finally:
-                self._end_all()
-
-    def _await(self, server: ForkServer) -> None:
-        """Wait until the server can fork, or is gone, because a separate interpreter would take longer."""
-        while not server.ready and not host.has_ended(server.pid):
-            self._ends.wait((), TICK)
+        setting = self._setting
+        with Children("mutants-") as self._children:
+            if setting.may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * setting.at_a_time:
+                program = ("-m", "torch_fsdp_tests.tools.mutants.server", setting.package)
+                self._children.start_server(program, setting.environment, setting.run.test_directory)
+                self._children.wait_for_server()  # a separate interpreter would take longer
+            while waiting or self._running:
+                while waiting and len(self._running) < setting.at_a_time:
+                    yield from self._go_on(self._story(waiting.popleft()), None)
+                yield from self._wait()
 
     def _go_on(self, story: Story, attempt: Attempt | None) -> Iterator[Finding]:
         """Pass the result of the last work to a mutant's generator, and start its next work."""
@@ -125,9 +104,7 @@ class Trials:
             yield over.value
             return
         process = self._start(work)
-        self._reaper.tell(process.pid, there=True)
-        self._running[process.pid] = process, story
-        self._streams[process.events_descriptor] = process
+        self._running[process.child.pid] = process, story
 
     def _story(self, mutant: Mutant) -> Story:
         """A generator that yields a mutant's work, and returns its finding."""
@@ -186,7 +163,7 @@ class Trials:
 
     def _reached(self, id: str) -> Path:
         """The file that is created when a mutant's changed code runs."""
-        return self._directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
+        return self._children.directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
 
     def _start(self, work: Work) -> TestProcess:
         setting, names = self._setting, tuple(test.test for test in work.tests)
@@ -194,55 +171,26 @@ class Trials:
         longest = max(test.seconds for test in work.tests)
         together = sum(test.seconds for test in work.tests)
         test_limit = setting.patience * (TEST_LIMIT + FACTOR * longest)
-        process = TestProcess(
-            job, (), time.monotonic(), setting.patience * (FILE_LIMIT + FACTOR * together), self._directory
-        )
+        limit = setting.patience * (FILE_LIMIT + FACTOR * together)
+        process = TestProcess(job, (), time.monotonic(), limit, self._children)
         environment = {
             **setting.environment,
             settings.TIMEOUT_VARIABLE: str(math.ceil(test_limit)),
             **(hook.environment(work.id, self._reached(work.id), setting.environment) if work.id else {}),
         }
         orders = Orders(os.getpid(), setting.run, job.part, device=setting.device)
-        process.start(orders, environment, (), self._forkserver)
+        process.start(orders, environment)
         return process
 
     def _wait(self) -> Iterator[Finding]:
         """Sleep until a process ends or reaches its limit, and continue with its mutant."""
         if not self._running:
             return
-        now = time.monotonic()
-        due = min(process.next_deadline() for process, _ in self._running.values())
-        self._ends.wait([*self._streams], max(0.0, due - now))
-        for stream, process in list(self._streams.items()):
-            if not process.listen():
-                del self._streams[stream]
-        for pid, status in list(host.ended_children()):
-            if pid in self._running:
-                process, story = self._running.pop(pid)
-                self._streams.pop(process.events_descriptor, None)
-                host.end_strays(process.directory, self._running.keys() | self._helpers())
-                attempt = process.conclude(status, time.monotonic(), [])
-                self._reaper.tell(pid, there=False)
-                shutil.rmtree(process.directory, ignore_errors=True)
-                yield from self._go_on(story, attempt)
-        for process, _ in self._running.values():
-            process.check(time.monotonic())
-
-    def _helpers(self) -> set[int]:
-        """Children of this process that are not mutants."""
-        helpers = {self._reaper.pid, *self._inherited}
-        return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
-
-    def _end_all(self) -> None:
-        """End everything that still runs."""
-        for pid, (process, _) in self._running.items():
-            process.kill()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        if self._forkserver is not None:
-            self._forkserver.close()
-        host.end_strays(self._directory, self._helpers())
-        self._reaper.close()
+        for child, status in self._children.wait():
+            process, story = self._running.pop(child.pid)
+            attempt = process.conclude(status, time.monotonic())
+            shutil.rmtree(child.directory, ignore_errors=True)
+            yield from self._go_on(story, attempt)
 
 
 def _after(batch: Sequence[Reached], bad: TestResult, attempt: Attempt) -> tuple[Reached, ...]:
@@ -251,26 +199,3 @@ def _after(batch: Sequence[Reached], bad: TestResult, attempt: Attempt) -> tuple
         return ()
     done = {test.name for test in attempt.tests if test.outcome is not State.NOT_RUN}
     return tuple(test for test in batch if test.test not in done)
-
-
-class _ChildrensEnds:
-    """Wakes the waiting thread when a child ends."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        for descriptor in (self._read, self._write):
-            os.set_blocking(descriptor, False)
-        self._handler = signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-
-    def wait(self, descriptors: Sequence[int], timeout: float) -> None:
-        """Wait until a child has ended, a descriptor can be read, or this many seconds have passed."""
-        select.select([self._read, *descriptors], [], [], timeout)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        signal.signal(signal.SIGCHLD, self._handler)
-        os.close(self._read)
-        os.close(self._write)

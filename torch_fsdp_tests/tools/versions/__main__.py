@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import functools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import installation
@@ -21,6 +19,7 @@ from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import REPORTS
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.tools.versions import environments, table
 from torch_fsdp_tests.tools.versions.environments import CannotBeMade, Maker, Refusal, Version
 
@@ -74,37 +73,6 @@ def _parser() -> _Parser:
     return parser
 
 
-class Children:
-    """Starts processes, one at a time. A signal is handed on to the running one, which ends in its own way."""
-
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopped: int | None = None
-        for number in (signal.SIGINT, *host.ending_signals()):
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._stopped = number
-        if self._child is not None:
-            self._child.send_signal(number)
-
-    def run(self, command: Sequence[str]) -> int:
-        """Run a process to its end, with its output on stderr, and return its status. :class:`Stopped` after a signal.
-
-        The process is told to stop if this command is killed. Its session is its own, so that it gets each signal once.
-        """
-        sys.stderr.flush()
-        stop = functools.partial(host.hear_of_parents_death, signal.SIGTERM)
-        self._child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True, preexec_fn=stop)
-        if self._stopped is not None:  # before the child was known
-            self._child.send_signal(self._stopped)
-        status = self._child.wait()
-        self._child = None
-        if self._stopped is not None:
-            raise Stopped(self._stopped)
-        return status
-
-
 def main(argv: Sequence[str]) -> ExitStatus:
     """Run the versions that the arguments name, and show the table of all results."""
     host.refuse_unsupported()
@@ -152,8 +120,16 @@ def _run_all(asked: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
     if listed.returncode:  # it has said why
         raise SystemExit(listed.returncode)
     problems = {}
-    with _alone(asked.output):
-        maker = Maker(asked.environments.absolute(), installation.ROOT, asked.python, asked.index_url, Children().run)
+    with Children("versions-", (signal.SIGINT, *host.ending_signals())) as children, _alone(asked.output):
+
+        def command(words: Sequence[str]) -> int:
+            """Run a command with its output on stderr, and return its status."""
+            status = children.run(words, sys.stderr)
+            if children.signals:
+                raise Stopped(children.signals[0])
+            return status
+
+        maker = Maker(asked.environments.absolute(), installation.ROOT, asked.python, asked.index_url, command)
         for version in versions:
             if problem := _run(version, maker, suite, asked.output.absolute() / version.label):
                 _say(f"{version.label}: {problem}")

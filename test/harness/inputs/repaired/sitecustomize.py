@@ -32,9 +32,9 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
                 entry = module.entry
 
                 def repaired_entry(id: str) -> object:
-                    from multiprocessing import parent_process
+                    from torch_fsdp_tests.ranks import in_rank
 
-                    if parent_process() is not None:
+                    if in_rank():
                         repair(id)
                     return entry(id)
 

@@ -1,0 +1,145 @@
+"""A fork server for programs: it has imported what they need, and each fork equals a fresh interpreter otherwise.
+
+A fork becomes a child of the requester, like any other: the process in between ends at once. For that the requester
+must adopt orphans. Nobody has to wait for the server: while it is not ready, or after it is gone, a fresh interpreter
+does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.processes import forkserver
+from torch_fsdp_tests.processes.messages import Connection, MessageError
+
+ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
+_GO = b"g"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """Run a program with these arguments.
+
+    The first two descriptors become stdout and stderr. The program keeps the others, whose numbers it finds in these
+    variables.
+    """
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str
+    variables: tuple[str, ...]
+    descriptors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forked:
+    """The answer: a child of the requester that has not started yet."""
+
+    pid: int
+
+
+class ProgramServer:
+    """The requester's end. The server ends when this end closes or the requester is gone."""
+
+    def __init__(self, program: Sequence[str], environment: Mapping[str, str], cwd: Path, directory: Path) -> None:
+        """``program`` has interpreter arguments for a program that calls :func:`serve` with the added arguments."""
+        self._ready = directory / "forkserver"  # a file that the server makes after it has imported everything
+        ours, theirs = socket.socketpair()
+        ours.settimeout(ANSWER_LIMIT)
+        self._control = Connection(ours, [Forked])
+        nowhere = subprocess.DEVNULL
+        with theirs:
+            self.pid = forkserver.start_fresh(
+                [*program, str(theirs.fileno()), str(self._ready)], [theirs.fileno()],
+                {**environment, "TMPDIR": str(directory)},
+                stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can fork at once. After a failure it never can."""
+        return self._control.fileno() >= 0 and self._ready.exists()
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return sentences about what the server could not import."""
+        return self._ready.read_text(encoding="utf-8").splitlines() if self._ready.exists() else []
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        outputs: tuple[int, int],
+        kept: Mapping[str, int],
+    ) -> int | None:
+        """Return the process id of a new child of this process that runs the program, or None after a failure."""
+        descriptors = (*outputs, *kept.values())
+        with contextlib.suppress(OSError, MessageError):
+            self._control.send(Fork(tuple(arguments), dict(environment), str(cwd), tuple(kept), descriptors))
+            if (forked := self._control.receive()) is not None:
+                return int(forked.pid)
+        self.close()
+        return None
+
+    def close(self) -> None:
+        """End the server. Its forks continue."""
+        self._control.close()
+
+
+class _Server(forkserver.ForkServer):
+    requests = (Fork,)
+
+    def obey(self, request: Fork) -> tuple[str, ...] | None:
+        """Fork a child of the requester. Returns the arguments in the child."""
+        ours, theirs = socket.socketpair()
+        between = self.fork(keep=request.descriptors)
+        if between == 0:
+            ours.close()
+            if os.fork():
+                os._exit(0)
+            return _become(request, theirs)
+        theirs.close()
+        os.waitpid(between, 0)
+        with ours, contextlib.suppress(OSError):
+            self.control.send(Forked(int.from_bytes(ours.recv(4), "big")))
+            ours.sendall(_GO)
+        return None
+
+
+def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
+    """Make the child equal to an interpreter with this environment and these descriptors."""
+    os.setsid()
+    with server:
+        server.sendall(os.getpid().to_bytes(4, "big"))
+        if server.recv(1) != _GO:
+            os._exit(1)  # the server is gone, and the requester does not know this process
+    outputs, kept = request.descriptors[:2], request.descriptors[2:]
+    for output, target in zip(outputs, (1, 2)):
+        os.dup2(output, target)
+        os.close(output)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environment, **dict(zip(request.variables, map(str, kept))))
+    tempfile.tempdir = None
+    return request.arguments
+
+
+def serve(argv: Sequence[str], prepare: Callable[[], list[str]]) -> Any:
+    """Run the server with the arguments ``CONTROL READY``. In a child, returns the arguments of the program."""
+    control, ready = argv
+    server = _Server(socket.socket(fileno=int(control)))
+    Path(f"{ready}.new").write_text("\n".join(prepare()), encoding="utf-8")
+    os.replace(f"{ready}.new", ready)
+    arguments = server.serve()
+    if arguments is None:
+        os._exit(0)
+    return arguments
