@@ -58,9 +58,6 @@ _IGNORE = "fsdp2/ignore_params::TestFullyShardIgnoreParamsAlone::test_"
 _STATE_DICT = "fsdp2/state_dict::TestFullyShardStateDictMultiProcess::test_"
 _PREFETCH = "fsdp1/fsdp_backward_prefetch::TestBackwardPrefetch::test_"
 
-_OF_GPUS = "needs symmetric memory, which neither a CPU nor the harness's devices have"
-_OPTIM_INPUT = "deprecated; used by the older functions alone, which optim_state_dict replaces"
-
 ROWS: dict[str, Parameters] = {
     # --- FSDP2 --------------------------------------------------------------------------------------------------------
     "fully_shard": {
@@ -89,9 +86,7 @@ ROWS: dict[str, Parameters] = {
             + "GradientAccumulation::test_inference_before_first_step",
             "in inference mode between steps": _TRAINING + "GradientAccumulation::test_eval_between_steps",
             "under jvp": _AUTOGRAD + "backward_through_jvp",
-            "under vjp and vmap": Gap(
-                "vjp through nested modules is known to raise, and other transforms are not tried"
-            ),
+            "under vjp and vmap": _AUTOGRAD + "backward_through_vjp_and_vmap",
             "after an exception": _TRAINING + "1DTrainingCompose::test_reset_iter_state_then_parity",
             "one rank": _TRAINING + "WorldSize1::test_train_parity_single_worldsize1",
             "wrapped twice": _STATE + "fully_shard_reapply",
@@ -132,7 +127,7 @@ ROWS: dict[str, Parameters] = {
             "shared": _IGNORE + "tied_parameter",
             "on the meta device": _IGNORE + "ignored_parameters_on_meta",
             "all": _INIT + "ManagedModulesAndStates::test_managed_states_with_ignored_params",
-            "a parameter of another model": Gap("what it should do is not documented"),
+            "a parameter of another model": _IGNORE + "parameter_of_another_model",
         },
         "dp_mesh_dims": {
             "shards, replicas, both": _DTENSOR + "collectives",
@@ -156,7 +151,7 @@ ROWS: dict[str, Parameters] = {
             "float16": "fsdp2/mixed_precision::TestFullyShardMixedPrecisionReduction"
             "::test_float16_divides_before_and_after",
             "first forward with frozen parameters": _FROZEN + "reduce_dtype_after_frozen_forward",
-            "complex parameters": Gap("backward raises with a real reduce_dtype; no entry of the registry has it yet"),
+            "complex parameters": _COMM + "Communication::test_complex_gradients",
         },
         "output_dtype": {"containers": _CASTS + "output_dtype_of_containers"},
         "cast_forward_inputs": {
@@ -282,7 +277,7 @@ ROWS: dict[str, Parameters] = {
             "below 1, multiplied before the sum": _COMM + "Communication::test_divide_factor_of_a_custom_reduction",
             "the world size, the number of shards": _COMM + "Communication::test_set_reduce_scatter_divide_factor",
             "one rank": _COMM + "ReduceOpWorldSize1::test_singleton_copy_division",
-            "0": Gap("what it should do is not documented"),
+            "0": _COMM + "Communication::test_divide_factor_of_zero",
         }
     },
     "FSDPModule.set_force_sum_reduction_for_comms": {
@@ -325,7 +320,7 @@ ROWS: dict[str, Parameters] = {
     "FSDPModule.set_symm_mem_for_comm": {
         "backend": {
             "the default": _COMM + "SymmMem::test_fully_shard_symm_mem",
-            "another": Gap(_OF_GPUS),
+            "another": _COMM + "SymmMemBackend::test_unknown_backend",
         }
     },
     "FSDPModule.set_keep_unsharded_storage": {
@@ -366,8 +361,8 @@ ROWS: dict[str, Parameters] = {
             "without gradients": "fsdp1/fsdp_core::TestNoGrad::test_transformer_no_grad",
             "in inference mode between steps": "fsdp1/fsdp_core::TestNoGrad::test_evaluation_in_inference_mode",
             "in inference mode first": "fsdp1/fsdp_core::TestNoGrad::test_first_evaluation_in_inference_mode",
-            "under torch.func": Gap("FSDP1 does not document it"),
-            "after an exception in forward": Gap("FSDP1 has no reset; only apply and summon_full_params are tried"),
+            "under torch.func": _MISC + "MultiProcess::test_transforms_of_torch_func",
+            "after an exception in forward": _MISC + "MultiProcess::test_train_after_exception_in_forward",
             "one rank": _MISC + "WorldSize1::test_world_size_1_sharding_strategy_warning",
             "a class that cannot be wrapped": _MISC + "MultiThread::test_fsdp_unsupported_module_cls",
         },
@@ -507,7 +502,7 @@ ROWS: dict[str, Parameters] = {
         "norm_type": {
             "1, 2, 3, infinity": _CLIP + "norm_of_the_whole_gradient",
             "no gradients": _CLIP + "no_gradients",
-            "0": Gap("the count of other than zero elements is not documented for clipping"),
+            "0": _CLIP + "norm_type_of_zero",
         },
     },
     "FullyShardedDataParallel.full_optim_state_dict": {
@@ -515,12 +510,12 @@ ROWS: dict[str, Parameters] = {
         "optim": {"without state": _OPTIM + "with_empty_optimizer_state"},
         "optim_input": {"deprecated": _OPTIM + "optim_input_warning"},
         "rank0_only": {"True, False": _OPTIM + "optim_state_dict_nested"},
-        "group": {"another": Gap("deprecated; optim_state_dict has the test")},
+        "group": {"another": _OPTIM + "shard_full_optim_state_dict_nested_halve_world_size"},
     },
     "FullyShardedDataParallel.sharded_optim_state_dict": {
         "model": {"nested": _OPTIM + "flatten_sharded_optim_state_dict_nested"},
         "optim": {"nested": _OPTIM + "flatten_sharded_optim_state_dict_nested"},
-        "group": {"another": Gap("deprecated; optim_state_dict has the test")},
+        "group": {"another": _OPTIM + "sharded_state_in_a_group_of_its_own"},
     },
     "FullyShardedDataParallel.shard_full_optim_state_dict": {
         "full_optim_state_dict": {"nested": _OPTIM + "shard_full_optim_state_dict_nested"},
@@ -547,7 +542,7 @@ ROWS: dict[str, Parameters] = {
             "names": _OPTIM + "rekey_optim_state_dict_to_names",
         },
         "model": {"nested": _OPTIM + "rekey_optim_state_dict_to_ids"},
-        "optim_input": {"a list": Gap(_OPTIM_INPUT)},
+        "optim_input": {"a list, groups": _OPTIM + "rekey_optim_state_dict_to_ids"},
         "optim": {"several groups": _OPTIM + "rekey_optim_state_dict_to_ids"},
     },
     "FullyShardedDataParallel.optim_state_dict": {
@@ -728,7 +723,7 @@ ROWS: dict[str, Parameters] = {
             "with learning rates of each group, or none": _OPTIONS + "learning_rates_after_asking_for_states",
             "frozen parameters": _OPTIONS + "state_of_frozen_parameter",
         },
-        "submodules": {"deprecated": Gap("only get_model_state_dict has it in a test")},
+        "submodules": {"deprecated": _OPTIONS + "submodules_with_optimizer"},
         "options": {"each": _OPTIONS + "trajectory"},
     },
     "get_state_dict": {
@@ -737,7 +732,7 @@ ROWS: dict[str, Parameters] = {
             "::test_every_pair_of_layouts"
         },
         "optimizers": {"several": _DSD + "fsdp2_ddp"},
-        "submodules": {"deprecated": Gap("only get_model_state_dict has it in a test")},
+        "submodules": {"deprecated": _OPTIONS + "submodules_with_optimizer"},
         "options": {"each": _OPTIONS + "trajectory"},
     },
     "set_model_state_dict": {

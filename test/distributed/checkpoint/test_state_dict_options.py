@@ -454,6 +454,21 @@ class TestStateDictOptions(StateDictTest):
         self._verify_msd(layer.state_dict(), other[1].state_dict())
         self._verify_msd(self._plain(1).get_submodule("0").state_dict(), other[0].state_dict())
 
+    @skip_if_lt_x_gpu(2)
+    def test_submodules_with_optimizer(self):
+        """The deprecated argument selects a part of the model's state. The optimizer's state stays whole."""
+        pair = self._small()
+        with self.assertWarnsRegex(FutureWarning, "submodules only"):
+            osd = get_optimizer_state_dict(pair.model, pair.optims, submodules={pair.model[1]})
+        with self.assertWarnsRegex(FutureWarning, "submodules only"):
+            state_dict, also_osd = get_state_dict(pair.model, pair.optims, submodules={pair.model[1]})
+        layer = pair.ref_model.get_submodule("1")
+        self._verify_msd({f"1.{name}": value for name, value in layer.state_dict().items()}, state_dict)
+        expected = {name: pair.ref_optim.state[param]["exp_avg"] for name, param in pair.ref_model.named_parameters()}
+        for each in (osd, also_osd):
+            found = {name: whole(state["exp_avg"]) for name, state in each["state"].items()}
+            self.assertEqual(found, expected)
+
     # --- States of optimizers ---
 
     @skip_if_lt_x_gpu(2)

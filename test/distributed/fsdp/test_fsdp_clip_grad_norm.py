@@ -270,6 +270,16 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual((total_norm.dtype, total_norm.shape, total_norm.item()), (torch.float32, (), 0.0))
 
     @skip_if_lt_x_gpu(2)
+    def test_norm_type_of_zero(self, device):
+        """A norm_type of 0 is no norm and is refused. The gradients stay."""
+        model = self._transformer(ShardingStrategy.FULL_SHARD, use_orig_params=True)
+        model(*self._tokens(device)).square().sum().backward()
+        before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+        with self.assertRaises(ZeroDivisionError):
+            model.clip_grad_norm_(max_norm=1, norm_type=0)
+        self.assertEqual([param.grad for param in model.parameters()], before, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
     def test_norm_of_the_whole_gradient(self, device):
         """It is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
         self.run_subtests(

@@ -658,6 +658,16 @@ class TestFSDPOptimState(FSDPTest):
         self._test_load_optim_state(interfaces, self._init_transformer_model)
 
     @requires_world_size(4)
+    def test_sharded_state_in_a_group_of_its_own(self):
+        """The ranks of a group save the state of their model, while the other ranks have none."""
+        reference, group = self._init_nested_model(None), group_of(range(0, self.world_size, 2))
+        self._train(reference, 3)
+        if self.rank % 2 == 0:
+            run = self._init_nested_model("wrap", group)
+            self._train(run, 3, group)
+            self._check_saved(FSDP.sharded_optim_state_dict(run.model, run.optim, group=group), reference, group)
+
+    @requires_world_size(4)
     def test_uneven_shards(self):
         """Four ranks have 2, 2, 1 and 0 of 5 rows. The last rank also has none of 3 rows."""
         run = self._init_nested_model("wrap")

@@ -319,6 +319,36 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(ref_model[2].bias.grad is None, loss_of == "tangent")
         check_parity(self, ref_model, model)
 
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False], transform=["vjp", "vmap"], trained=[False, True])
+    def test_backward_through_vjp_and_vmap(self, reshard_after_forward, transform, trained):
+        """Outputs and the gradients that ``vjp`` computes are right, and a loss of these outputs has a backward."""
+        manual_seed(42)
+        ref_model = nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh()).to(self.device)
+        model: Any = copy.deepcopy(ref_model)
+        shard_each((model[0], model[2], model), reshard_after_forward=reshard_after_forward)
+        manual_seed(42 + self.rank + 1)
+        rows = torch.randn(3, DIM).to(self.device)
+        cotangents = torch.randn(3, 4).to(self.device)
+        if trained:
+            model(rows).sum().backward()
+            model.zero_grad()
+
+        def outputs_of(each: nn.Module) -> tuple[torch.Tensor, ...]:
+            if transform == "vmap":
+                return (torch.vmap(each)(rows),)
+            output, pullback = torch.func.vjp(each, rows)
+            return output, *pullback(cotangents)
+
+        found, expected = outputs_of(model), outputs_of(ref_model)
+        self.assertEqual(found, expected)
+        with torch_defect("fsdp2_backward_through_vjp_raises", when=transform == "vjp"):
+            for outputs in (expected, found):
+                outputs[0].square().sum().backward()
+            average([param.grad for param in ref_model.parameters()])
+            check_parity(self, ref_model, model)
+
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True])
     def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters):

@@ -515,17 +515,40 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(grad, expected.expand_as(grad), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
-    @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
-    def test_complex_gradients(self, shape, reshard_after_forward):
+    @subtests(forces_sum=[False, True], shape=[(4,), (2, 2)])
+    def test_divide_factor_of_zero(self, forces_sum, shape):
+        """Backward refuses a factor of zero. After a forced sum it divides as for any other number."""
+        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
+        fully_shard(model, mesh=self._mesh(*shape))
+        model.set_gradient_divide_factor(0.0)
+        model.set_force_sum_reduction_for_comms(forces_sum)
+        loss = model(torch.ones(1, 8, device=self.device)).sum()
+        if forces_sum:
+            loss.backward()
+            self.assertTrue(model.weight.grad.to_local().isposinf().all())
+        else:
+            with self.assertRaises(ZeroDivisionError):
+                loss.backward()
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        shape=[(4,), (2, 2)],
+        reshard_after_forward=[True, False],
+        reduce_dtype=[None, torch.complex128, torch.float32],
+    )
+    def test_complex_gradients(self, shape, reshard_after_forward, reduce_dtype):
         """Complex parameters get the mean of the ranks' complex gradients, with real and imaginary parts."""
         model: Any = nn.Linear(3, 5, bias=False, device=self.device, dtype=torch.complex64)
-        fully_shard(model, mesh=self._mesh(*shape), reshard_after_forward=reshard_after_forward)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        fully_shard(model, mesh=self._mesh(*shape), reshard_after_forward=reshard_after_forward, mp_policy=policy)
         inputs = torch.full((1, 3), complex(1 + self.rank, 2 * self.rank), device=self.device)
         output = model(inputs)
-        (output.real.sum() + 3 * output.imag.sum()).backward()
         # The gradient is (1 + 3j) times the conjugate of the mean input, 2.5 + 3j.
         expected = torch.full((5, 3), (1 + 3j) * (2.5 - 3j), device=self.device)
-        self.assertEqual(model.weight.grad.full_tensor(), expected)
+        is_real = reduce_dtype is not None and not reduce_dtype.is_complex
+        with torch_defect("fsdp2_real_reduce_dtype_breaks_complex_gradients", when=is_real):
+            (output.real.sum() + 3 * output.imag.sum()).backward()
+            self.assertEqual(model.weight.grad.full_tensor(), expected)
 
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
         """A factor of 2 halves the sum over the replicas."""
@@ -1441,6 +1464,21 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+class TestFullyShardSymmMemBackend(FSDPTest):
+    world_size = 2
+
+    @needs(torch_facts.HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION)
+    @skip_if_lt_x_gpu(2)
+    def test_unknown_backend(self):
+        """A backend of symmetric memory that is not there is refused, and the model trains on without it."""
+        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
+        fully_shard(model)
+        with self.assertRaisesRegex(RuntimeError, "does not find allocation backend no such backend"):
+            model.set_symm_mem_for_comm("no such backend")
+        model(torch.full((1, 8), 1.0 + self.rank, device=self.device)).sum().backward()
+        self.assertEqual(model.weight.grad.to_local(), torch.full((2, 8), 1.5, device=self.device))
 
 
 class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):

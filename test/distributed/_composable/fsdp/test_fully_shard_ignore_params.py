@@ -377,6 +377,18 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             self.assertIs(model.second.weight, weight)
 
     @skip_if_lt_x_gpu(1)
+    def test_parameter_of_another_model(self):
+        """A parameter that the module does not have is ignored without effect, and stays as it is."""
+        ref_model = filled(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))).to(self.device)
+        model, other = copy.deepcopy(ref_model), nn.Linear(4, 3, device=self.device)
+        weight = other.weight
+        self._sharded(model, {weight})
+        self._backward(ref_model, model)
+        self._check_gradients(ref_model, model, set())
+        self.assertIs(other.weight, weight)
+        self.assertIs(type(weight), nn.Parameter)
+
+    @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_on_meta(self):
         """Ignored parameters may be on the meta device at first, and be materialized later."""
         ref_model = filled(Optional()).to(self.device)

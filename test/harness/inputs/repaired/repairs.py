@@ -466,6 +466,15 @@ REPAIRS: dict[str, Callable[[], None]] = {
     "fsdp2_partial_reduction_reaches_another_parameter": reduce_every_parameter,
     "fsdp2_optimizer_state_while_gathered_raises": reshard_before_the_optimizer_is_asked,
     "fsdp2_rank_without_rows_after_tp": leave_out_gradients_without_elements,
+    "fsdp2_real_reduce_dtype_breaks_complex_gradients": functools.partial(
+        edit,
+        _param.FSDPParam,
+        "init_dtype_attrs",
+        (
+            "self.reduce_dtype = reduce_dtype",
+            "self.reduce_dtype = reduce_dtype if self.orig_dtype.is_floating_point else None",
+        ),
+    ),
     "fsdp2_reset_before_first_forward_raises": initialize_before_a_reset,
     "fsdp2_reset_keeps_gradients_of_broken_backward": drop_gradients_at_reset,
     "fsdp2_reset_keeps_unreduced_gradients": drop_gradients_at_reset,

@@ -367,6 +367,15 @@ REPAIRS: dict[str, Callable[[], None]] = {
         ("dev = torch.device(torch.cuda.current_device())", "dev = self_st._get_preferred_device()"),
     ),
     "fsdp1_evaluation_before_step_trains_old_weights": FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS,
+    "fsdp1_exception_in_forward_replaces_parameters": partial(
+        edit,
+        _flat_param.FlatParamHandle,
+        "_writeback_orig_params",
+        (
+            "param_changed = getattr(module, param_name) is not param",
+            "param_changed = isinstance(now := getattr(module, param_name), nn.Parameter) and now is not param",
+        ),
+    ),
     "fsdp1_flat_model_is_never_freed": hold_modules_weakly,
     "fsdp1_frozen_replica_loses_its_parameters": partial(
         edit,

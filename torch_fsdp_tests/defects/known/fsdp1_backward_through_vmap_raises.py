@@ -1,0 +1,31 @@
+"""A loss of the output of ``torch.vmap`` over FSDP1 has no backward.
+
+Under ``vmap``, the hook that prepares FSDP1 for backward is registered on a tensor that exists only inside the
+transform. A backward from outside does not call it, so FSDP1 raises at its first gradient, because it still expects
+a forward. The output is right. FSDP2 trains through ``vmap``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
+    broken=">=2.9",
+    arguable="FSDP1's documentation does not say that it works with torch.func.",
+    fails_with=("ValueError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 1, bias=False, device=device), use_orig_params=True, device_id=device)
+    output = torch.vmap(model)(torch.ones(3, 2, device=device))
+    try:
+        output.sum().backward()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).split('[')[0]}", "a gradient"
+    return "a gradient", "a gradient"

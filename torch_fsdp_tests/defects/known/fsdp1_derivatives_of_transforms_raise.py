@@ -1,0 +1,33 @@
+"""The first forward of FSDP1 raises under the transforms of ``torch.func`` that compute derivatives.
+
+Before forward FSDP allocates the gathered parameters and looks at the memory of others. Under ``jvp``, ``vjp`` and
+``grad`` these tensors are wrappers without a storage. FSDP2 steps out of the transform while its hooks run.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._runtime_utils._pre_forward",
+    broken=">=2.9",
+    arguable="FSDP1's documentation does not say that it works with torch.func.",
+    fails_with=("NotImplementedError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    linear = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(linear.weight)
+    model = FSDP(linear, use_orig_params=True, device_id=device)
+    x, direction = torch.ones(1, 2, device=device), torch.ones(1, 2, device=device)
+    right = "an output of 2.0, and a tangent of 2.0"
+    try:
+        output, tangent = torch.func.jvp(model, (x,), (direction,))
+    except (NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", right
+    return f"an output of {output.item()}, and a tangent of {tangent.item()}", right

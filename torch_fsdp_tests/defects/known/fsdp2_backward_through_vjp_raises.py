@@ -1,0 +1,33 @@
+"""A loss of an output of ``torch.func.vjp`` has no backward, because FSDP2 does not gather the parameters for it.
+
+Under the transform, the hook that gathers for backward is registered on a tensor that exists only inside the transform.
+A backward from outside does not pass this tensor. It uses parameters that were freed after forward, and raises because
+their memory is gone. The gradients that ``vjp`` itself computes are right, and so is backward through ``jvp``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    since="2.13",  # before, the first forward under a transform raises
+    broken=">=2.13",
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False)).to(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
+    output, _ = torch.func.vjp(model, torch.ones(1, 2, device=device))
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).split(':')[0]}", "a gradient"
+    return "a gradient" if model[0].weight.grad is not None else "no gradient", "a gradient"

@@ -1,0 +1,36 @@
+"""Complex gradients raise, or lose their imaginary parts, if the ``reduce_dtype`` is real.
+
+A parameter that is not of a floating-point dtype ignores ``param_dtype``, but not ``reduce_dtype``. Until 2.14 the copy
+of its gradient into the input of the reduce-scatter raises. Since 2.15 each gradient is converted before, which drops
+the imaginary part with a warning of torch. So a policy with a ``reduce_dtype`` cannot be used for a model that also has
+complex parameters.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs",
+    broken=">=2.9",
+    arguable="a real dtype cannot hold a complex gradient; but param_dtype leaves such parameters as they are",
+    fails_with=("AssertionError", "TypeError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 2, bias=False, device=device, dtype=torch.complex64)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    output = model(torch.full((1, 1), 1 + 2j, device=device))
+    right = "a gradient of (1-2j)"  # the conjugate of the input
+    try:
+        output.real.sum().backward()
+    except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).split(':')[0]}", right
+    return f"a gradient of {model.weight.grad.full_tensor()[0, 0].item()}", right
