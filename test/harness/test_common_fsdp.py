@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
@@ -101,6 +100,8 @@ class TwoRanks(FSDPTest):
 
 
 class TestModels(TwoRanks):
+    """Without it, a test could compare two models that differ from the start, or that FSDP does not wrap."""
+
     def test_every_model_in_every_mode(self):
         self.run_subtests(
             {"model_class": list(MODELS), "fsdp_mode": [NO_FSDP, RECURSIVE], "device_mode": list(DEVICEInitMode)},
@@ -195,24 +196,6 @@ class TestModels(TwoRanks):
         self.assertEqual(model.module[2].process_group.size(), 1)
         self.assertEqual(model.module[1].process_group.size(), 2)
 
-    def test_step_against_hand_made_data_parallelism(self):
-        # Independent of the mixin: a plain copy, its gradients averaged over the ranks by hand.
-        for model_class in (NestedWrappedModule, AlwaysWrapNestedWrappedModule, TransformerWithSharedParams):
-            plain, sharded = self.build(model_class), self.build(model_class, RECURSIVE)
-            if not isinstance(sharded, FSDP):
-                sharded = FSDP(sharded)
-            inputs = plain.get_input(self.device)
-            for model in (plain, sharded):
-                optim = torch.optim.SGD(model.parameters(), lr=0.1)
-                loss = plain.get_loss(inputs, model(*inputs)) * (self.rank + 1)
-                loss.backward()
-                if model is plain:
-                    for param in plain.parameters():
-                        dist.all_reduce(param.grad)
-                        param.grad /= 2
-                optim.step()
-            self.assertEqual(get_full_params(sharded), list(plain.parameters()))
-
     def test_delays(self):
         model = self.build(NestedWrappedModuleWithDelay, RECURSIVE, delay_after_loss_ms=3, delay_before_reduction_ms=5)
         self.assertIsInstance(model, ModuleWithDelay)
@@ -267,6 +250,8 @@ class TestModels(TwoRanks):
 
 
 class TestLayers(TestCase):
+    """Without it, a reference of FSDP2 tests could compute something else than its name says."""
+
     def test_mlp(self):
         mlp = MLP(4, with_buffer=True, bias=False, dim_multiplier=2)
         self.assertEqual(
@@ -316,6 +301,8 @@ def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs
 
 
 class TestTraining(TwoRanks):
+    """Without it, the comparison of FSDP with its reference could pass whatever FSDP does."""
+
     def parity(
         self,
         model_class: type[FSDPTestModel] = NestedWrappedModule,
@@ -332,34 +319,6 @@ class TestTraining(TwoRanks):
             NestedWrappedModuleWithDelay, init_kwargs={"delay_after_loss_ms": 1}, enable_sharded_grad_scaler=True
         )
         self.parity(MixtureOfExperts, ref_init_fn=DummyDDP)
-
-    def test_parity_of_every_strategy(self):
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "cpu_offload": [CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
-                "use_orig_params": [False, True],
-            },
-            self.parity,
-            device_mode=NEVER,
-        )
-
-    def test_parity_in_low_precision(self):
-        self.parity(mixed_precision=HALF)
-        self.parity(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
-        self.parity(use_pure_fp16=True)
-
-    def test_offloaded_gradients_are_not_accumulated(self):
-        # This comparison found a bug: the second step added the first one's gradients, see substitutes.
-        for sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-            self.parity(
-                TransformerWithSharedParams,
-                NEVER,
-                cpu_offload=CPUOffload(offload_params=True),
-                use_orig_params=True,
-                sharding_strategy=sharding_strategy,
-                num_iters=3,
-            )
 
     def test_parity_sees_gradients_that_are_not_averaged(self):
         nested, transformer = NestedWrappedModule, TransformerWithSharedParams
@@ -429,19 +388,6 @@ class TestTraining(TwoRanks):
             check(model, good)
             with self.assertRaises(AssertionError):
                 check(model, bad)
-
-    def test_gradient_scaler_works_on_the_device(self):
-        plain, scaled = (
-            self._train_for_several_steps(
-                FSDP(self.build(NestedWrappedModule)),
-                1,
-                autocast=False,
-                enable_sharded_grad_scaler=enabled,
-                sharded_grad_scaler_kwargs={"init_scale": 4.0},
-            )
-            for enabled in (False, True)
-        )
-        self.assertEqual(scaled, 4 * plain)
 
 
 def patches() -> dict[Callable, tuple[Any, str]]:
@@ -522,21 +468,6 @@ class PatchTests(Case):
             dist.barrier()
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
 
-    def test_patches_nest(self):
-        original = getattr(dist, torch_facts.all_gather_name())
-        outer, inner = mock.Mock(side_effect=original), mock.Mock(side_effect=original)
-        with common_fsdp.patch_all_gather(outer):
-            dist.barrier()  # by now every thread has set its own patch
-            current = getattr(dist, torch_facts.all_gather_name())
-            dist.barrier()
-            with common_fsdp.patch_all_gather(inner):
-                self.assertIsNot(getattr(dist, torch_facts.all_gather_name()), current)
-                dist.barrier()
-            dist.barrier()
-            self.assertIs(getattr(dist, torch_facts.all_gather_name()), current)
-            dist.barrier()
-        self.assertIs(getattr(dist, torch_facts.all_gather_name()), original)
-
 
 class TestPatches(PatchTests, FSDPTest):
     @property
@@ -586,6 +517,8 @@ class TestPatchesAlone(TestCase):
 
 
 class TestShardedParity(TwoRanks):
+    """Without it, the comparison of FSDP2 with its reference could pass whatever FSDP2 does."""
+
     def pair(self, **kwargs: Any) -> tuple[MLP, MLP]:
         torch.manual_seed(0)
         reference = MLP(5, **kwargs).to(self.device)  # 20 rows split evenly, 5 do not
@@ -673,6 +606,8 @@ class TestShardedParity(TwoRanks):
 
 
 class TestStates(TwoRanks):
+    """Without it, tests of state dicts could compare a state with itself, or change it."""
+
     def test_assert_module_states(self):
         model = nn.BatchNorm1d(2)
         pairs = []
@@ -720,6 +655,8 @@ class TestStates(TwoRanks):
 
 
 class TestSubstitutes(TwoRanks):
+    """Without it, a patch that lets FSDP run on the CPU could hide a fault, or outlive its test."""
+
     def originals(self) -> dict[str, Any]:
         names = (
             (FSDP, "__init__"),
@@ -812,27 +749,6 @@ class TestSubstitutes(TwoRanks):
                 self.assertEqual(found, [times * grad for grad in once], msg=f"{strategy}, no_sync={no_sync}")
         (flat,) = self.offloaded_gradients(False, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
         self.assertEqual(flat, torch.cat([grad.flatten() for grad in once]))
-
-    def test_fsdp2_offload_with_its_default_policy(self):
-        torch.manual_seed(0)
-        reference = MLPStack(4).to(self.device)
-        model = copy.deepcopy(reference).cpu()
-        for module in (*model, model):
-            fully_shard(module, offload_policy=CPUOffloadPolicy())
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (reference, model)]
-        for step in range(3):
-            x = torch.full((2, 4), step + self.rank + 1.0, device=self.device)
-            for each, optim in zip((reference, model), optims, strict=True):
-                optim.zero_grad()
-                each(x).sum().backward()
-            for param in reference.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= 2
-            check_sharded_parity(self, reference, model)
-            for optim in optims:
-                optim.step()
-        check_sharded_parity(self, reference, model)
-        self.assertEqual({param.device.type for param in model.parameters()}, {"cpu"})  # the CPU is the subject
 
 
 # ``compiled_fsdp_test`` replaces this name in this module.
