@@ -360,6 +360,12 @@ class TestComparison(unittest.TestCase):
             with self.subTest(f"{was} {now}"):
                 self.assertEqual(kind(was, now), [wanted] if wanted else [])
 
+    def test_tests_that_are_gone_or_new_are_named(self):
+        reports = (a_report(a_file("test_x", a_test("T.test_1"), a_test(name))) for name in ("T.test_old", "T.test_2"))
+        self.assertEqual(
+            sorted(map(str, compare.differences(*reports))), ["gone: test_x::T.test_old", "new: test_x::T.test_2"]
+        )
+
     def test_files_that_are_gone_are_named_together(self):
         """Files that only the earlier, larger run had are named together, and do not get a line each."""
         both = a_file("test_both", a_test("T.test_tp"))
