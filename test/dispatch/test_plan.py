@@ -214,8 +214,8 @@ class TestDevices(unittest.TestCase):
 
     def test_callers_variable_is_the_pool_and_is_what_jobs_see(self):
         for device, variable in (("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")):
-            found = find(device, None, {variable: "4,6,7"})
-            self.assertEqual((found.names, found.environment((0, 2))), (("4", "6", "7"), {variable: "4,7"}))
+            device_set = find(device, None, {variable: "4,6,7"})
+            self.assertEqual((device_set.names, device_set.environment((0, 2))), (("4", "6", "7"), {variable: "4,7"}))
 
     def test_every_vendors_variables(self):
         """The caller's own variable is the pool, is what jobs see, and shows that the vendor's extension exists."""
@@ -223,10 +223,10 @@ class TestDevices(unittest.TestCase):
             for variable in vendor.visibility_variables:
                 with self.subTest(vendor.device_type, variable=variable), self.built_for(vendor.torch_build):
                     for wish in (None, vendor.device_type):
-                        found = find(wish, None, {variable: "3,5"})
-                        self.assertEqual((found.type, found.names), (vendor.device_type, ("3", "5")))
-                        self.assertEqual(found.environment((1,)), {variable: "5"})
-                        self.assertEqual((found.backend, found.remark), (vendor.backend, None))
+                        device_set = find(wish, None, {variable: "3,5"})
+                        self.assertEqual((device_set.type, device_set.names), (vendor.device_type, ("3", "5")))
+                        self.assertEqual(device_set.environment((1,)), {variable: "5"})
+                        self.assertEqual((device_set.backend, device_set.remark), (vendor.backend, None))
                     for nothing in ("-1", "", "none"):
                         self.assertEqual(find(None, None, {variable: nothing}).type, "cpu")  # the CPU is the subject
 
@@ -258,9 +258,11 @@ class TestDevices(unittest.TestCase):
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 3, "fooccl")
         with self.declared({"foo": foo}), self.built_for(None):
             for wish in ("foo", None):
-                found = find(wish, None, {})
-                self.assertEqual((found.type, found.names, found.backend), ("foo", ("0", "1", "2"), "fooccl"))
-                self.assertEqual(found.environment((0, 2)), {"FOO_VISIBLE": "0,2"})
+                device_set = find(wish, None, {})
+                self.assertEqual(
+                    (device_set.type, device_set.names, device_set.backend), ("foo", ("0", "1", "2"), "fooccl")
+                )
+                self.assertEqual(device_set.environment((0, 2)), {"FOO_VISIBLE": "0,2"})
             self.assertEqual(find("foo", ("7",), {}).names, ("7",))
             self.assertEqual(find(None, None, {"FOO_VISIBLE": "1,2"}).names, ("1", "2"))
         with self.declared({"foo": foo}, autoload="0"), self.built_for(None):
@@ -270,10 +272,10 @@ class TestDevices(unittest.TestCase):
 
     def test_a_device_without_a_variable_is_lent_whole_or_not_at_all(self):
         with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
-            found = find("foo", None, {})
-            self.assertTrue(found.is_lent_whole)
-            self.assertIn("each file gets all 3 of them, one file at a time", found.remark or "")
-            self.assertEqual(found.environment((0, 1, 2)), {})
+            device_set = find("foo", None, {})
+            self.assertTrue(device_set.is_lent_whole)
+            self.assertIn("each file gets all 3 of them, one file at a time", device_set.remark or "")
+            self.assertEqual(device_set.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* gets all of them or none"):
                 find("foo", ("0",), {})
         with self.declared({}):  # torch imports extensions, and one of them may define it
@@ -341,9 +343,9 @@ class TestDevices(unittest.TestCase):
                 with self.subTest(words), unittest.mock.patch.dict("os.environ", environment):
                     with self.assertRaisesRegex(ConfigurationError, words):
                         devices.check(find("foo", None, environment), "foo", None, None)
-            with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.built_for(None):
+            with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.built_for(None):
                 devices.check(find("bar", None, {}), "bar", None, None)  # its number is unknown
-        asked.assert_called_once_with("bar", None, None)
+        ask_torch.assert_called_once_with("bar", None, None)
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
@@ -376,12 +378,12 @@ class TestDevices(unittest.TestCase):
         ):
             declared = self.declared({"foo": Vendor("foo")}, autoload="0")
             with self.subTest(device=device, backend=backend), self.built_for("xpu"), declared:
-                with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.nodes(int(found is not gone)):
+                with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.nodes(int(found is not gone)):
                     devices.check(found, device, backend, None)
-                self.assertEqual(asked.called, asks)
-        with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.built_for("xpu"), self.nodes(0):
+                self.assertEqual(ask_torch.called, asks)
+        with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.built_for("xpu"), self.nodes(0):
             devices.check(there, "xpu", None, None)  # its variable names a device that does not exist
-        asked.assert_called_once_with("xpu", None, None)
+        ask_torch.assert_called_once_with("xpu", None, None)
         with (
             self.built_for("cuda"),
             self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'"),
@@ -396,9 +398,9 @@ class TestDevices(unittest.TestCase):
             (Vendor("foo"), None, "1", {"only_whether_it_loads": True}),
         ):
             with self.declared({"foo": vendor}, autoload), self.built_for(None):
-                with unittest.mock.patch.object(devices, "_ask_torch") as asked:
+                with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
                     devices.check(foo, device, "foocl", 3)
-                asked.assert_called_once_with(device, "foocl", 3, **loads_only)
+                ask_torch.assert_called_once_with(device, "foocl", 3, **loads_only)
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
@@ -412,8 +414,8 @@ class TestDevices(unittest.TestCase):
                     devices._ask_torch(None, None, None, only_whether_it_loads=True)
 
     def test_by_hand(self):
-        found = find("npu", ("0", "1"), {})
-        self.assertEqual(found.environment((1,)), {"ASCEND_RT_VISIBLE_DEVICES": "1"})
+        device_set = find("npu", ("0", "1"), {})
+        self.assertEqual(device_set.environment((1,)), {"ASCEND_RT_VISIBLE_DEVICES": "1"})
 
     def test_an_extension_that_torch_imports_may_bring_a_device(self):
         with unittest.mock.patch("importlib.metadata.entry_points", lambda group: [group]):
@@ -482,10 +484,10 @@ class TestOptions(unittest.TestCase):
         return options.parse([*arguments, "--list"], environment, ROOT)
 
     def refused(self, *arguments: str, **environment: str) -> str:
-        with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, self.assertRaises(SystemExit) as left:
             self.parse(*arguments, **environment)
         self.assertEqual(left.exception.code, ExitStatus.REFUSED)
-        return said.getvalue()
+        return stderr.getvalue()
 
     def test_every_option_sets_the_field_of_its_name(self):
         fields = {field.name for field in dataclasses.fields(RunTests)}
@@ -496,16 +498,16 @@ class TestOptions(unittest.TestCase):
         self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
 
     def test_what_follows_from_an_option(self):
-        found = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
-        self.assertEqual((found.shard, found.num_shards, found.seed, found.shuffle), (2, 3, 7, True))
-        self.assertEqual((found.include, found.pipe_logs, found.logs_by_option), (("a", "b", "c"), True, True))
+        run = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
+        self.assertEqual((run.shard, run.num_shards, run.seed, run.shuffle), (2, 3, 7, True))
+        self.assertEqual((run.include, run.pipe_logs, run.logs_by_option), (("a", "b", "c"), True, True))
         run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
         self.assertEqual(run.arguments, ("--locals", "--"))
 
     def test_variables(self):
-        found = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
-        self.assertEqual((found.pipe_logs, found.logs_by_option, found.keep_going), (True, False, True))
-        self.assertEqual((found.show_locals, found.disabled, found.slow), (False, Path("a"), None))
+        run = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
+        self.assertEqual((run.pipe_logs, run.logs_by_option, run.keep_going), (True, False, True))
+        self.assertEqual((run.show_locals, run.disabled, run.slow), (False, Path("a"), None))
         self.assertEqual(self.parse("--disabled-tests", "b", DISABLED_TESTS_FILE="a").disabled, Path("b"))
         self.assertFalse(self.parse(CI="1", VERBOSE_TEST_LOGS="1").pipe_logs)
 

@@ -541,26 +541,32 @@ class TestDevices(TreeCase):
         held: set[str] = set()
         widths: list[int] = []
         for _, what, names in sorted(line.split() for line in log.read_text().splitlines()):
-            mine = set(names.split(","))
-            self.assertEqual(mine & held, set() if what == "+" else mine)
-            held = held | mine if what == "+" else held - mine
+            lent = set(names.split(","))
+            self.assertEqual(lent & held, set() if what == "+" else lent)
+            held = held | lent if what == "+" else held - lent
             self.assertLessEqual(held, {"3", "4", "5", "6"})
-            widths += [len(mine)] * (what == "+")
+            widths += [len(lent)] * (what == "+")
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
     def test_device_facts_of_a_file_reach_later_files(self):
         """This is for files with the same number of devices. Probing a device takes longer than most tests."""
         asks = """
         from torch_fsdp_tests.verdict import events
-        told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
-        events.record(probed=told or {"asked by": os.path.basename(__file__)})
+        probed = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
+        events.record(probed=probed or {"probed by": os.path.basename(__file__)})
         class TestX(unittest.TestCase):
-            def test_x(self): self.assertEqual(told, TOLD)
+            def test_x(self): self.assertEqual(probed, PROBED)
         """
-        told = {"test_a": ({}, 2), "test_b": ({"asked by": "test_a.py"}, 2), "test_wide": ({}, 3)}
-        self.write({name: f"TOLD = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in told.items()})
+        expected = {"test_a": ({}, 2), "test_b": ({"probed by": "test_a.py"}, 2), "test_wide": ({}, 3)}
+        self.write({name: f"PROBED = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in expected.items()})
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
-        arguments = ["--device", "foo", "--test-times", times, *self.needs({name: n for name, (_, n) in told.items()})]
+        arguments = [
+            "--device",
+            "foo",
+            "--test-times",
+            times,
+            *self.needs({name: n for name, (_, n) in expected.items()}),
+        ]
         self.check({}, arguments, passed=3, env=self.declare("foo", 3))
 
     def test_devices_option_has_no_effect_on_the_cpu(self):

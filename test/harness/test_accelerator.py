@@ -105,12 +105,12 @@ class TestChoice(TestCase):
             unittest.mock.patch.object(accelerator, "_probe", lambda *_: answer),
             unittest.mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True),
         ):
-            found = self.chosen(declared, DEVICE="xpu")
-        self.assertEqual((found.backend, found.count, found.capabilities), ("gloo", 3, {"streams"}))
+            device = self.chosen(declared, DEVICE="xpu")
+        self.assertEqual((device.backend, device.count, device.capabilities), ("gloo", 3, {"streams"}))
 
     def test_host_by_name(self):
-        found = self.chosen({}, DEVICE="cpu", RANKS="6")
-        self.assertEqual((found.type, found.backend, found.count, found.ranks), ("cpu", "gloo", 0, 6))
+        device = self.chosen({}, DEVICE="cpu", RANKS="6")
+        self.assertEqual((device.type, device.backend, device.count, device.ranks), ("cpu", "gloo", 0, 6))
 
     def test_no_device_of_that_kind(self):
         absent = {"count": 0, "capabilities": []}
@@ -130,14 +130,14 @@ class TestChoice(TestCase):
         probe = accelerator._probe.__wrapped__
         with (
             unittest.mock.patch.dict(accelerator._answers, clear=True),
-            unittest.mock.patch.object(accelerator_probe, "ask", return_value=answer) as asked,
+            unittest.mock.patch.object(accelerator_probe, "ask", return_value=answer) as ask,
             unittest.mock.patch.object(accelerator.events, "record") as recorded,
         ):
             self.assertEqual(probe("xpu", "xccl"), answer)
             recorded.assert_called_once_with(probed={"xpu xccl": answer})
             with unittest.mock.patch.dict(os.environ, accelerator.environment()):
                 self.assertEqual(probe("xpu", "xccl"), answer)
-            asked.assert_called_once_with("xpu", "xccl")
+            ask.assert_called_once_with("xpu", "xccl")
 
 
 class TestSharing(TestCase):
@@ -147,42 +147,42 @@ class TestSharing(TestCase):
         self, *, count: int, own: bool, gloo: bool, backend: str | None = None, ranks: int | None = None
     ) -> tuple[Accelerator, list[str]]:
         facts = {"xccl": own, "gloo": gloo}
-        asked = []
+        probed = []
 
         def probe(device_type: str, name: str) -> dict[str, Any]:
-            asked.append(name)
+            probed.append(name)
             return {"count": count, "capabilities": ["shared_device"] * facts[name]}
 
         with (
             unittest.mock.patch.object(accelerator, "_probe", probe),
             unittest.mock.patch.object(accelerator, "_checked_backend", lambda kind, name: name or "xccl"),
         ):
-            return accelerator.from_torch("xpu", backend, ranks), asked
+            return accelerator.from_torch("xpu", backend, ranks), probed
 
     def test_the_devices_own_backend_is_preferred(self):
-        found, asked = self.chosen(count=1, own=True, gloo=True)
-        self.assertEqual((found.backend, found.ranks, found.is_shared, asked), ("xccl", 2, True, ["xccl"]))
+        device, probed = self.chosen(count=1, own=True, gloo=True)
+        self.assertEqual((device.backend, device.ranks, device.is_shared, probed), ("xccl", 2, True, ["xccl"]))
 
     def test_backend_that_can_share_a_device_is_chosen(self):
-        found, asked = self.chosen(count=1, own=False, gloo=True)
-        self.assertEqual((found.backend, found.is_shared, asked), ("gloo", True, ["xccl", "gloo", "gloo"]))
-        self.assertIsNone(found.lacks_room_for(4))
+        device, probed = self.chosen(count=1, own=False, gloo=True)
+        self.assertEqual((device.backend, device.is_shared, probed), ("gloo", True, ["xccl", "gloo", "gloo"]))
+        self.assertIsNone(device.lacks_room_for(4))
 
     def test_neither_shares(self):
-        found, _ = self.chosen(count=1, own=False, gloo=False)
-        self.assertEqual(found.backend, "xccl")
-        self.assertIn("needs 2 xpu devices, but sees only 1; ranks that share", found.lacks_room_for(2))
+        device, _ = self.chosen(count=1, own=False, gloo=False)
+        self.assertEqual(device.backend, "xccl")
+        self.assertIn("needs 2 xpu devices, but sees only 1; ranks that share", device.lacks_room_for(2))
 
     def test_a_wish_is_not_overruled(self):
-        found, asked = self.chosen(count=1, own=False, gloo=True, backend="xccl")
-        self.assertEqual((found.backend, asked), ("xccl", ["xccl"]))
-        self.assertIn("needs 2 xpu devices", found.lacks_room_for(2))
+        device, probed = self.chosen(count=1, own=False, gloo=True, backend="xccl")
+        self.assertEqual((device.backend, probed), ("xccl", ["xccl"]))
+        self.assertIn("needs 2 xpu devices", device.lacks_room_for(2))
 
     def test_devices_enough(self):
-        found, asked = self.chosen(count=8, own=False, gloo=True)
-        self.assertEqual((found.backend, found.ranks, found.is_shared, asked), ("xccl", 8, False, ["xccl"]))
-        found, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
-        self.assertEqual((found.backend, found.ranks, found.is_shared), ("gloo", 16, True))
+        device, probed = self.chosen(count=8, own=False, gloo=True)
+        self.assertEqual((device.backend, device.ranks, device.is_shared, probed), ("xccl", 8, False, ["xccl"]))
+        device, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
+        self.assertEqual((device.backend, device.ranks, device.is_shared), ("gloo", 16, True))
 
 
 class Module:
@@ -246,8 +246,8 @@ class TestProbe(TestCase):
 
     def test_collectives_of_the_processor(self):
         """The known facts about gloo on the host equal the results of a probe."""
-        found = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
-        self.assertEqual(accelerator._OF_THE_HOST & set(found), HOST.capabilities)
+        capabilities = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
+        self.assertEqual(accelerator._OF_THE_HOST & set(capabilities), HOST.capabilities)
 
 
 class TestRequirements(TestCase):

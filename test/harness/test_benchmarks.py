@@ -67,7 +67,7 @@ class TestHarnessBenchmark(TestCase):
         self._stack = contextlib.ExitStack()
         self.addCleanup(self._stack.close)
         self._stack.enter_context(unittest.mock.patch.object(harness, "Run", FakeRun))
-        self.said = self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        self.stdout = self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         self._stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
 
     def test_both_figures_and_the_stages(self):
@@ -83,12 +83,12 @@ class TestHarnessBenchmark(TestCase):
 
     def test_the_tables(self):
         harness.main(["--ranks", "2", "4", "--pairs", "1"])
-        self.assertIn("| 2 | 0.400 | 4.00 | 10 (10-10) | 2.0 | 20.0 | 10.0 (10.0-10.0) |", self.said.getvalue())
-        self.assertIn("| 4 | upstream | 1.000 | 1.000 | 0.500 | 1.500 |", self.said.getvalue())
+        self.assertIn("| 2 | 0.400 | 4.00 | 10 (10-10) | 2.0 | 20.0 | 10.0 (10.0-10.0) |", self.stdout.getvalue())
+        self.assertIn("| 4 | upstream | 1.000 | 1.000 | 0.500 | 1.500 |", self.stdout.getvalue())
 
 
 class TestCommand(TestCase):
-    def told(self, *arguments: str) -> tuple[int, str, str]:
+    def outputs(self, *arguments: str) -> tuple[int, str, str]:
         """The exit status of a command, and what it printed."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -99,11 +99,11 @@ class TestCommand(TestCase):
         return status, out.getvalue(), err.getvalue()
 
     def test_help_is_no_error(self):
-        status, out, err = self.told("--help")
+        status, out, err = self.outputs("--help")
         self.assertEqual((status, err), (0, ""))
         for name in command.BENCHMARKS:
             self.assertRegex(out, rf"(?m)^  {name} ")
-            self.assertEqual(self.told(name, "--help")[0], 0)
+            self.assertEqual(self.outputs(name, "--help")[0], 0)
 
     def test_wrong_arguments_are_refused(self):
         for arguments, words in (
@@ -115,13 +115,15 @@ class TestCommand(TestCase):
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
         ):
             with self.subTest(arguments):
-                status, out, err = self.told(*arguments)
+                status, out, err = self.outputs(*arguments)
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(words, err)
 
     def test_a_missing_file_of_times_is_named(self):
         with unittest.mock.patch.object(dispatch, "ROUNDS", 1):
-            status, _, err = self.told("dispatch", "--test-directory", os.path.dirname(__file__), "--test-times", "/no")
+            status, _, err = self.outputs(
+                "dispatch", "--test-directory", os.path.dirname(__file__), "--test-times", "/no"
+            )
         self.assertEqual(
             (status, err), (0, "benchmarks: /no does not exist; the recorded times of the project are used\n")
         )

@@ -25,8 +25,8 @@ class Nowhere:
         self.starts, self.ends = starts, ends
         self.selector = selectors.DefaultSelector()
         self.events: list[Any] = []
-        self.told: dict[int, list[Any]] = collections.defaultdict(list)  # orders, by process
-        self.asked: list[str] = []
+        self.orders: dict[int, list[Any]] = collections.defaultdict(list)  # orders, by process
+        self.requests: list[str] = []
         self.there = range(0)
 
     def start(self, task: protocol.Task, processes: range) -> None:
@@ -40,7 +40,7 @@ class Nowhere:
         return events
 
     def tell(self, process: int, order: Any) -> None:
-        self.told[process].append(order)
+        self.orders[process].append(order)
         if isinstance(order, protocol.Go | protocol.Leave):
             self.passes(process)
 
@@ -50,18 +50,18 @@ class Nowhere:
             self.events += [report, protocol.Ended(0, each, 0, 1.0)]
 
     def ask_for_stacks(self) -> None:
-        self.asked.append("stacks")
+        self.requests.append("stacks")
         self.events += [protocol.WroteStacks(each) for each in self.there]
 
     def end(self) -> None:
-        self.asked.append("end")
+        self.requests.append("end")
         self.events += [protocol.Over(0, tuple(self.there))] if self.ends else []
 
     def give_up(self) -> None:
-        self.asked.append("give up")
+        self.requests.append("give up")
 
     def collect(self, close: bool = False) -> protocol.Collected:
-        self.asked += ["close"] if close else []
+        self.requests += ["close"] if close else []
         return protocol.Collected(tuple(protocol.Remains(each, f"stack {each}", "") for each in self.there))
 
 
@@ -76,15 +76,15 @@ class TestGroup(TestCase):
         made = self.group(MANY, place)
         place.events += [protocol.Waits(each) for each in range(1, MANY)]
         made._hear(0)
-        self.assertEqual(dict(place.told), {})
+        self.assertEqual(dict(place.orders), {})
         place.events.append(protocol.Waits(0))
         reports = made.wait(AT_ONCE)
-        self.assertEqual(dict(place.told), {each: [protocol.Go()] for each in range(MANY)})
+        self.assertEqual(dict(place.orders), {each: [protocol.Go()] for each in range(MANY)})
         self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
                          [(rank, Outcome(rank, Kind.PASSED), 0) for rank in range(MANY)])  # fmt: skip
-        self.assertEqual(place.asked, ["end"])
+        self.assertEqual(place.requests, ["end"])
         made.close()
-        self.assertEqual(place.asked, ["end", "close"])
+        self.assertEqual(place.requests, ["end", "close"])
 
     def test_no_rank_continues_after_the_limit(self):
         """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
@@ -100,7 +100,7 @@ class TestGroup(TestCase):
 
         with mock.patch.object(place, "ask_for_stacks", ask_and_hear_of_rank_1):
             first, second = made.wait(LIMIT)
-        self.assertEqual(dict(place.told), {})
+        self.assertEqual(dict(place.orders), {})
         self.assertEqual((first.outcome, first.ending.code), (Outcome(0, Kind.PASSED), 0))
         self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
@@ -148,7 +148,7 @@ class TestGroup(TestCase):
         words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL"]
         self.assertEqual(made.late_deaths(), words if ending else [])
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
-        self.assertEqual(place.told[0], run if ending else [*run, protocol.Leave()])
+        self.assertEqual(place.orders[0], run if ending else [*run, protocol.Leave()])
 
     def test_broken_server_is_an_error_of_the_harness(self):
         place = Nowhere()
@@ -157,7 +157,7 @@ class TestGroup(TestCase):
         with self.assertRaisesRegex(HarnessError, "the server is gone"):
             made.wait(LIMIT)
         made.close()
-        self.assertEqual(place.asked, ["close"])  # nothing was left to end
+        self.assertEqual(place.requests, ["close"])  # nothing was left to end
 
     def test_invalid_message_is_an_error_of_the_harness(self):
         made = self.group(1, Nowhere())
@@ -172,7 +172,7 @@ class TestGroup(TestCase):
         with mock.patch.multiple(group, KILL_LIMIT=LIMIT, GRACE=LIMIT):
             with self.assertRaisesRegex(HarnessError, "did not end the ranks in time"):
                 made.wait(LIMIT)
-        self.assertEqual(place.asked, ["end", "give up"])
+        self.assertEqual(place.requests, ["end", "give up"])
 
     def test_stages_go_forward(self):
         back = {(a, b) for a in Stage for b in Stage if a > b and a.may_become(b)}

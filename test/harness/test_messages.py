@@ -72,18 +72,18 @@ class TestMessages(TestCase):
         name_fn=lambda message: type(message).__name__,
     )
     def test_comes_back_as_it_was(self, message):
-        mine, other = self.pair(Files, type(message))
-        mine.send(message)
+        ours, other = self.pair(Files, type(message))
+        ours.send(message)
         self.assertEqual(vars(other.receive()), vars(message))
 
     def test_files_come_with_their_own_message(self):
-        mine, other = self.pair(Files, Plain)
+        ours, other = self.pair(Files, Plain)
         for text in (b"first", b"second"):
             read, write = os.pipe()
             os.write(write, text)
             os.close(write)
-            mine.send(Plain("before"))
-            mine.send(Files((read,)))
+            ours.send(Plain("before"))
+            ours.send(Files((read,)))
             os.close(read)
         for text in (b"first", b"second"):
             self.assertEqual(other.receive(), Plain("before"))
@@ -94,16 +94,16 @@ class TestMessages(TestCase):
             os.close(read)
 
     def test_sending_to_a_closed_connection_does_nothing(self):
-        mine, other = self.pair(Plain)
-        mine.tell(Plain("first"))
+        ours, other = self.pair(Plain)
+        ours.tell(Plain("first"))
         self.assertEqual(other.receive(), Plain("first"))
         other.close()
-        mine.tell(Plain("second"))
+        ours.tell(Plain("second"))
         with self.assertRaises(OSError):
-            mine.send(Plain("second"))
+            ours.send(Plain("second"))
 
     def test_reading_available_messages_never_waits(self):
-        mine, other = self.pair(Plain)
+        ours, other = self.pair(Plain)
         self.ends[1].settimeout(None)
         whole = messages.encode(Plain("x" * 100_000)) + b"\n"
         self.ends[0].sendall(messages.encode(Plain("first")) + b"\n" + whole[:70_000])
@@ -112,7 +112,7 @@ class TestMessages(TestCase):
         self.ends[0].sendall(whole[70_000:])
         self.assertEqual([len(message.text) for message in other.arrived()], [100_000])
         self.assertFalse(other.closed)
-        mine.close()
+        ours.close()
         self.assertEqual(list(other.arrived()), [])
         self.assertTrue(other.closed)
         self.assertIsNone(other.receive())

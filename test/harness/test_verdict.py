@@ -20,8 +20,8 @@ class TestCounts(TestCase):
 
     def test_the_closing_line_names_known_failures(self):
         self.assertEqual(closing_line(tally([])), "0 passed, 0 failed, 0 skipped")
-        told = closing_line(tally(["passed", "expected failure", "known failure", "known failure", "crashed"]))
-        self.assertEqual(told, "2 passed, 1 failed, 0 skipped, 2 known failures")
+        line = closing_line(tally(["passed", "expected failure", "known failure", "known failure", "crashed"]))
+        self.assertEqual(line, "2 passed, 1 failed, 0 skipped, 2 known failures")
 
     def test_a_list_explains_neither_a_pass_nor_an_error_of_the_harness(self):
         unexplained = [state for state in State if state.is_bad and not state.may_be_known]
@@ -42,7 +42,7 @@ def skipped(rank: int, at: float) -> RankReport:
     return RankReport(rank, Outcome(rank, Kind.SKIPPED, "not here"), Ending(code=0), at)
 
 
-def said(rank: int, at: float, error: Exception) -> RankReport:
+def reported(rank: int, at: float, error: Exception) -> RankReport:
     return RankReport(rank, raised(rank, error), Ending(code=0), at)
 
 
@@ -58,27 +58,27 @@ LATE, EARLY = RuntimeError("Timed out waiting"), RuntimeError("Connection closed
 
 # For each name: the reports, and what follows: the state of the test, and the ranks in the order of causes.
 BLAMED = {
-    "collective_times_out": ([said(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
+    "collective_times_out": ([reported(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
     "two_wait_for_one": (
-        [said(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3), said(2, GAVE_UP + 1, LATE)], State.TIMED_OUT, [1, 0, 2],
+        [reported(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3), reported(2, GAVE_UP + 1, LATE)], State.TIMED_OUT, [1, 0, 2],
     ),
     "watchdog_aborts": ([died(0, GAVE_UP + 1, signal.SIGABRT), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
     "one_errs_late_and_is_waited_for": (
-        [said(0, GAVE_UP, LATE), said(1, GAVE_UP + 1, ValueError())], State.ERROR, [1, 0],
+        [reported(0, GAVE_UP, LATE), reported(1, GAVE_UP + 1, ValueError())], State.ERROR, [1, 0],
     ),
     "one_fails_late_and_another_waits": (
-        [said(0, GAVE_UP, AssertionError()), hung(1, GAVE_UP + 3)], State.FAILED, [0, 1],
+        [reported(0, GAVE_UP, AssertionError()), hung(1, GAVE_UP + 3)], State.FAILED, [0, 1],
     ),
-    "one_errs_early_and_another_waits": ([hung(0, 4.0), said(1, 1.0, EARLY)], State.ERROR, [1, 0]),
-    "all_wait_for_each_other": ([said(0, GAVE_UP + 1, LATE), said(1, GAVE_UP, EARLY)], State.ERROR, [1, 0]),
-    "one_waits_for_one_that_passed": ([said(0, GAVE_UP, LATE), passed(1)], State.ERROR, [0]),
+    "one_errs_early_and_another_waits": ([hung(0, 4.0), reported(1, 1.0, EARLY)], State.ERROR, [1, 0]),
+    "all_wait_for_each_other": ([reported(0, GAVE_UP + 1, LATE), reported(1, GAVE_UP, EARLY)], State.ERROR, [1, 0]),
+    "one_waits_for_one_that_passed": ([reported(0, GAVE_UP, LATE), passed(1)], State.ERROR, [0]),
     "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], State.TIMED_OUT, [1]),
     "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], State.CRASHED, [1, 0]),
-    "one_dies_and_another_notices": ([said(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
-    "one_skips_and_another_notices": ([said(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
+    "one_dies_and_another_notices": ([reported(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
+    "one_skips_and_another_notices": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
     "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], State.ERROR, [1, 0]),
-    "one_skips_and_another_fails": ([said(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
-    "one_errs_before_another_skips": ([said(0, 1.0, EARLY), skipped(1, 1.1)], State.ERROR, [0, 1]),
+    "one_skips_and_another_fails": ([reported(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
+    "one_errs_before_another_skips": ([reported(0, 1.0, EARLY), skipped(1, 1.1)], State.ERROR, [0, 1]),
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ class TestBlame(TestCase):
 
     def test_every_rank_is_named_once(self):
         """The one that is fine, too."""
-        verdict = judge([passed(0), said(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
+        verdict = judge([passed(0), reported(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
         paragraphs = [text.partition("\n")[0] for text in verdict.text.split("\n\n")]
         self.assertEqual(
             paragraphs,
