@@ -4,18 +4,12 @@ import functools
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launches import RANKS_FAIL, ROOT, TORCHRUN, WELL, Node, SuiteRun
 
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    find_free_port,
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 
 RANKS = 3
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)]
@@ -29,10 +23,6 @@ def begin(files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> 
     return run
 
 
-def add_line(file: Path) -> None:
-    file.write_text(f"{file.read_text()}# another line\n")
-
-
 def tearDownModule():
     for run in _begun:
         run.stop()
@@ -40,21 +30,25 @@ def tearDownModule():
 
 @functools.cache
 def faults() -> SuiteRun:
-    return begin(["ranks_fail", "import_fails", "process_dies", "two_ranks", "well"], Node(STANDALONE)).end()
+    """Each fault of a file, and last the loss of an agent, which ends the run."""
+    files = ["ranks_fail", "import_fails", "process_dies", "two_ranks", "well", "agent_dies", "well"]
+    return begin(files, Node(STANDALONE)).end()
 
 
 @functools.cache
-def hang() -> SuiteRun:
-    return begin(["import_hangs", "two_ranks"], Node(STANDALONE), arguments=["--timeout", str(FILE_LIMIT)]).end()
-
-
-@functools.cache
-def loss() -> SuiteRun:
-    return begin(["two_ranks", "agent_dies", "well"], Node(STANDALONE)).end()
+def interrupted() -> SuiteRun:
+    """A file that hangs until its limit, a file that passes, and one in which the launcher gets Ctrl-C."""
+    files = ["import_hangs", "two_ranks", "waits", "well"]
+    run = begin(files, Node(STANDALONE), arguments=["--timeout", str(FILE_LIMIT)])
+    run.wait_for("waits")
+    run.signal(signal.SIGINT)
+    return run.end()
 
 
 class TestFaults(TestCase):
-    def test_all_files_run_and_every_verdict_is_told(self):
+    """Without it, a fault of one rank could stop the files after it, or be told without its cause."""
+
+    def test_all_files_run_and_every_verdict_is_reported(self):
         run = faults()
         self.assertEqual(run.outcomes("ranks_fail"), RANKS_FAIL)
         self.assertEqual(run.outcomes("well"), WELL)
@@ -62,26 +56,27 @@ class TestFaults(TestCase):
         self.assertEqual(run.report["ranks"], RANKS)
         self.assertEqual(list(run.report["hosts"].values()), [f"ranks 0-{RANKS - 1}"])
 
-    def test_a_file_that_another_rank_cannot_import_ends_with_its_words(self):
-        told = faults().reasons("import_fails")
+    def test_file_that_another_rank_cannot_import_ends_with_its_words(self):
         for words in (f"rank {RANKS - 1}", "exit status 1", "not to be had here"):
-            self.assertIn(words, told)
+            self.assertIn(words, faults().reasons("import_fails"))
         self.assertNotIn("passed", faults().outcomes("import_fails").values())
 
-    def test_a_process_that_dies_is_named_with_its_signal_and_what_it_left(self):
-        told = faults().reasons("process_dies")
+    def test_process_that_dies_is_named_with_its_signal_and_what_it_left(self):
         for words in (f"rank {RANKS - 1}", "SIGKILL", "sleep 1001"):
-            self.assertIn(words, told)
+            self.assertIn(words, faults().reasons("process_dies"))
         self.assertNotIn("passed", faults().outcomes("process_dies").values())
 
     def test_ranks_that_no_test_wants_do_not_start_the_file(self):
-        self.assertEqual(faults().marks, ["0", "1"])
+        self.assertEqual(faults().marks, ["0", "1", "fault"])
 
-    def test_every_process_leaves_with_the_same_status_and_leaves_nothing(self):
+    def test_loss_of_an_agent_ends_the_run_with_its_name_and_earlier_results(self):
         run = faults()
-        self.assertEqual(run.codes, [1])
-        self.assertEqual(set(run.ranks_codes.values()), {1})
-        self.assertIn(0, run.ranks_codes)
+        outcomes = {"TestRanks.test_1_kills": "crashed", "TestRanks.test_2": "not run"}
+        self.assertEqual(run.outcomes("agent_dies"), outcomes)
+        self.assertIn(f"rank {RANKS - 1}", run.report["lost"])
+        self.assertEqual(run.report["exit_code"], 3)
+        self.assertEqual(len(run.report["not_started"]), 1)
+        self.assertNotEqual(run.codes, [0])
         self.assertEqual(run.left, [])
 
     def test_one_console(self):
@@ -89,97 +84,66 @@ class TestFaults(TestCase):
         self.assertRegex(faults().text, r"(?m)^\d+ passed, \d+ failed, 0 skipped$")
 
 
-class TestHang(TestCase):
-    def test_a_file_that_hangs_at_another_rank_ends_at_its_limit_with_stacks(self):
-        run = hang()
-        file = run.of_file("import_hangs")
-        (attempt,) = file["attempts"]
+class TestLimitAndSignal(TestCase):
+    """Without it, a file could hang at a rank that nobody watches, or Ctrl-C could lose the results."""
+
+    def test_file_that_hangs_at_another_rank_ends_at_its_limit_with_stacks(self):
+        (attempt,) = interrupted().of_file("import_hangs")["attempts"]
         self.assertLess(attempt["ended"] - attempt["began"], FILE_LIMIT + 10)
-        self.assertIn("timed out", run.outcomes("import_hangs").values())
+        self.assertIn("timed out", interrupted().outcomes("import_hangs").values())
         self.assertIn("import_hangs.py", attempt["output"])
         self.assertIn(f"rank {RANKS - 1}", " ".join(attempt["notes"]))
 
-    def test_the_next_file_runs(self):
-        self.assertEqual(hang().outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
-        self.assertEqual((hang().codes, hang().left), ([1], []))
+    def test_next_file_runs(self):
+        self.assertEqual(interrupted().outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
 
-
-class TestLoss(TestCase):
-    def test_the_loss_of_an_agent_ends_the_run_with_its_name_and_what_was_finished(self):
-        run = loss()
-        self.assertNotEqual(run.codes, [0])
-        self.assertEqual(run.outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
-        self.assertNotIn("passed", run.outcomes("agent_dies").values())
-        self.assertIn(f"rank {RANKS - 1}", run.report["lost"])
-        self.assertEqual(run.report["exit_code"], 3)
-        self.assertEqual(run.left, [])
-
-
-class TestSignals(TestCase):
-    @parametrize("number", [signal.SIGINT, signal.SIGHUP], name_fn=lambda number: number.name)
-    def test_a_signal_to_the_launcher_is_reported_by_rank_0(self, number):
-        run = begin(["two_ranks", "waits", "well"], Node(STANDALONE))
-        run.wait_for("waits")
-        run.signal(number)
-        run.end()
-        self.assertEqual(run.report["exit_code"], 128 + number)
-        self.assertEqual(run.outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
+    def test_signal_to_the_launcher_is_reported_by_rank_0(self):
+        run = interrupted()
+        self.assertEqual(run.report["exit_code"], 128 + signal.SIGINT)
         self.assertEqual(run.outcomes("waits"), {"TestRanks.test_1_waits": "not run"})
         self.assertEqual(len(run.report["not_started"]), 1)
         self.assertEqual(run.left, [])
 
 
-class TestDifferences(TestCase):
-    def other_checkout(self, change: Callable[[Path], object]) -> Path:
+class TestRefusals(TestCase):
+    """Without it, ranks could wait for a rank that has refused to run, or each could print the same sentence."""
+
+    def other_checkout(self) -> Path:
+        """A copy of this one, in which one file differs and one is missing."""
         folder = Path(tempfile.mkdtemp())
         self.addCleanup(shutil.rmtree, folder)
         shutil.copy(ROOT / "run_test.py", folder)
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "torch_fsdp_tests", folder / "torch_fsdp_tests", ignore=ignore)
         (folder / "test").mkdir()
-        change(folder)
+        with open(folder / "torch_fsdp_tests/processes/host.py", "a") as file:
+            file.write("# another line\n")
+        (folder / "torch_fsdp_tests/inductor_utils.py").unlink()
         return folder
 
-    @parametrize(
-        "change,words",
-        [
-            (lambda folder: add_line(folder / "torch_fsdp_tests/processes/host.py"), "host.py differs"),
-            (lambda folder: (folder / "torch_fsdp_tests/inductor_utils.py").unlink(), "inductor_utils.py is missing"),
-        ],
-        name_fn=lambda change, words: words.rpartition(" ")[2],
-    )
-    def test_another_checkout_is_refused_before_the_first_test(self, change, words):
+    def test_another_checkout_is_refused_before_the_first_test(self):
         port = find_free_port()
         node = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
         node += ["--rdzv-backend", "static", "--master-port", str(port)]
         first = Node([*node, "--node-rank", "0"])
-        second = Node([*node, "--node-rank", "1"], checkout=self.other_checkout(change))
+        second = Node([*node, "--node-rank", "1"], checkout=self.other_checkout())
         run = begin(["well"], first, second).end()
-        self.assertIn("the machines of the launch differ", run.text)
-        self.assertIn(words, run.text)
-        self.assertIn("rank 1: ", run.text)
-        self.assertEqual(set(run.ranks_codes.values()), {2})
-        self.assertEqual(set(run.ranks_codes), {0, 1})
-        self.assertEqual(run.report, {})
-        self.assertEqual(run.left, [])
+        for words in (
+            "the machines of the launch differ",
+            "host.py differs",
+            "inductor_utils.py is missing",
+            "rank 1: ",
+        ):
+            self.assertIn(words, run.text)
+        self.assertEqual(run.ranks_codes, {0: 2, 1: 2})
+        self.assertEqual((run.report, run.left), ({}, []))
 
-
-class TestRefusals(TestCase):
-    @parametrize(
-        "arguments,words",
-        [(["-j", "2"], "-j 2: under a launcher"), (["-i", "no/such/test"], "no/such/test")],
-        name_fn=lambda arguments, words: arguments[0].strip("-"),
-    )
-    def test_all_processes_leave_with_the_same_status_and_one_sentence(self, arguments, words):
-        run = begin(["well"], Node(STANDALONE), arguments=arguments).end()
-        self.assertEqual(run.text.count(words), 1)
+    def test_all_processes_leave_with_the_same_status_and_one_sentence(self):
+        run = begin(["well"], Node(STANDALONE), arguments=["-i", "no/such/test"]).end()
+        self.assertEqual(run.text.count("no/such/test"), 1)
         self.assertEqual(set(run.ranks_codes.values()), {2})
         self.assertEqual(run.left, [])
 
-
-instantiate_parametrized_tests(TestSignals)
-instantiate_parametrized_tests(TestDifferences)
-instantiate_parametrized_tests(TestRefusals)
 
 if __name__ == "__main__":
     run_tests()
