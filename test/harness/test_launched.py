@@ -148,15 +148,15 @@ class TestOneMachine(TestCase):
         ],
     )
     def test_tracebacks_travel_to_rank_0(self, test, words):
-        told = launched("faults").words[test]
+        text = launched("faults").words[test]
         for each in words:
-            self.assertIn(each, told)
-        self.assertEqual(re.findall(r"^(?:\S+: )?ranks? (\d)", told, re.MULTILINE)[0], words[0].split()[1])
+            self.assertIn(each, text)
+        self.assertEqual(re.findall(r"^(?:\S+: )?ranks? (\d)", text, re.MULTILINE)[0], words[0].split()[1])
 
     @parametrize("cls", ["TestAll", "TestHeardAtTheLimit"])
     def test_ranks_that_wait_for_one_that_hangs_are_not_said_to_run(self, cls):
-        told = launched("faults").words[f"{cls}.test_hangs"]
-        self.assertEqual(re.findall(r"(\d+) of 3 \w+ still running", told), ["1"])
+        text = launched("faults").words[f"{cls}.test_hangs"]
+        self.assertEqual(re.findall(r"(\d+) of 3 \w+ still running", text), ["1"])
 
     def test_fixtures_and_single_process_tests_run_once(self):
         self.assertEqual(launched("faults").text.count("class fixture of TestAll"), 1)
@@ -288,11 +288,11 @@ class TestRule(TestCase):
         ],
     )
     def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             with self.assertRaises(SystemExit) as leaving:
                 options.parse(arguments, ELASTIC, ROOT)
         self.assertEqual(leaving.exception.code, 2)
-        self.assertIn(words, said.getvalue())
+        self.assertIn(words, stderr.getvalue())
 
     @parametrize(
         "wrong,words",
@@ -311,11 +311,11 @@ class TestRule(TestCase):
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
         found = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
-        with unittest.mock.patch.object(launcher, "found", found), contextlib.redirect_stderr(io.StringIO()) as said:
+        with unittest.mock.patch.object(launcher, "found", found), contextlib.redirect_stderr(io.StringIO()) as stderr:
             with self.assertRaises(SystemExit) as leaving:
                 main.run_tests(["test_x.py"])
         self.assertEqual(leaving.exception.code, 2)
-        self.assertRegex(said.getvalue(), r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
+        self.assertRegex(stderr.getvalue(), r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
 
 
 instantiate_parametrized_tests(TestOneMachine)
