@@ -290,7 +290,7 @@ class TestRule(TestCase):
     def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             with self.assertRaises(SystemExit) as leaving:
-                options.parse(arguments, ELASTIC, ROOT)
+                options.parse(arguments, ELASTIC, ROOT, launch_of(ELASTIC))
         self.assertEqual(leaving.exception.code, 2)
         self.assertIn(words, stderr.getvalue())
 

@@ -15,6 +15,7 @@ from unittest import mock
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host, messages, peers
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection
@@ -154,14 +155,15 @@ class TestIdleRanks(PeersCase):
         ]
         for thread in threads:
             thread.start()
-        agents.gather()
+        agents.wait_for_all()
         for thread in threads:
             thread.join()
         ends = dict(joined)
-        checkout = Path("/checkout")
-        agents.begin_file(checkout, checkout / "test", "distributed/test_x", (), {"TORCH_FSDP_TESTS_SEED": "1234"})
+        folder = Path("/checkout/test")
+        run = RunTests(test_directory=folder, default_directory=folder)
+        agents.begin(run, "distributed/test_x", {"TORCH_FSDP_TESTS_SEED": "1234"})
         agents.call([1])
-        agents.end_file()
+        agents.end()
         traffic = {}
         for rank, end in sorted(ends.items()):
             orders = list(end.arrived())

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.device.vendors import ConfigurationError
+from torch_fsdp_tests.processes.forkserver import forked
 
 PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
 FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
@@ -99,10 +100,7 @@ def _computes_after_fork(device_type: str) -> bool:
     A test process is in the same state when it forks the rank server.
     """
     torch.accelerator.current_accelerator()
-    child = os.fork()
-    if child == 0:
-        right = _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0)
-        os._exit(0 if right else 1)
+    child = forked(lambda: os._exit(not _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0)))
     return _exit_status(child, FORK_LIMIT) == 0
 
 

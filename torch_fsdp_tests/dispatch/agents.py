@@ -8,6 +8,8 @@ part of a file when one of the file's tests first needs the agent's rank, so unu
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import os
 import selectors
 import socket
@@ -17,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
@@ -30,10 +36,6 @@ FEW = 5  # the most differences that are named
 assert agent.PATIENCE < END_LIMIT
 
 
-class LaunchFailure(RuntimeError):
-    """The processes of the launch cannot run the suite together. The message says why, in sentences."""
-
-
 @dataclasses.dataclass
 class _Part:
     """What is known about one rank's part of the running file."""
@@ -42,14 +44,12 @@ class _Part:
     ended_at: float = 0.0  # when that was noticed
 
 
-class Agents:
-    """The processes of all other ranks, in order of rank."""
+class Agents(Site):
+    """The site of a launch: the processes of all other ranks, in order of rank."""
 
     def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.lost: str | None = None  # what happened to the first process that was found gone, in a sentence
-        self.lost_process = ""  # that process
-        self.signals: list[int] = []  # signals that agents have received
+        self.launch, self.world_size = launch, launch.world_size
+        self._signals: list[int] = []  # that agents have received
         self._peers = Peers(launch, agent.ANSWERS)
         self._give_up = time.monotonic() + GATHER_LIMIT
         self._number = 0  # of the running file
@@ -61,22 +61,35 @@ class Agents:
         self._ended_at = 0.0  # when rank 0's part was over
         self._answers: dict[int, Any] = {}
 
+    def devices(self, found: DeviceSet) -> DeviceSet:
+        return dataclasses.replace(found, names=(), variable=None)  # each rank takes its LOCAL_RANK's
+
+    def jobs_at_a_time(self, wanted: int) -> int:
+        return 1
+
     # --- before the first file ---
 
-    def gather(self) -> None:
+    def gather(self, run: RunTests) -> None:
+        self.wait_for_all()
+        self._compare(run.default_directory.parent, run.test_directory)
+
+    def wait_for_all(self) -> None:
         """Wait for all agents. Raises :class:`LaunchFailure`."""
         absent = self._peers.gather(range(1, self.launch.world_size), self._give_up)
         if absent:
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
 
     def hosts(self) -> dict[str, str]:
-        """Return the hosts by name, each with a description of its ranks."""
         found: dict[str, list[int]] = {socket.gethostname(): [0]}
         for rank, peer in sorted(self._peers.of_rank.items()):
             found.setdefault(peer.hello.host, []).append(rank)
         return {name: ranks_in_words(ranks) for name, ranks in found.items()}
 
-    def check(self, root: Path, test_directory: Path) -> None:
+    def watch(self, children: Children) -> None:
+        for rank, peer in self._peers.of_rank.items():
+            children.watch(peer.connection, functools.partial(self.hear, rank))
+
+    def _compare(self, root: Path, test_directory: Path) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         relative = _relative(root, test_directory)
         mine = agent.describe(test_directory)
@@ -125,35 +138,20 @@ class Agents:
 
     # --- while files run ---
 
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks except 0."""
-        return sorted(self._peers.of_rank)
-
-    def connection(self, rank: int) -> Connection:
-        """The connection for a selector. When something may have arrived there, call :meth:`hear`."""
-        return self._peers.of_rank[rank].connection
-
-    def begin_file(
-        self, root: Path, test_directory: Path, name: str, arguments: tuple[str, ...], wishes: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Begin another file. Returns the variables that describe the launch to the file's process at rank 0."""
+    def begin(self, run: RunTests, name: str, variables: Mapping[str, str]) -> dict[str, str]:
         self._number += 1
         attempt = f"{self.launch.attempt}.{self._number}"
         self._parts, self._over, self._end_by = {}, {}, None
-        self._order = agent.StartFile(
-            self._number, _relative(root, test_directory), name, arguments, attempt, dict(wishes)
-        )
+        folder = _relative(run.default_directory.parent, run.test_directory)
+        self._order = agent.StartFile(self._number, folder, name, run.arguments, attempt, dict(variables))
         return self.launch.variables(attempt)
 
     def call(self, ranks: Collection[int]) -> None:
-        """Start the file's process at these ranks, unless it has been started already."""
         for rank in sorted(set(ranks) - self._parts.keys() - self._gone):
             self._parts[rank] = _Part()
             self._peers.of_rank[rank].connection.tell(self._order)
 
-    def end_file(self) -> None:
-        """Rank 0's part is over. End the other parts."""
+    def end(self) -> None:
         self._ended_at = time.monotonic()
         self._end_by = self._ended_at + END_LIMIT
         for rank in self._parts.keys() - self._gone:
@@ -161,7 +159,6 @@ class Agents:
 
     @property
     def busy(self) -> list[int]:
-        """The ranks that have a part of the file, including parts that have ended."""
         return sorted(self._parts.keys() - self._over.keys() - self._gone)
 
     def hear(self, rank: int) -> bool:
@@ -171,7 +168,7 @@ class Agents:
             for message in peer.connection.arrived():
                 match message:
                     case agent.Signalled():
-                        self.signals.append(message.signal)
+                        self._signals.append(message.signal)
                     case agent.FileEnded(number=self._number) if rank in self._parts:
                         self._parts[rank] = _Part(message, time.monotonic())
                     case agent.FileOver(number=self._number):
@@ -187,15 +184,18 @@ class Agents:
         if self.lost is None:
             self.lost, self.lost_process = f"{peer} {how}, so the run ends", str(peer)
 
-    def due(self) -> float | None:
-        """The time at which :meth:`check_time` has something to do."""
+    def take_signals(self) -> list[int]:
+        taken, self._signals = self._signals, []
+        return taken
+
+    def due(self) -> float:
         early = [part.ended_at + END_NEWS for part in self._parts.values() if part.ended is not None]
         if self._end_by is None:
-            return min(early, default=None)
-        return self._end_by if self.busy else None
+            return min(early, default=math.inf)
+        return self._end_by if self.busy else math.inf
 
     def check_time(self) -> str | None:
-        """Describe what ends the file, if another rank's process left it by itself. Also records lost agents."""
+        """Another rank's process may have left the file by itself. Also records lost agents."""
         now = time.monotonic()
         if self._end_by is not None:
             for rank in self.busy if now >= self._end_by else ():
@@ -212,7 +212,6 @@ class Agents:
         return f"{how}, on {self._peers.of_rank[rank].hello.host}"
 
     def told(self) -> tuple[list[str], str]:
-        """After a file: describe what went wrong in its other parts, and return their output."""
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
             over = self._over.get(rank)
@@ -236,7 +235,7 @@ class Agents:
     # --- at the end ---
 
     def dismiss(self, status: int) -> None:
-        """Let all agents leave with this status, after this process. Waits for agents that have not connected yet."""
+        """Waits for agents that have not connected yet."""
         self._peers.gather(range(1, self.launch.world_size), self._give_up)
         self._peers.outlive()
         for peer in self._peers.of_rank.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -24,12 +23,13 @@ from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.verdict import closing_line, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
-    from torch_fsdp_tests.dispatch.agents import Agents
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
 
@@ -45,33 +45,33 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
     except launcher.LaunchError as error:
         _remark(str(error))
         return ExitStatus.REFUSED
-    if launch is None or not host.can_fork():  # then a launch is refused
-        return _guarded(argv, root, None)
-    if launch.rank > 0:
-        from torch_fsdp_tests.dispatch import agent
+    site = Site()
+    if launch is not None and host.can_fork():  # where it cannot fork, a launch is refused
+        if launch.rank > 0:
+            from torch_fsdp_tests.dispatch import agent
 
-        return agent.main(launch, root)
-    from torch_fsdp_tests.dispatch.agents import Agents
+            return agent.main(launch, root)
+        from torch_fsdp_tests.dispatch.agents import Agents
 
-    try:
-        agents = Agents(launch)
-    except (OSError, RuntimeError) as error:
-        _remark(f"the other processes of the launch cannot be reached: {error}")
-        return ExitStatus.BROKEN
+        try:
+            site = Agents(launch)
+        except (OSError, RuntimeError) as error:
+            _remark(f"the other processes of the launch cannot be reached: {error}")
+            return ExitStatus.BROKEN
     status = ExitStatus.BROKEN
     try:
-        status = _guarded(argv, root, agents)
+        status = _guarded(argv, root, launch, site)
     except SystemExit as left:  # refused arguments, or --help
         status = ExitStatus(host.exit_status(left))
     finally:
-        agents.dismiss(status)
+        site.dismiss(status)
     return status
 
 
-def _guarded(argv: Sequence[str], root: Path, agents: Agents | None) -> ExitStatus:
+def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
     try:
-        return _main(options.parse(argv, os.environ, root), agents)
-    except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
+        return _main(options.parse(argv, os.environ, root, launch), site)
+    except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
     except KeyboardInterrupt:  # while planning; a run handles signals itself
@@ -99,7 +99,7 @@ def _print(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
-def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
+def _main(run: RunTests, site: Site) -> ExitStatus:
     files = {file.name: file for file in discover(run.test_directory)}
     sources: dict[str, str] = {}
 
@@ -113,15 +113,14 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     for words in known.remarks:
         _remark(words)
     earlier = _earlier(run)
-    if agents is not None:
-        device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
-    if selection and device_set.remark is not None and agents is None:
+    if selection and device_set.remark is not None and site.world_size is None:
         _remark(device_set.remark)
-    ranks = run.ranks or (settings.USUAL_RANKS if agents is None else agents.launch.world_size)
+    device_set = site.devices(device_set)
+    ranks = run.ranks or site.world_size or settings.USUAL_RANKS
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
-    jobs_at_a_time = 1 if agents is not None else run.jobs or options.default_jobs(ranks)
+    jobs_at_a_time = site.jobs_at_a_time(run.jobs or options.default_jobs(ranks))
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
     devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
     names = {name: tests_by_class(text) for name, text in sources.items()}  # of files that the selection has read
@@ -139,7 +138,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     elif not jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, files, jobs, device_set, pool, ranks, entries, earlier, agents)
+        return _run(run, files, jobs, device_set, pool, ranks, entries, earlier, site)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -224,7 +223,7 @@ def _run(
     ranks: int,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
-    agents: Agents | None,
+    site: Site,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare, last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
@@ -236,15 +235,7 @@ def _run(
     devices.check(device_set, run.device, run.backend, run.ranks)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
-    if agents is not None:
-        from torch_fsdp_tests.dispatch.agents import LaunchFailure
-
-        try:
-            agents.gather()
-            agents.check(run.default_directory.parent, run.test_directory)
-        except LaunchFailure as error:
-            _remark(str(error))
-            return ExitStatus.REFUSED
+    site.gather(run)
     stream = sys.stderr if run.list_tests else sys.stdout
     console = Console(run, stream, len(jobs), devices.under_test(device_set, run, ranks), pool.size)
     keep = []
@@ -253,7 +244,7 @@ def _run(
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
-        results = Runner(run, jobs, device_set, pool, entries, console, agents, children, *keep).run()
+        results = Runner(run, jobs, device_set, pool, entries, console, site, children, *keep).run()
         if run.list_tests:
             return _print_tests(results)
         last_failures.save(run.reports, device_set.type, files, results, results.remarks)

@@ -19,7 +19,8 @@ from torch_fsdp_tests.dispatch import completion, devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
-from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.launcher import Launch
 
 MOST_SHARDS = MOST_JOBS = 10_000
 MOST_RERUNS = 1000
@@ -241,11 +242,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> RunTests:
+def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launch: Launch | None = None) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Exits with :attr:`ExitStatus.REFUSED` and one sentence if they are wrong. ``root`` is the folder whose ``test`` is
-    the default test directory. What follows the first ``--`` is for the test files.
+    Exits with :attr:`ExitStatus.REFUSED` and one sentence if they are wrong, or cannot be met under this launch.
+    ``root`` is the folder whose ``test`` is the default test directory. What follows the first ``--`` is for the files.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
@@ -257,10 +258,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
-    try:
-        launch = launcher.from_environment(environment)
-    except launcher.LaunchError as error:
-        parser.error(str(error))
     fields = {
         "test_directory": default_directory,
         **_from_environment(environment),
@@ -314,7 +311,7 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
     return None if run.list_files or run.dry_run else _unwritable(run)
 
 
-def _refusal_under(launch: launcher.Launch | None, run: RunTests) -> str | None:
+def _refusal_under(launch: Launch | None, run: RunTests) -> str | None:
     """A sentence that says why an option cannot be met when a launcher has made the ranks, or None."""
     if launch is None:
         return None

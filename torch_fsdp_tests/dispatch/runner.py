@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.dispatch import coverage, forkserver, plan, process
-from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
@@ -27,6 +25,7 @@ from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.site import Site
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.verdict import Scope, State, events
@@ -69,14 +68,14 @@ class Runner:
         pool: DevicePool,
         entries: Sequence[Entry],
         console: Console,
-        agents: Agents | None,
+        site: Site,
         children: Children,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
-        """``keep`` is called with the results whenever a file has ended. ``agents`` are the other ranks of a launch."""
+        """``keep`` is called with the results whenever a file has ended."""
         self._keep = keep
-        self._agents, self._children = agents, children
-        self._winding_up: tuple[int, int] | None = None  # the process that has ended only at rank 0, and its status
+        self._site, self._children = site, children
+        self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
         self._default = plan.assumed(job.part for job in jobs)
@@ -85,8 +84,7 @@ class Runner:
         self._wishes = self._make_wishes()
         self._environment = {**os.environ, **self._wishes}
         self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
-        if agents is not None:
-            self.results.hosts = agents.hosts()
+        self.results.hosts = site.hosts()
         self._stopping = False
         self._measure: tuple[str, ...] = ()
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
@@ -108,9 +106,7 @@ class Runner:
     def run(self) -> Results:
         """Run all processes. The results have everything that finished, no matter how the run ended."""
         self._console.begin()
-        if self._agents is not None:
-            for rank in self._agents.ranks:
-                self._children.watch(self._agents.connection(rank), functools.partial(self._agents.hear, rank))
+        self._site.watch(self._children)
         if self._run.coverage:
             self._measure = coverage.begin(
                 self._children.directory, self._run.test_directory, by_test=self._run.save_map is not None
@@ -152,10 +148,8 @@ class Runner:
         part = job.part
         lent = self._pool.lend(job.slots)
         orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
-        environment = {**self._environment, **self._devices.environment(lent)}
-        if self._agents is not None:
-            root = run.default_directory.parent
-            environment |= self._agents.begin_file(root, run.test_directory, part.name, run.arguments, self._wishes)
+        at_site = self._site.begin(run, part.name, self._wishes)
+        environment = {**self._environment, **self._devices.environment(lent), **at_site}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
@@ -168,42 +162,38 @@ class Runner:
             return
         self._running[started.child.pid] = (started, waiting)
 
-    def _check_agents(self) -> None:
-        """Process what the other ranks report about the running file, and about the run."""
-        agents = self._agents
-        if agents is None:
-            return
+    def _check_site(self) -> None:
+        """Process what has happened to the running file elsewhere, and to the run."""
+        site = self._site
         for running, _ in self._running.values():
             if not running.child.is_gone:
-                agents.call(running.ranks)
-        why = agents.check_time()
-        for running, _ in self._running.values():
-            if why is not None:
-                running.stop(Ending(How.LOST, why))
-        if agents.lost is not None and self.results.lost is None:
-            self.results.lost = agents.lost
-            self._console.say(agents.lost)
+                site.call(running.ranks)
+        if (why := site.check_time()) is not None:
+            self._stop_all(Ending(How.LOST, why))
+        if site.lost is not None and self.results.lost is None:
+            self.results.lost = site.lost
+            self._console.say(site.lost)
             self._stopping = True
-            for running, _ in self._running.values():
-                running.stop(Ending(How.LOST, agents.lost_process))
-        if self._winding_up is not None and not agents.busy:
-            (pid, status), self._winding_up = self._winding_up, None
-            self._conclude(pid, status)
+            self._stop_all(Ending(How.LOST, site.lost_process))
+        while self._ended and not site.busy:
+            self._conclude(*self._ended.pop(0))
+
+    def _stop_all(self, why: Ending) -> None:
+        for running, _ in self._running.values():
+            running.stop(why)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due, and handle it."""
         if not self._running:
             return
-        due = min(
-            [*(self._slow_at(running) for running, _ in self._running.values()), self._now() + self._console.refresh]
-        )
-        if self._agents is not None and (moment := self._agents.due()) is not None:
-            due = min(due, moment - self._epoch)
-        ended = self._children.wait(self._epoch + due)
+        due = min(self._slow_at(running) for running, _ in self._running.values())
+        due = min(due, self._now() + self._console.refresh) + self._epoch
+        ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._site.due()))]
         self._heed_signals()
-        for child, status in ended:
-            self._take_end(child.pid, status)
-        self._check_agents()
+        if ended:
+            self._ended += ended
+            self._site.end()
+        self._check_site()
         now = self._now()
         for running, _ in self._running.values():
             self._learn(running)
@@ -232,34 +222,23 @@ class Runner:
         return left if left >= 1 else None
 
     def _heed_signals(self) -> None:
-        if self._agents is not None and self._agents.signals:
-            # A launcher signals all its processes. That does not count as a second request.
-            self._children.signals += self._agents.signals[:1] * (
-                not self._children.signals and self.results.signal is None
-            )
-            self._agents.signals.clear()
-        while self._children.signals:
-            number = self._children.signals.pop(0)
+        signals = self._children.signals
+        elsewhere = self._site.take_signals()
+        if not signals and self.results.signal is None:
+            signals += elsewhere[:1]  # a launcher signals all its processes; that does not count as a second request
+        while signals:
+            number = signals.pop(0)
             if self._stopping and self.results.signal is not None:
                 for running, _ in self._running.values():  # this is the second request
                     running.child.kill()
             self.results.signal = self.results.signal or number
             self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
             self._stopping = True
-            for running, _ in self._running.values():
-                running.stop(Ending(How.STOPPED))
-
-    def _take_end(self, pid: int, status: int) -> None:
-        if self._agents is None:
-            self._conclude(pid, status)
-        else:
-            self._winding_up = (pid, status)
-            self._agents.end_file()
+            self._stop_all(Ending(How.STOPPED))
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
-        notes, output = ([], "") if self._agents is None else self._agents.told()
-        attempt = running.conclude(status, self._now(), notes, output)
+        attempt = running.conclude(status, self._now(), *self._site.told())
         self._pool.give_back(running.lent)
         self._learn(running)
         self._finish(waiting, attempt)
@@ -287,8 +266,8 @@ class Runner:
             # Nothing new starts. A running job continues to its end, because no run is stopped inside a file.
             self._stopping = True
             # An exception is a run that ends at its first failure: then nothing that still runs matters.
-            for running, _ in self._running.values() if self._run.fail_fast else ():
-                running.stop(Ending(How.STOPPED))
+            if self._run.fail_fast:
+                self._stop_all(Ending(How.STOPPED))
 
     def _take_result(self, file: FileResult) -> None:
         self.results.files.append(file)

@@ -1,0 +1,83 @@
+"""Where a run happens. This module has the usual site: this machine alone.
+
+Under a launcher, files also run at the other ranks: :class:`~torch_fsdp_tests.dispatch.agents.Agents`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.processes.children import Children
+
+
+class Site:
+    """A site with nobody but this process, so most of its methods have nothing to do."""
+
+    world_size: int | None = None  # of the launch
+    lost: str | None = None  # what happened to the first process of the launch that was found gone, in a sentence
+    lost_process = ""  # that process
+
+    def devices(self, found: DeviceSet) -> DeviceSet:
+        """Return the devices that may be lent here."""
+        return found
+
+    def jobs_at_a_time(self, wanted: int) -> int:
+        """Return how many files may run at a time."""
+        return wanted
+
+    # --- before the first file ---
+
+    def gather(self, run: RunTests) -> None:
+        """Wait until everybody is there. Raises :class:`LaunchFailure` if they cannot run the suite together."""
+
+    def hosts(self) -> dict[str, str]:
+        """Return the hosts by name, each with a description of its ranks, if there can be more than one."""
+        return {}
+
+    def watch(self, children: Children) -> None:
+        """Take news from now on, while the children are waited for."""
+
+    # --- while files run ---
+
+    def begin(self, run: RunTests, name: str, variables: Mapping[str, str]) -> dict[str, str]:
+        """Begin another file, with these variables at all ranks. Returns more of them for its process at rank 0."""
+        return {}
+
+    def call(self, ranks: Collection[int]) -> None:
+        """Make sure that the file runs at these ranks too."""
+
+    def end(self) -> None:
+        """The file's process here has ended. End it everywhere."""
+
+    @property
+    def busy(self) -> Collection[int]:
+        """The ranks at which the file is not over."""
+        return ()
+
+    def due(self) -> float:
+        """The time at which :meth:`check_time` has something to do."""
+        return math.inf
+
+    def check_time(self) -> str | None:
+        """Describe what ends the file, if that happened elsewhere."""
+        return None
+
+    def take_signals(self) -> list[int]:
+        """Return the signals that have come elsewhere since the last call."""
+        return []
+
+    def told(self) -> tuple[list[str], str]:
+        """After a file: describe what went wrong elsewhere, and return the output from there."""
+        return [], ""
+
+    # --- at the end ---
+
+    def dismiss(self, status: int) -> None:
+        """Let everybody leave with this status, after this process."""
+
+
+class LaunchFailure(RuntimeError):
+    """The processes of the launch cannot run the suite together. The message says why, in sentences."""
