@@ -25,6 +25,7 @@ from typing import IO
 
 from torch_fsdp_tests.processes import forkserver, host
 from torch_fsdp_tests.processes.messages import Connection
+from torch_fsdp_tests.processes.programs import Fork, become
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
@@ -82,7 +83,7 @@ class Process:
             self.pid = self._popen.pid
         else:
             self.pid = _nursery().begin(
-                Begin(tuple(command), environment, str(cwd), (stdout.fileno(), stderr.fileno()))
+                Fork(tuple(command), environment, str(cwd), (), (stdout.fileno(), stderr.fileno()))
             )
         _running.append(self)
 
@@ -145,16 +146,6 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Begin:
-    """Run ``python COMMAND``, with two files for its outputs."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    cwd: str
-    descriptors: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Begun:
     pid: int
 
@@ -184,7 +175,7 @@ class _Nursery:
         self._control.close()
         os.waitpid(self._pid, 0)
 
-    def begin(self, request: Begin) -> int:
+    def begin(self, request: Fork) -> int:
         self._control.send(request)
         while not isinstance(news := self._hear(), Begun):
             pass
@@ -208,33 +199,21 @@ _nursery = functools.cache(_Nursery)
 
 
 class _Server(forkserver.ForkServer):
-    requests = (Begin,)
+    requests = (Fork,)
 
-    def obey(self, request: Begin) -> tuple[str, ...] | None:
+    def obey(self, request: Fork) -> tuple[str, ...] | None:
         """Fork one run. In the fork, return its command."""
         pid = self.fork(keep=request.descriptors)
         if pid == 0:
-            return _become(request)
+            os.setsid()
+            return become(request)
         self.control.send(Begun(pid))
         return None
 
     def collect(self) -> None:
         super().collect()
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                self.control.send(Ended(*found))
-
-
-def _become(request: Begin) -> tuple[str, ...]:
-    os.setsid()
-    for source, target in zip(request.descriptors, (1, 2)):
-        os.dup2(source, target)
-        os.close(source)
-    os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    tempfile.tempdir = None
-    return request.command
+        for pid, status in host.ended_children():
+            self.control.send(Ended(pid, status))
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ class Agent:
         if self._file is not None and self._file.is_gone and self._is_ending:
             file, self._file = self._file, None
             file.kill()
-            leaks = [command for command in self._children.clean_up(file) if not host.is_servant(command)]
+            leaks = self._children.clean_up(file)
             shutil.rmtree(file.directory, ignore_errors=True)
             self._rank_0.tell(FileOver(self._number, file.reached_limit, tuple(leaks)))
 

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.forkserver import start_fresh
+from torch_fsdp_tests.processes.leaks import end_strays
 from torch_fsdp_tests.processes.programs import ProgramServer
 from torch_fsdp_tests.processes.reaper import Reaper
 from torch_fsdp_tests.processes.wakeup import Wakeup
@@ -208,7 +209,7 @@ class Children:
 
     def clean_up(self, child: Child) -> list[str]:
         """A child has ended. Kill what it left running, also outside of its process group. Returns the commands."""
-        strays = host.end_strays(self._there.keys() | self._others, child.directory)
+        strays = end_strays(self._there.keys() | self._others, child.directory)
         child.kill()
         self._reaper.tell(child.pid, there=False)
         return strays
@@ -220,7 +221,7 @@ class Children:
             child.kill()
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        host.end_strays(self._others)
+        end_strays(self._others)
 
     def close(self) -> None:
         """End everything, and remove the directory."""

@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,10 +24,6 @@ MACOS = sys.platform == "darwin"
 REFUSAL = "torch_fsdp_tests does not run on Windows: use Linux, WSL 2, or macOS (CPU only)"
 
 LOOPBACK = "127.0.0.1"  # not "localhost", which some containers cannot resolve
-
-SHARED_MEMORY = "/dev/shm/"
-
-_SERVANTS = ("torch_shm_manager", "_inductor/compile_worker")
 
 # prctl(2) options, from <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -203,61 +199,6 @@ def kill_group(leader: int) -> None:
     """Kill what is left of a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def end_strays(spared: Collection[int], directory: Path | None = None) -> list[str]:
-    """Kill children of this process, including adopted ones, and what these leave to it. Returns their commands.
-
-    With a directory only those with temporary or open files in it.
-    """
-    ended: list[str] = []
-    spared = set(spared)
-    while strays := [pid for pid in children() if pid not in spared and (not directory or _works_in(pid, directory))]:
-        for pid in strays:
-            spared.add(pid)
-            ended += [] if has_ended(pid) else [command_of(pid)]
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-    return ended
-
-
-def _works_in(pid: int, directory: Path) -> bool:
-    """Whether a process has its temporary files or an open file in a directory. False if that cannot be read."""
-    with contextlib.suppress(OSError):
-        if f"TMPDIR={directory}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-            return True
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                if os.readlink(descriptor).startswith(f"{directory}/"):
-                    return True
-    return False
-
-
-def is_servant(command: str) -> bool:
-    """Whether a command line is that of a helper that Python or torch starts by itself."""
-    return is_tracker(command) or any(name in command for name in _SERVANTS)
-
-
-def is_tracker(command: str) -> bool:
-    """Whether a command line is that of multiprocessing's resource tracker.
-
-    After the last process that it serves is gone, it removes what they left in shared memory, and ends.
-    """
-    return "multiprocessing.resource_tracker" in command
-
-
-def shared_memory() -> set[str]:
-    """The names of all files in shared memory. Empty if that is not a folder."""
-    try:
-        return set(os.listdir(SHARED_MEMORY))
-    except OSError:
-        return set()
-
-
-def shared_memory_of(pids: set[int]) -> list[Path]:
-    """Files that torch left in shared memory for the given processes (it writes their ids into the names)."""
-    return [path for pid in pids for path in Path(SHARED_MEMORY).glob(f"torch_{pid}_*")]
 
 
 def head_and_tail(path: Path, limit: int, start: int = 0) -> str:

@@ -106,7 +106,12 @@ class _Server(forkserver.ForkServer):
             ours.close()
             if os.fork():
                 os._exit(0)
-            return _become(request, theirs)
+            os.setsid()
+            with theirs:
+                theirs.sendall(os.getpid().to_bytes(4, "big"))
+                if theirs.recv(1) != _GO:
+                    os._exit(1)  # the server is gone, and the requester does not know this process
+            return become(request)
         theirs.close()
         os.waitpid(between, 0)
         with ours, contextlib.suppress(OSError):
@@ -115,13 +120,8 @@ class _Server(forkserver.ForkServer):
         return None
 
 
-def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
-    """Make the child equal to an interpreter with this environment and these descriptors."""
-    os.setsid()
-    with server:
-        server.sendall(os.getpid().to_bytes(4, "big"))
-        if server.recv(1) != _GO:
-            os._exit(1)  # the server is gone, and the requester does not know this process
+def become(request: Fork) -> tuple[str, ...]:
+    """Make this fork equal to an interpreter with this environment and these descriptors. Returns its arguments."""
     outputs, kept = request.descriptors[:2], request.descriptors[2:]
     for output, target in zip(outputs, (1, 2)):
         os.dup2(output, target)

@@ -21,6 +21,7 @@ import torch
 
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.processes.leaks import Belongings as Belongings
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
@@ -29,7 +30,6 @@ from torch_fsdp_tests.ranks.group import RankGroup as RankGroup
 from torch_fsdp_tests.ranks.launched import conclude as conclude
 from torch_fsdp_tests.ranks.launched import is_follower as is_follower
 from torch_fsdp_tests.ranks.launched import start_ranks as start_ranks
-from torch_fsdp_tests.ranks.leaks import Belongings as Belongings
 from torch_fsdp_tests.ranks.outcome import HarnessError as HarnessError
 from torch_fsdp_tests.ranks.outcome import Kind as Kind
 from torch_fsdp_tests.ranks.outcome import Outcome as Outcome

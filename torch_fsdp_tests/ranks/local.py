@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes.leaks import remove_files
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.outcome import TEXT_LIMIT, HarnessError, death_of_server, shorten_stacks
@@ -24,7 +25,6 @@ from torch_fsdp_tests.ranks.server import living_server, preparation, start_meth
 __unittest = True
 
 _numbers = itertools.count()  # numbers of starts
-_TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled code
 
 
 class _Process:
@@ -171,7 +171,8 @@ class LocalRanks:
             written = process.output.exists()
             output = host.head_and_tail(process.output, TEXT_LIMIT, process.output_start) if written else ""
             remains.append(protocol.Remains(index, stacks, output.strip()))
-        leaks = self._remove_files()
+        leaks = tuple(remove_files(self._directory / "tmp", self._shared, self._pids))
+        self._shared.clear()
         if close:
             while self._processes:
                 _, process = self._processes.popitem()
@@ -179,28 +180,7 @@ class LocalRanks:
                 os.close(process.last_words)
             self.selector.close()
             shutil.rmtree(self._directory, ignore_errors=True)
-        return protocol.Collected(tuple(remains), tuple(leaks))
-
-    def _remove_files(self) -> list[str]:
-        """Remove the files that ranks left in their temporary directory and in shared memory, and describe them."""
-        leaks = []
-        scratch = self._directory / "tmp"
-        left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
-        if left:
-            shown = ", ".join(path.name for path in left[:5]) + (" ..." if len(left) > 5 else "")
-            leaks.append(f"left in the temporary directory: {shown}")
-        for path in left:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        made = {Path(host.SHARED_MEMORY, name) for name in self._shared} | set(host.shared_memory_of(self._pids))
-        self._shared.clear()
-        for path in sorted(made):
-            if path.exists():
-                leaks.append(f"left in shared memory: {path.name}")
-                path.unlink(missing_ok=True)
-        return leaks
+        return protocol.Collected(tuple(remains), leaks)
 
     def _why_dead(self) -> str:
         return f"{death_of_server(self._server.reap_dead())}; the next test gets a new one"

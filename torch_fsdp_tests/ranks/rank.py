@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.processes import host, leaks, messages
 from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.ranks import leaks, rendezvous
+from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
 from torch_fsdp_tests.ranks.protocol import ORDERS, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import events

@@ -27,6 +27,7 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import forkserver, host, messages
+from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
 from torch_fsdp_tests.verdict import stream
@@ -34,7 +35,6 @@ from torch_fsdp_tests.verdict import stream
 __unittest = True
 
 KILL_LIMIT = 5.0  # seconds for killed processes to end
-TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to clean up
 assert TIDY_LIMIT < KILL_LIMIT
 
 
@@ -112,23 +112,12 @@ class Server(forkserver.ForkServer):
         mine = self._starts.get(start, {})
         for pid in mine:
             os.kill(pid, signal.SIGKILL)
-        leaks: list[str] = []
-        patience = time.monotonic() + TIDY_LIMIT
         give_up = time.monotonic() + KILL_LIMIT
-        while (now := time.monotonic()) < give_up:
+        while mine and (left := give_up - time.monotonic()) > 0:
+            select.select([self.wakeup], [], [], left)
             self.collect()
-            ranks = {pid for there in self._starts.values() for pid in there}
-            # If a rank is gone, its descendants are children of the server now.
-            lost = {pid: host.command_of(pid) for pid in host.children() if pid not in ranks}
-            tidying = {pid for pid, command in lost.items() if host.is_tracker(command) and now < patience}
-            for pid in lost.keys() - tidying:
-                leaks += [lost[pid]] * (not host.is_servant(lost[pid]))
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            if not lost and not mine:
-                break
-            if lost.keys() == tidying:
-                select.select([self.wakeup], [], [], (patience if tidying else give_up) - now)
+        # If a rank is gone, its descendants are children of the server now.
+        leaks = end_strays({pid for there in self._starts.values() for pid in there})
         self._starts.pop(start, None)  # a signal handler may request it again
         self.control.tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
 

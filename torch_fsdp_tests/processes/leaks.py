@@ -1,0 +1,143 @@
+"""What a process leaves behind: other processes, threads, files, and shared memory. This is the one place that knows.
+
+A process looks for what is its own, because there the kernel tells it apart. When it has ended, the process that adopts
+its orphans ends them, and the owner of its directory removes its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+from torch_fsdp_tests.processes import host
+
+TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to clean up
+_TICK = 0.005  # seconds between two looks at a tracker
+_SHARED_MEMORY = "/dev/shm/"
+_TRACKER = "multiprocessing.resource_tracker"
+_SERVANTS = (_TRACKER, "torch_shm_manager", "_inductor/compile_worker")  # Python or torch start them by themselves
+_TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled code
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def end_strays(spared: Collection[int], directory: Path | None = None) -> list[str]:
+    """Kill children of this process, including adopted ones, and what these leave to it.
+
+    With a directory only those with temporary or open files in it. Returns the commands, except those of servants. A
+    resource tracker comes last: after the last process that it serves is gone, it removes shared memory, and ends.
+    """
+    ended: list[str] = []
+    spared = set(spared)
+    while strays := [pid for pid in host.children() if pid not in spared and (not directory or _in(pid, directory))]:
+        commands = {pid: host.command_of(pid) for pid in strays}
+        for pid in [pid for pid in strays if _TRACKER not in commands[pid]] or strays:
+            patience = time.monotonic() + TIDY_LIMIT * (_TRACKER in commands[pid])
+            while not (has_ended := host.has_ended(pid)) and time.monotonic() < patience:
+                time.sleep(_TICK)
+            if not has_ended and not _is_servant(commands[pid]):
+                ended.append(commands[pid])
+            spared.add(pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    return ended
+
+
+def _is_servant(command: str) -> bool:
+    return any(name in command for name in _SERVANTS)
+
+
+def _in(pid: int, directory: Path) -> bool:
+    """Whether a process has its temporary files or an open file in a directory. False if that cannot be read."""
+    with contextlib.suppress(OSError):
+        if f"TMPDIR={directory}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            return True
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).startswith(f"{directory}/"):
+                    return True
+    return False
+
+
+class Belongings:
+    """What this process has now, so that later additions can be found."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._children = set(host.children())
+        self._shared = _tracked_files()
+
+    def new_threads(self) -> list[threading.Thread]:
+        """New threads for which the interpreter would wait at its exit. Only the end of the process ends them."""
+        return [each for each in threading.enumerate() if each not in self._threads and not each.daemon]
+
+    def end_new_children(self) -> list[str]:
+        """Kill new child processes, except servants, and return the command line of each."""
+        return end_strays(
+            {pid for pid in host.children() if pid in self._children or _is_servant(host.command_of(pid))}
+        )
+
+    def end_tracked_files(self) -> list[str]:
+        """Let multiprocessing's resource tracker remove files that nobody uses, and return their names.
+
+        Does nothing if this process has no tracker. The tracker ends with this, and is started again when it is needed.
+        """
+        tracker = sys.modules.get("multiprocessing.resource_tracker")
+        before = _tracked_files()
+        if tracker is None or before <= self._shared or tracker._resource_tracker._pid not in host.children():
+            return []
+        tracker._resource_tracker._stop()
+        return sorted(before - self._shared - _tracked_files())
+
+
+# --- files and shared memory ------------------------------------------------------------------------------------------
+
+
+def _tracked_files() -> set[str]:
+    """The files of ``multiprocessing.shared_memory``."""
+    try:
+        return {name for name in os.listdir(_SHARED_MEMORY) if name.startswith("psm_")}
+    except OSError:
+        return set()
+
+
+def watch_shared_memory(tell: Callable[[str], None]) -> None:
+    """From now on, call ``tell`` with the name of every file that this process makes in shared memory.
+
+    The receiver can remove the file, however this process ends. Only files that Python code opens are noticed.
+    """
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open" and type(arguments[0]) is str and arguments[0].startswith(_SHARED_MEMORY):
+            if arguments[2] & os.O_CREAT:
+                tell(os.path.basename(arguments[0]))
+
+    sys.addaudithook(hook)
+
+
+def remove_files(scratch: Path, shared: Iterable[str], pids: Iterable[int]) -> Iterator[str]:
+    """Remove what processes have left in their temporary directory and in shared memory, and describe it.
+
+    ``shared`` are names that the processes have told. Torch writes the process' id into the names of its own files.
+    """
+    left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
+    if left:
+        yield f"left in the temporary directory: {', '.join(path.name for path in left[:5])}{' ...' * (len(left) > 5)}"
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    made = {Path(_SHARED_MEMORY, name) for name in shared}
+    for path in sorted(made.union(*(Path(_SHARED_MEMORY).glob(f"torch_{pid}_*") for pid in pids))):
+        if path.exists():
+            yield f"left in shared memory: {path.name}"
+            path.unlink(missing_ok=True)
