@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.select import UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
@@ -99,53 +100,56 @@ def _print(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What runs on what: the jobs of this shard, in order of start."""
+
+    jobs: list[Job]
+    default: plan.Seconds  # assumed for a job of unknown length
+    needs: Mapping[str, times.Needs]  # of the selected files
+    ranks: int
+    device_set: DeviceSet
+    pool: DevicePool
+
+
 def _main(run: RunTests, site: Site) -> ExitStatus:
     files = {file.name: file for file in discover(run.test_directory)}
-    sources: dict[str, str] = {}
-
-    def source(name: str) -> str:
-        return sources.setdefault(name, files[name].source())
-
-    device_set = devices.find(run.device, run.devices, os.environ)
-    selection = _select(run, list(files.values()), source, device_set.type)
-    known = times.load(run.test_times, os.environ)
-    entries = _entries(run)
-    for words in known.remarks:
-        _remark(words)
-    earlier = _earlier(run)
-    if run.devices is not None and device_set.lendable is None:
-        _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
-    if selection and device_set.remark is not None and site.world_size is None:
-        _remark(device_set.remark)
-    device_set = site.devices(device_set)
-    ranks = run.ranks or site.world_size or settings.USUAL_RANKS
-    needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
-    jobs_at_a_time = site.jobs_at_a_time(run.jobs or options.default_jobs(ranks))
-    pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
-    devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
-    names = {name: tests_by_class(text) for name, text in sources.items()}  # of files that the selection has read
-    jobs, default = _plan(run, selection, known, names, devices_needed, pool, device_set)
+    device_set = _devices(run, site)
+    selection = _select(run, files, device_set.type)
+    entries, earlier = _entries(run), _earlier(run)
+    planned = _plan(run, site, files, selection, device_set)
     if not selection:
         nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
         _remark(nothing if run.failed_only else "nothing is selected")
-    elif not jobs:
+    elif not planned.jobs:
         _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
     if run.list_files and not run.list_tests:
-        _print(listing.files_text(jobs, needs), end="\n" if jobs else "")
+        _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
     elif run.dry_run:
-        total = plan.makespan(plan.simulate(jobs, pool.size, default))
-        _print(json.dumps(listing.plan_json(run, jobs, total)) if run.as_json else listing.plan_text(jobs, total))
-    elif not jobs:
+        _print(_dry_run(run, planned))
+    elif not planned.jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, files, jobs, device_set, pool, ranks, entries, earlier, site)
+        return _run(run, site, files, planned, entries, earlier)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
-def _select(run: RunTests, files: Sequence[TestFile], source: Source, device: str) -> list[TestRun]:
-    selection = select(files, run.include, run.exclude, run.test_directory, source)
+def _devices(run: RunTests, site: Site) -> DeviceSet:
+    """The devices that may be lent."""
+    found = devices.find(run.device, run.devices, os.environ)
+    if run.devices is not None and found.lendable is None:
+        _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
+    if found.remark is not None and site.world_size is None:
+        _remark(found.remark)
+    return site.devices(found)
+
+
+def _select(run: RunTests, files: Mapping[str, TestFile], device: str) -> list[TestRun]:
+    selection = select(
+        [*files.values()], run.include, run.exclude, run.test_directory, lambda name: files[name].source()
+    )
     if run.distributed_only:
-        below = set(matching("distributed", [file.name for file in files]))
+        below = set(matching("distributed", [*files]))
         selection = [test for test in selection if test.file in below]
     if run.failed_only:
         from torch_fsdp_tests.dispatch import last_failures
@@ -188,42 +192,49 @@ def _is_there(path: Path) -> bool:
 
 
 def _plan(
-    run: RunTests,
-    selection: list[TestRun],
-    known: times.Times,
-    names: plan.TestNames,
-    needs: Mapping[str, int],
-    pool: DevicePool,
-    device_set: DeviceSet,
-) -> tuple[list[Job], plan.Seconds]:
-    """Return the jobs of this shard in order of start, and the assumed seconds of a job of unknown length."""
-    weights = {name: min(need, pool.size) for name, need in needs.items()} if device_set.lendable else {}
+    run: RunTests, site: Site, files: Mapping[str, TestFile], selection: list[TestRun], device_set: DeviceSet
+) -> _Plan:
+    known = times.load(run.test_times, os.environ)
+    for words in known.remarks:
+        _remark(words)
+    ranks = run.ranks or site.world_size or settings.USUAL_RANKS
+    jobs_at_a_time = site.jobs_at_a_time(run.jobs or options.default_jobs(ranks))
+    pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
+    needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
+    lent = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
+    cut = [test.file for test in selection if not test.is_whole and not run.by_reach]
     shards = plan.calculate_shards(
         run.num_shards,
         selection,
         known.files,
         known.classes,
         threshold=math.inf if run.by_reach else run.split_threshold,
-        weights=weights,
-        names=names,
+        weights={name: min(need, pool.size) for name, need in lent.items()} if device_set.lendable else {},
+        names={name: tests_by_class(files[name].source()) for name in cut},
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
     if run.by_reach:  # the order of the selection matters more than full use of the slots
-        return plan.make_jobs(plan.in_order(parts, selection), needs, device_set.lendable), default
-    return plan.order(plan.make_jobs(parts, needs, device_set.lendable), pool.size, default), default
+        jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
+    else:
+        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), pool.size, default)
+    return _Plan(jobs, default, needs, ranks, device_set, pool)
+
+
+def _dry_run(run: RunTests, planned: _Plan) -> str:
+    total = plan.makespan(plan.simulate(planned.jobs, planned.pool.size, planned.default))
+    if run.as_json:
+        return json.dumps(listing.plan_json(run, planned.jobs, total))
+    return listing.plan_text(planned.jobs, total)
 
 
 def _run(
     run: RunTests,
+    site: Site,
     files: Collection[str],
-    jobs: Sequence[Job],
-    device_set: DeviceSet,
-    pool: DevicePool,
-    ranks: int,
+    planned: _Plan,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
-    site: Site,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare, last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
@@ -232,19 +243,22 @@ def _run(
 
     if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
         raise ConfigurationError(lack)
+    device_set = planned.device_set
     devices.check(device_set, run.device, run.backend, run.ranks)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
     site.gather(run)
     stream = sys.stderr if run.list_tests else sys.stdout
-    console = Console(run, stream, len(jobs), devices.under_test(device_set, run, ranks), pool.size)
+    console = Console(
+        run, stream, len(planned.jobs), devices.under_test(device_set, run, planned.ranks), planned.pool.size
+    )
     keep = []
     if run.report and not run.list_tests:
         report.set_aside(run.report, compare.PAGE)
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
-        results = Runner(run, jobs, device_set, pool, entries, console, site, children, *keep).run()
+        results = Runner(run, planned.jobs, device_set, planned.pool, entries, console, site, children, *keep).run()
         if run.list_tests:
             return _print_tests(results)
         last_failures.save(run.reports, device_set.type, files, results, results.remarks)
