@@ -91,12 +91,12 @@ class _Program(unittest.TestProgram):
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
 
         if self._only_names:
-            if ranks.is_follower():
+            if ranks.is_seat():
                 sys.exit(0)
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
         if not self.test.countTestCases() and not stream.attached():
-            if not ranks.is_follower():
+            if not ranks.is_seat():
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()

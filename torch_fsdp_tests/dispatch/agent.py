@@ -66,14 +66,7 @@ class EndFile:
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Dismiss:
-    """The run is over. Leave with this exit status after rank 0's process is gone."""
-
-    status: int
-
-
-ORDERS = (Describe, Compare, StartFile, EndFile, Dismiss)
+ORDERS = (Describe, Compare, StartFile, EndFile, peers.Dismiss)
 
 # --- messages from an agent -------------------------------------------------------------------------------------------
 
@@ -193,9 +186,9 @@ class Agent:
                     self._rank_0.tell(FileOver(order.number))
                 case EndFile():
                     self._end_file()
-                case Dismiss():
+                case peers.Dismiss():
                     self._status = ExitStatus(order.status)
-                    self._rank_0.receive()  # so that the process of rank 0 leaves first, because its report matters
+                    self._rank_0.receive()  # until rank 0's process is gone
         return not self._rank_0.closed
 
     def _start(self, order: StartFile) -> None:
@@ -203,7 +196,7 @@ class Agent:
         self._number, self._is_ending = order.number, False
         self._file = self._children.start(
             ["-m", child.__name__],
-            [child.FOLLOW, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
+            [child.SEAT, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
             self._children.make_directory(),
             cwd,

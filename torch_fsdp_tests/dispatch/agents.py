@@ -237,9 +237,7 @@ class Agents(Site):
     def dismiss(self, status: int) -> None:
         """Waits for agents that have not connected yet."""
         self._peers.gather(range(1, self.launch.world_size), self._give_up)
-        self._peers.outlive()
-        for peer in self._peers.of_rank.values():
-            peer.connection.tell(agent.Dismiss(status))
+        self._peers.dismiss(status)
 
 
 def _receive(connection: Connection, give_up: float) -> Any | None:

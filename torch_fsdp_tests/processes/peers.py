@@ -60,6 +60,13 @@ class Hello:
     clock: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """All is over. Leave with this exit status after rank 0's process is gone, because its report matters."""
+
+    status: int
+
+
 @dataclasses.dataclass
 class Peer:
     """A process that has introduced itself."""
@@ -99,7 +106,7 @@ class Peers:
     """Rank 0's side. ``expected`` are the types of message that the others may send."""
 
     def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
-        host.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # outlive() doubles the connections
+        host.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # dismiss() doubles the connections
         self.launch = launch
         self.of_rank: dict[int, Peer] = {}  # peers that have connected
         self._expected = tuple(expected)
@@ -174,10 +181,14 @@ class Peers:
         del self._strangers[stranger]
         stranger.close()
 
-    def outlive(self) -> None:
-        """Keep all connections open until this process is gone, although the interpreter closes its sockets earlier."""
+    def dismiss(self, status: int) -> None:
+        """Let all peers leave with this status, after this process: a launcher ends all when it sees one fail.
+
+        The connections stay open until this process is gone, although the interpreter closes its sockets earlier.
+        """
         for peer in self.of_rank.values():
             os.dup(peer.connection.fileno())
+            peer.connection.tell(Dismiss(status))
 
 
 def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:

@@ -28,7 +28,7 @@ from torch_fsdp_tests.ranks import rank as _rank
 from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE as COLLECTIVE_SHARE
 from torch_fsdp_tests.ranks.group import RankGroup as RankGroup
 from torch_fsdp_tests.ranks.launched import conclude as conclude
-from torch_fsdp_tests.ranks.launched import is_follower as is_follower
+from torch_fsdp_tests.ranks.launched import is_seat as is_seat
 from torch_fsdp_tests.ranks.launched import start_ranks as start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError as HarnessError
 from torch_fsdp_tests.ranks.outcome import Kind as Kind

@@ -28,7 +28,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.vendors import RANKS_VARIABLE
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
+from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
@@ -61,7 +61,7 @@ class _Seat:
         return self.peer.connection
 
 
-class Crew:
+class Seats:
     """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
     def __init__(self, launch: launcher.Launch) -> None:
@@ -131,11 +131,9 @@ class Crew:
         return status
 
     def leave(self) -> None:
-        """Let the other processes leave after this one: a launcher ends all when it sees the first one fail."""
+        """Let the other processes leave after this one."""
         self.conclude(self.status)
-        self.peers.outlive()
-        for peer in self.peers.of_rank.values():
-            peer.connection.tell(protocol.Dismiss(self.status))
+        self.peers.dismiss(self.status)
 
 
 def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, interface: str) -> dict[str, str]:
@@ -152,8 +150,8 @@ def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, 
 class LaunchedRanks:
     """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 is here, the others have seats."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, seats: Seats) -> None:
+        self._all = seats
         self._here = LocalRanks()
         self.file_name = self._here.file_name
         self.selector = self._here.selector
@@ -161,11 +159,11 @@ class LaunchedRanks:
         self._events: list[protocol.Event] = []  # news that came while this waited for an answer
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
-        self._seats = self._crew.gather(list(processes))
-        order = self._crew.start_rank(task, self.file_name, self._seats)
+        self._seats = self._all.gather(list(processes))
+        order = self._all.start_rank(task, self.file_name, self._seats)
         unchanged = dataclasses.replace(order, changed={}, removed=())
-        interface = host.interface_of(self._crew.peers.address)
-        self._here.start(task, [0], _environment(self._crew.launch, 0, unchanged, interface))
+        interface = host.interface_of(self._all.peers.address)
+        self._here.start(task, [0], _environment(self._all.launch, 0, unchanged, interface))
         for seat in self._seats:
             seat.over = False
             self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
@@ -175,7 +173,7 @@ class LaunchedRanks:
         ready = {key.data for key, _ in self.selector.select(0)}
         events, self._events = [*self._events, *self._here.arrived()], []
         for seat in [seat for seat in self._seats if seat.rank in ready]:
-            for message in self._crew.hear(seat):
+            for message in self._all.hear(seat):
                 if isinstance(message, protocol.Collected):
                     seat.answer = message
                 elif isinstance(message, protocol.Broken):
@@ -187,7 +185,7 @@ class LaunchedRanks:
                 self.selector.unregister(seat.connection)
                 self._seats.remove(seat)
                 events += [] if seat.over else [protocol.Over(0, (seat.rank,))]
-                events.append(protocol.Broken(0, str(self._crew.lost)))
+                events.append(protocol.Broken(0, str(self._all.lost)))
         return events
 
     def tell(self, process: int, order: protocol.Order) -> None:
@@ -217,13 +215,13 @@ class LaunchedRanks:
             seat.answer = None
             seat.connection.tell(protocol.Collect(close))
         give_up = time.monotonic() + ANSWER_LIMIT
-        while self._crew.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
+        while self._all.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
             self.selector.select(max(0.0, give_up - time.monotonic()))
             self._events = self.arrived()
             if time.monotonic() > give_up:
-                self._crew.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
-        if self._crew.lost is not None and not close:
-            raise HarnessError(self._crew.lost)
+                self._all.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
+        if self._all.lost is not None and not close:
+            raise HarnessError(self._all.lost)
         told = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
         return protocol.Collected(
             tuple(remains for each in told for remains in each.remains),
@@ -231,7 +229,7 @@ class LaunchedRanks:
         )
 
 
-class _Follower:
+class _OwnSeat:
     """A launched process other than rank 0's. It does what rank 0 says until rank 0 dismisses it."""
 
     def __init__(self, launch: launcher.Launch) -> None:
@@ -248,8 +246,8 @@ class _Follower:
                 (self._idle if self._ranks is None else self._ranks.selector).select()
                 self._tell_news()
                 for order in self._rank_0.arrived():
-                    if isinstance(order, protocol.Dismiss):
-                        self._rank_0.receive()  # so that the process of rank 0 leaves first, because its report matters
+                    if isinstance(order, Dismiss):
+                        self._rank_0.receive()  # until rank 0's process is gone
                         return order.status
                     self._obey(order)
         except OSError:
@@ -304,10 +302,10 @@ class _Follower:
         return ranks.collect(close=True)
 
 
-_crew: Crew | None = None
+_seats: Seats | None = None
 
 
-def is_follower() -> bool:
+def is_seat() -> bool:
     """Whether this process only follows rank 0, which runs the tests and reports."""
     launch = launcher.found()
     return launch is not None and launch.rank > 0 and not rank_side.in_rank()
@@ -323,30 +321,30 @@ def settle() -> None:
 
 def begin() -> None:
     """In a launched process: wait for the other processes to connect, or if not rank 0, follow rank 0 and exit."""
-    global _crew
+    global _seats
     launch = launcher.found()
     if launch is None:
         return
     if launch.rank == 0:
-        _crew = Crew(launch)
-        atexit.register(_crew.leave)
+        _seats = Seats(launch)
+        atexit.register(_seats.leave)
     else:
-        _follow(launch)
+        _take_seat(launch)
 
 
-def _follow(launch: launcher.Launch) -> NoReturn:
+def _take_seat(launch: launcher.Launch) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
-    status, follower = _LOST, None
+    status, seat = _LOST, None
     try:
-        follower = _Follower(launch)
-        status = follower.serve()
+        seat = _OwnSeat(launch)
+        status = seat.serve()
     except Exception as error:
         print(f"torch_fsdp_tests: rank {launch.rank} cannot follow rank 0: {error}", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if follower is not None:
-            follower.close()
+        if seat is not None:
+            seat.close()
         close_server()
         for output in (sys.stdout, sys.stderr):
             output.flush()
@@ -355,9 +353,9 @@ def _follow(launch: launcher.Launch) -> NoReturn:
 
 def conclude(status: int) -> int:
     """Return the exit status of this process, given that of its tests. All processes of a launch share it."""
-    return status if _crew is None else _crew.conclude(status)
+    return status if _seats is None else _seats.conclude(status)
 
 
 def start_ranks(cls: type, test: str | None, world_size: int) -> RankGroup:
     """Start the ranks of one test as processes: the launcher's ranks if there are any, else new ones here."""
-    return RankGroup(cls, test, world_size, place=None if _crew is None else LaunchedRanks(_crew))
+    return RankGroup(cls, test, world_size, place=None if _seats is None else LaunchedRanks(_seats))

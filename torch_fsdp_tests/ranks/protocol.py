@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
+from torch_fsdp_tests.processes.peers import Dismiss
 from torch_fsdp_tests.ranks.outcome import Outcome
 
 
@@ -209,13 +210,6 @@ class Collect:
     """Send the rank's output and what it left behind. With ``close``, wait until nothing of the rank is left."""
 
     close: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Dismiss:
-    """The run is over. Leave with this exit status."""
-
-    status: int
 
 
 @dataclasses.dataclass(frozen=True)
