@@ -1,4 +1,4 @@
-"""Processes and how they talk: what a host can say about them, typed messages, fork servers, peers, and launchers.
+"""The one engine that starts, watches and ends processes, and how processes talk.
 
-Nothing here knows what a test is, and nothing imports torch.
+Nothing here knows what a test is, and nothing imports torch, except to open a launcher's store.
 """
