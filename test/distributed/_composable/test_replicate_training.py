@@ -27,6 +27,7 @@ from torch_fsdp_tests.common_fsdp import (
     check_sharded_parity,
     patch_all_reduce,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import TransformerBlock
@@ -297,16 +298,19 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
         optims[1].register_step_post_hook(leave_event)
         self._seed()
+        ref_losses = []
         for _ in range(ITERATIONS):
             tokens = self._tokens(2, 8)
             left = internals.iteration_context(model).post_optim_event
             self.assertIs(left, events[-1] if events else None)
             losses = [train(each, tokens) for each in (ref_model, model)]
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
             self.assertIsNone(internals.iteration_context(model).post_optim_event)
             average_gradients(ref_model)
             check_parity(self, ref_model, model)
             take_step(optims)
+        check_losses(ref_losses)
         self.assertEqual(len(events), ITERATIONS)
 
     @skip_if_lt_x_gpu(2)

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
@@ -146,12 +147,14 @@ class TestApply(FSDPTest):
         models = plain, model
         optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in models]
         torch.manual_seed(1 + self.rank)
+        ref_losses = []
         for _ in range(3):
             inp = torch.randn(4, 3, device=self.device)
             losses = []
             for each, optim in zip(models, optims):
                 optim.zero_grad()
                 losses.append(each(inp).square().sum())
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
             self._check_unsharded(model, root=True)
             for loss in losses:
@@ -160,6 +163,7 @@ class TestApply(FSDPTest):
             for optim in optims:
                 optim.step()
             self._check_unsharded(model, root=False)
+        check_losses(ref_losses)
         found = list(full_parameters(model).values())
         self.assertEqual(found, [param.detach() for param in plain.parameters()])
 

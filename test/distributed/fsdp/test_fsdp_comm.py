@@ -29,6 +29,7 @@ from torch_fsdp_tests.common_fsdp import (
     debug_level,
     get_devtype,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
@@ -311,6 +312,7 @@ class TestExplicitUnshard(FSDPTest):
         numel = 2 * dim * 4 * dim + 5 * dim  # of one MLP with its biases; even, so there is no padding
 
         torch.manual_seed(42 + self.rank + 1)
+        ref_losses = []
         for _ in range(10):
             inputs = torch.randn(batch, dim, device=device)
             with recorded("all_gather", "reduce_scatter") as calls:
@@ -318,6 +320,7 @@ class TestExplicitUnshard(FSDPTest):
                 losses = [(each(inputs) - 1).square().mean() for each in both]
                 for loss in losses:
                     loss.backward()
+            ref_losses.append(losses[0])
             self.assertEqual(losses[1], losses[0])
             self.assertEqual(Traffic(calls).counts, (3, 0, 3))
             self.assertEqual(model.sizes, [numel] * 3)
@@ -328,6 +331,7 @@ class TestExplicitUnshard(FSDPTest):
                 optim.step()
                 optim.zero_grad()
             model.mlps._wait_unshard_streams_on_current_stream()
+        check_losses(ref_losses)
 
         trained = list(full_parameters(model).values())
         self.assertEqual(trained, [param.detach() for param in reference.parameters()])

@@ -203,6 +203,7 @@ class TestParityWithDDP(_TwoRanks):
         models = [reference, model]
         optims = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in models]
         torch.manual_seed(10 + self.rank)
+        ref_losses = []
         for _ in range(3):
             tokens = tuple(torch.randint(23, (length, 2), device=get_devtype()) for length in (6, 4))
             losses = []
@@ -213,6 +214,7 @@ class TestParityWithDDP(_TwoRanks):
             average_gradients(reference)
             for optim in optims:
                 optim.step()
+            ref_losses.append(losses[0])
             self.assertEqual(losses[1], losses[0])
             expected = dict(reference.named_parameters())
             with FSDP.summon_full_params(model, with_grads=use_orig_params):
@@ -223,6 +225,7 @@ class TestParityWithDDP(_TwoRanks):
                 if use_orig_params:
                     grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (found, expected))
                     self.assertEqual(grads, expected_grads)
+        check_losses(ref_losses)
 
 
 class TestParamInit(_TwoRanks):

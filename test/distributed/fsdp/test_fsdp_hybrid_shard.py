@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -267,6 +268,7 @@ class TestFSDPHybridShard(FSDPTest):
         models = fsdp_model, hsdp_model
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         inputs = fsdp_model.module.get_input(self.device)
+        ref_losses = []
         for _ in range(5):
             losses = []
             for model, optim in zip(models, optims):
@@ -275,7 +277,9 @@ class TestFSDPHybridShard(FSDPTest):
                 losses.append(loss.detach())
                 loss.backward()
                 optim.step()
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
+        check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(4)
     @subtests(strategy=internals.hybrid_strategies, use_orig_params=[False, True], use_device_mesh=[False, True])

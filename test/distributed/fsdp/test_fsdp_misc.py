@@ -62,6 +62,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -593,6 +594,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         optims = [optim_class(model.parameters(), lr=1e-2) for model in (ddp, fsdp)]
         torch.manual_seed(42 + self.rank)
         x = torch.randn(2, 2)
+        ref_losses = []
         for _ in range(10):
             losses = []
             for model, optim in zip((ddp, fsdp), optims):
@@ -600,12 +602,14 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 losses.append(model(x, x).sum())
                 losses[-1].backward()
                 optim.step()
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
             self.assertEqual(full_parameters(fsdp), named(ddp))
             alike = everybody if sharding_strategy is ShardingStrategy.NO_SHARD else replicas
             if alike is not None:
                 for flat_param in internals.flat_params(fsdp):
                     self._assert_alike(flat_param.detach(), alike)
+        check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_cpu_init_stays_on_cpu(self):

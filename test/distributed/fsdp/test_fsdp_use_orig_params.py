@@ -27,6 +27,7 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     TransformerWithSharedParams,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import (
     TestCase,
     instantiate_parametrized_tests,
@@ -154,6 +155,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         """Both models train alike on data that differs by rank. ``zero_grad`` comes before or after forward."""
         strategy = fsdp_model.sharding_strategy
         inputs = self._tokens()
+        ref_losses = []
         for iteration in range(self.num_iters):
             losses = []
             for model, optim in ((ddp_model, ddp_optim), (fsdp_model, fsdp_optim)):
@@ -168,7 +170,9 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 self.assert_same_grads(fsdp_model, ddp_model, strategy)
             ddp_optim.step()  # on the device: a move to the host and back would cost DDP its hooks
             fsdp_optim.step()
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
+        check_losses(ref_losses)
         self.assert_same_full_params(fsdp_model, ddp_model)
 
     @skip_if_lt_x_gpu(2)
@@ -552,9 +556,11 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             shown = {name: param.detach().clone() for name, param in named(fsdp_model).items()}
             self.assertEqual(shown, {name: param.detach() for name, param in named(ddp_model).items()})
 
+        ref_losses = []
         for _ in range(3):
             inp = torch.randn(2, 5, device=self.device)
             losses = [model(inp).square().sum() for model in models]
+            ref_losses.append(losses[0])
             self.assertEqual(*losses)
             if sharding_strategy is SHARD_GRAD_OP:
                 assert_unsharded_after_forward()
@@ -566,6 +572,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             self.assert_local(fsdp_model, ddp_model, sharding_strategy is not NO_SHARD)
             for optim in optims:
                 optim.zero_grad()
+        check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])

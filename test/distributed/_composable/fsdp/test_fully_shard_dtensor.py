@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
@@ -175,11 +176,13 @@ class TestFullyShardDTensor(FSDPTest):
         optims = [optim_cls(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
         ref_params = dict(ref_model.named_parameters())
         manual_seed(42 + dist.get_rank(dp_pg) + 1)
+        ref_losses = []
         for step in range(num_iters):
             rows = torch.rand((2, mlp_dim), device=self.device)
             # The loss is the distance to 1. A plain sum would soon be at its minimum, with no active ReLU.
             ref_loss = (ref_model(rows) - 1).square().sum()
             loss = (model(self._replicated(rows, mesh)) - 1).square().sum()
+            ref_losses.append(ref_loss)
             self.assertEqual(loss.full_tensor(), ref_loss)
             ref_loss.backward()
             loss.backward()
@@ -189,6 +192,7 @@ class TestFullyShardDTensor(FSDPTest):
                 self.assertGreater(ref_grad.abs().max().item(), 0)
                 self.assertEqual(param.grad.full_tensor(), ref_grad, name)
             take_step(optims, set_to_none=step % 2 == 0)
+        check_losses(ref_losses)
         for name, param in model.named_parameters():
             self.assertEqual(param.full_tensor(), ref_params[name], name)
 

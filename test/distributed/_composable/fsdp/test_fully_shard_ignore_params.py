@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
@@ -161,10 +162,12 @@ class TestFullyShardIgnoreParams(FSDPTest):
         ref_optim, optim = (torch.optim.Adam(module.parameters(), lr=1e-2) for module in (ref_model, wrapped))
         self.compare_ref_test_params(ref_model, wrapped)
         start = copy.deepcopy(ref_model.module)
+        ref_losses = []
         for _ in range(3):
             ref_loss, loss = ref_model(inp), wrapped(inp)
             ref_loss.backward()
             loss.backward()
+            ref_losses.append(ref_loss)
             self.assertEqual(loss, ref_loss)
             ref_optim.step()
             # The optimizer has whole and sharded parameters. Where foreach is the default it would raise, because of
@@ -174,6 +177,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
             self.compare_ref_test_params(ref_model, wrapped)
             ref_optim.zero_grad()
             optim.zero_grad()
+        check_losses(ref_losses)
         for old, new in zip(start.parameters(), ref_model.parameters()):
             self.assertNotEqual(old, new)
 

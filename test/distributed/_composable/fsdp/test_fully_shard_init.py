@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -786,8 +787,10 @@ class TestFullyShardProcessGroupInit(InitTest):
             shard_each((model.in_proj, model.out_proj, model), mesh=its_mesh)
         optims = optimizers(plain, *models)
         group = None if mesh.ndim == 2 else ref_mesh.get_group()
+        ref_losses = []
         for step in range(2):
             losses = [each(self._input(4, 8, seed=10 * step + seed)).sum() for each in (plain, *models)]
+            ref_losses.append(losses[0])
             self.assertEqual(losses[1:], [losses[0]] * 2)
             for optim, loss in zip(optims, losses):
                 optim.zero_grad()
@@ -797,6 +800,7 @@ class TestFullyShardProcessGroupInit(InitTest):
                 check_sharded_parity(self, plain, model)
             for optim in optims:
                 optim.step()
+        check_losses(ref_losses)
         return models[0], models[1]
 
     @skip_if_lt_x_gpu(1)
