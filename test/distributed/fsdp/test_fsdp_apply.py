@@ -84,7 +84,7 @@ class TestApply(FSDPTest):
     def test_apply_in_summon_raises_error(self):
         model = self._transformer()
         with FSDP.summon_full_params(model):
-            with self.assertRaisesRegex(ValueError, "expected to be in states"):
+            with self.assertRaisesRegex(ValueError, "IDLE.* but current state is .*SUMMON_FULL_PARAMS"):
                 model.apply(self._init_linear_weights)
 
     @skip_if_lt_x_gpu(2)
