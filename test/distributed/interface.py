@@ -712,7 +712,7 @@ ROWS: dict[str, Parameters] = {
             "a shared module": _OPTIONS + "shared_module",
         },
         "submodules": {"deprecated": _OPTIONS + "submodules"},
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
     "get_optimizer_state_dict": {
         "model": {"FSDP2": _DSD + "fsdp2"},
@@ -724,7 +724,7 @@ ROWS: dict[str, Parameters] = {
             "frozen parameters": _OPTIONS + "state_of_frozen_parameter",
         },
         "submodules": {"deprecated": _OPTIONS + "submodules_with_optimizer"},
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
     "get_state_dict": {
         "model": {
@@ -733,7 +733,7 @@ ROWS: dict[str, Parameters] = {
         },
         "optimizers": {"several": _DSD + "fsdp2_ddp"},
         "submodules": {"deprecated": _OPTIONS + "submodules_with_optimizer"},
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
     "set_model_state_dict": {
         "model": {
@@ -746,7 +746,7 @@ ROWS: dict[str, Parameters] = {
             "of a submodule": _OPTIONS + "submodules",
             "stays the caller's": _OPTIONS + "callers_dict_stays",
         },
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
     "set_optimizer_state_dict": {
         "model": {"FSDP2": _DSD + "fsdp2"},
@@ -760,13 +760,13 @@ ROWS: dict[str, Parameters] = {
             "without the state of a parameter": _OPTIONS + "missing_optim_state",
             "refused": _OPTIONS + "refused_loads_leave_the_optimizer",
         },
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
     "set_state_dict": {
         "model": {"FSDP1, FSDP2": _DSD + "frozen"},
         "optimizers": {"several": _DSD + "fsdp2_ddp"},
-        "model_state_dict": {"each option": _OPTIONS + "trajectory"},
+        "model_state_dict": {"whole, of shards, of rank 0": _OPTIONS + "trajectory"},
         "optim_state_dict": {"broadcast": _OPTIONS + "set_state_dict_broadcasts"},
-        "options": {"each": _OPTIONS + "trajectory"},
+        "options": {"the default, full, from rank 0, flattened": _OPTIONS + "trajectory"},
     },
 }

@@ -1039,7 +1039,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         """
         mesh = make_mesh(2, 4, names=("outer", "inner"))
         info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
-        ref_layer, layer = (filled(nn.Linear(8, 8, device=self.device)) for _ in range(2))
+        ref_layer, layer = (filled(nn.Linear(5, 8, device=self.device)) for _ in range(2))
         chosen = layer.bias
 
         def placed(param: nn.Parameter) -> Any:
@@ -1053,7 +1053,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         with self.assertRaisesRegex(ValueError, "set_all_reduce_hook is not supported with multiple param groups"):
             layer.set_all_reduce_hook(lambda reduced: None)
         for step in range(2):
-            inp = self._input(2, 8, seed=10 * step + self.rank)
+            inp = self._input(2, 5, seed=10 * step + self.rank)
             for each in (ref_layer, layer):
                 each.zero_grad()
                 each(inp).square().sum().backward()
