@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.processes.children import Children
+
+if TYPE_CHECKING:  # a plan starts no process
+    from torch_fsdp_tests.processes.children import Children
 
 
 class Site:
