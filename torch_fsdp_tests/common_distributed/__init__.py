@@ -18,6 +18,7 @@ from torch_fsdp_tests.common_distributed.requirements import (
     TEST_SKIPS,
     TestSkip,
     at_least_x_gpu,
+    at_most,
     get_required_world_size,
     needs,
     requires,

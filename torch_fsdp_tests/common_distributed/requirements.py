@@ -143,8 +143,8 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
     def reason() -> str | None:
         device = accelerator.current()
-        if device.is_host:
-            return None if allow_cpu else f"needs {x} or more accelerators, but the device under test is the CPU"
+        if device.is_host and not allow_cpu:
+            return f"needs {x} or more accelerators, but the device under test is the CPU"
         return device.lacks_room_for(x)
 
     return requires(reason)
@@ -162,6 +162,14 @@ def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
         return wrapped
 
     return decorate
+
+
+def at_most(ranks: int) -> Any:
+    """A ``world_size`` for a class: so many ranks, or, with one rank per device, as many as there are devices.
+
+    A test that needs more than two ranks says so with :func:`skip_if_lt_x_gpu`.
+    """
+    return property(lambda self: accelerator.current().ranks_up_to(ranks))
 
 
 def get_required_world_size(obj: Any, default: int) -> int:

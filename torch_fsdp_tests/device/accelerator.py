@@ -102,6 +102,10 @@ class Accelerator:
         it = "it" if len(missing) == 1 else "them"
         return f"needs {', '.join(missing)}; {self.name} with {self.backend} does not have {it}" if missing else None
 
+    def ranks_up_to(self, most: int, least: int = 2) -> int:
+        """The largest world size from ``least`` to ``most`` for which there is room; ``least`` if there is none."""
+        return next((size for size in range(most, least, -1) if self.lacks_room_for(size) is None), least)
+
     def lacks_room_for(self, world_size: int) -> str | None:
         """The reason why there is no room for this many ranks, or None.
 

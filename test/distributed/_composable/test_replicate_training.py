@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DoubleLinear,
@@ -439,7 +439,7 @@ class TestReplicateTrainingCompose(TrainingMixin, FSDPTest):
 
 @needs_replicate
 class TestReplicateSharedParams(TrainingMixin, FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_activation_checkpointing=[False, True])
@@ -457,7 +457,7 @@ class TestReplicateSharedParams(TrainingMixin, FSDPTest):
 
 @needs_replicate
 class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(

@@ -21,6 +21,7 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, MLPStack, check_sharded_parity
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
@@ -60,7 +61,8 @@ ROOTS: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": f
 class ReplicateTest(TrainingMixin, FSDPTest):
     @property
     def world_size(self) -> int:
-        return 4 if "mesh" in self._testMethodName or "2d" in self._testMethodName else 2
+        has_mesh = "mesh" in self._testMethodName or "2d" in self._testMethodName
+        return accelerator.current().ranks_up_to(4 if has_mesh else 2)
 
     def _net(self, dim: int = 4) -> Any:
         """Three layers with the same values in each call."""

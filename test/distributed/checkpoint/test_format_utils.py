@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -43,7 +43,7 @@ class SimpleModelUneven(nn.Module):
 
 
 class TestFormatUtils(DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _write(self, state_dict: dict[str, Any]) -> str:
         """Write a file with ``torch.save`` that only the first rank has. Returns its path."""

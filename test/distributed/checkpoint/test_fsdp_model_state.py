@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -43,7 +43,7 @@ def step(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _create_new_dist_group(self) -> dist.ProcessGroup:
         """This rank's group: one group has the even ranks, the other the odd ones."""

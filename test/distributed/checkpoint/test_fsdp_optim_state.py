@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, manual_seed, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -31,7 +31,7 @@ Trained = tuple[FSDP, torch.optim.Optimizer]
 
 
 class FsdpOptimStateCheckpoint(DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _layers(self, seed: int) -> nn.Sequential:
         """Layers whose rows the ranks divide."""

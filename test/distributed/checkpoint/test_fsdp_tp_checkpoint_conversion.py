@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, MLPModule, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -26,7 +26,7 @@ WITH_TENSOR = ["TP on 2", "TP on 4", "FSDP2 and TP on 2x2"]
 
 
 class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _tensor_parallel(self) -> nn.Module:
         mesh = init_device_mesh(self.device_type, (self.world_size,))

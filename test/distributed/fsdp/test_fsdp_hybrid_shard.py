@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
@@ -58,7 +58,7 @@ class ShardingStrategyMode(Enum):
 
 
 class TestFSDPHybridShard(FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
     def _groups(self) -> Groups:
         """This rank's shard group and replicate group, created by hand. Every rank creates all groups."""

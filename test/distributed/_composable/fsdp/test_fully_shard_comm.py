@@ -27,6 +27,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
 from torch_fsdp_tests.common_distributed import (
+    at_most,
     needs,
     requires,
     requires_capability,
@@ -313,7 +314,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     """The number of collectives in a step, and the divide factors of gradients."""
 
-    world_size = 4
+    world_size = at_most(4)
 
     def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """Return the function's result, and the number of collectives of each kind that it issues."""
@@ -827,7 +828,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     one of the same ranks, and then its ranks do not find each other.
     """
 
-    world_size = 4
+    world_size = at_most(4)
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(
@@ -981,7 +982,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     Each test also compares the gradients with those of a plain replica.
     """
 
-    world_size = 4
+    world_size = at_most(4)
 
     def _note(self, events: list[str], kind: str, group: internals.Group) -> None:
         stages = internals.fsdp2_common.TrainingState

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
@@ -115,7 +115,7 @@ class ClonedOnArrival:
 
 @needs(torch_facts.CAN_KEEP_UNSHARDED_STORAGE)
 class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
     def _plain(self) -> nn.Sequential:
         return three_layers().to(self.device)
