@@ -48,6 +48,11 @@ class TestValue(TestCase):
         self.assertIsNone(sharing.lacks_room_for(8))
         self.assertIsNone(HOST.lacks_room_for(1000))
 
+    def test_ranks_up_to_the_number_of_devices(self):
+        of_three = Accelerator("xpu", "xccl", 3, 3, frozenset())
+        self.assertEqual([CLUSTER.ranks_up_to(4), of_three.ranks_up_to(4), HOST.ranks_up_to(4)], [2, 3, 4])
+        self.assertEqual(Accelerator("xpu", "xccl", 1, 2, frozenset()).ranks_up_to(4), 2)  # and the test skips
+
     def test_capabilities(self):
         self.assertIsNone(CLUSTER.lacks("streams"))
         self.assertRegex(CLUSTER.lacks("streams", "graphs"), r"needs graphs \(.*\); xpu with xccl does not have it$")
