@@ -1,4 +1,4 @@
-"""The pages of results: their contents, and how they filter in Chromium, if it is installed."""
+"""The pages of results: their contents, and how they look and filter in Chromium, if it is installed."""
 
 import contextlib
 import functools
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -432,28 +433,74 @@ class TestComparison(unittest.TestCase):
             )
 
 
+PROBE = """<!doctype html><title>waiting</title><body style="margin:0"><script>
+const asked = %s, told = [];
+
+function wide(frame) {
+  const limit = frame.documentElement.clientWidth;
+  for (const folded of frame.querySelectorAll("details")) folded.open = true;
+  return [...frame.querySelectorAll("body *")]
+    .filter((element) => element.getBoundingClientRect().right > limit + 1 && !element.closest(".scroll, pre"))
+    .map((element) => `${element.tagName} ${element.className}: ${element.textContent.slice(0, 60)}`).slice(0, 5);
+}
+
+// Words of tables that are cut in two by a line break. Names in code may be.
+function broken(frame) {
+  const found = [], range = frame.createRange();
+  for (const cell of frame.querySelectorAll("td, th")) {
+    const walker = frame.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+      for (const word of node.parentElement.closest("code, pre") ? [] : node.data.matchAll(/\\b[a-z]{2,12}\\b/gi)) {
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (range.getClientRects().length > 1) found.push(word[0]);
+      }
+    }
+  }
+  return found;
+}
+
+async function seek(frame, wanted) {
+  const bar = frame.querySelector(".filter");
+  for (const field of bar.querySelectorAll("[name]")) field.value = wanted[field.name] || "";
+  bar.dispatchEvent(new Event("input"));
+  await new Promise((resolve) => setTimeout(resolve, 300));
+  const shown = [...frame.querySelectorAll("[data-item=test]")].filter((item) => item.checkVisibility());
+  return {
+    says: bar.querySelector("output").textContent,
+    shown: shown.map((item) => item.querySelector("code").textContent.slice(0, 40)),
+    sections: [...frame.querySelectorAll("section")].filter((part) => part.checkVisibility()).map((part) => part.id),
+  };
+}
+
+async function look({page, width, wanted}) {
+  const holder = document.createElement("iframe");
+  holder.width = width;
+  holder.height = 800;
+  const loaded = new Promise((resolve) => { holder.onload = resolve; });
+  holder.srcdoc = page;
+  document.body.append(holder);
+  await loaded;
+  const frame = holder.contentDocument, root = frame.documentElement;
+  const found = {filter: !frame.querySelector(".filter").hidden, sought: []};
+  for (const each of wanted) found.sought.push(await seek(frame, each));
+  frame.querySelector(".filter button").click();
+  found.cleared = frame.querySelector(".filter output").textContent;
+  return {...found, wide: wide(frame), broken: broken(frame), width: root.clientWidth, scrolls: root.scrollWidth};
+}
+
+(async () => {
+  for (const each of asked) told.push(await look(each));
+  document.title = JSON.stringify(told);
+})().catch((error) => { document.title = JSON.stringify(String(error)); });
+</script>"""
+
+
 @unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")
 class TestInChromium(unittest.TestCase):
-    """Without it, the page's script could be refused by the page's own rule, or select other tests than it says."""
+    """Without it, pages could be wider than a phone, and their filter could show other tests than it says."""
 
-    def test_address_of_the_report_selects_tests(self):
-        """The table of features links to such addresses."""
-        for address, words in {
-            "features": "7 tests",
-            "find=hybrid+PASSES": "1 of 7 tests",
-            "find=test_fsdp_hybrid_shard": "3 of 7 tests",
-            "state=failed": "2 of 7 tests",
-            "state=flaky": "1 of 7 tests",
-            "feature=Offload&find=graphs": "1 of 7 tests",
-            "feature=Offload&state=failed": "0 of 7 tests",
-            "feature=Hybrid+sharding&state=failed": "2 of 7 tests",
-        }.items():
-            with self.subTest(address):
-                page = self.loaded(pages()["report"], f"#{address}")
-                self.assertIn(f">{words}</output>", page)
-                self.assertIn('<a href="#feature=Hybrid+sharding&amp;state=failed">', page)
-
-    def loaded(self, text: str, address: str) -> str:
+    def dump(self, text: str, address: str = "") -> str:
         """The document after the page was loaded and its timers ran."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder, "page.html")
@@ -463,6 +510,54 @@ class TestInChromium(unittest.TestCase):
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
             self.assertEqual(done.returncode, 0, done.stderr)
             return done.stdout
+
+    def look(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What a script sees on pages in frames of some width. A window itself cannot be as narrow as a phone."""
+        data = json.dumps(asked).replace("</", "<\\/")
+        title = re.search("<title>(.*?)</title>", self.dump(PROBE % data), re.S)
+        told = json.loads(html.unescape(title[1])) if title else None
+        self.assertIsInstance(told, list)
+        return told or []
+
+    def test_nothing_is_wider_than_the_page_and_words_stay_whole(self):
+        asked: list[dict[str, Any]] = [
+            {"page": page, "width": width, "wanted": [], "name": name}
+            for name, page in pages().items()
+            for width in (1300, 400)
+        ]
+        for each, found in zip(asked, self.look(asked), strict=True):
+            with self.subTest(page=each["name"], width=each["width"]):
+                self.assertEqual((found["width"], found["scrolls"], found["wide"]), (each["width"], each["width"], []))
+                self.assertTrue(found["filter"])
+                self.assertEqual(found["broken"], [])
+
+    def test_filter(self):
+        crash, long = "TestHybrid.test_crashes", f"TestHybrid.test_{LONG}"[:40]
+        cases: list[tuple[dict[str, str], list[str]]] = [
+            ({"find": "hybrid PASSES"}, ["TestHybrid.test_passes"]),
+            ({"state": "failed"}, [crash, long]),
+            ({"state": "flaky"}, ["TestOffload.test_flaky"]),
+            ({"feature": "Offload", "find": "graphs"}, ["TestOffload.test_cpu_offload"]),
+            ({"feature": "Offload", "state": "failed"}, []),
+            ({"find": "test_fsdp_hybrid_shard"}, [crash, "TestHybrid.test_passes", long]),
+        ]
+        wanted = [what for what, _ in cases]
+        (found,) = self.look([{"page": pages()["report"], "width": 1300, "wanted": wanted}])
+        for (what, tests), seen in zip(cases, found["sought"], strict=True):
+            with self.subTest(what):
+                self.assertEqual(seen["shown"], tests)
+                self.assertEqual(seen["says"], f"{len(tests)} of 7 tests")
+                self.assertEqual("tests" in seen["sections"], bool(tests))
+                self.assertEqual("failures" in seen["sections"], crash in tests)
+                self.assertIn("features", seen["sections"])
+        self.assertEqual(found["cleared"], "7 tests")
+
+    def test_address_of_the_report_selects_tests(self):
+        """This works under the page's own rule for scripts, and with links from the table of features."""
+        page = self.dump(pages()["report"], "#feature=Hybrid+sharding&state=failed")
+        self.assertIn(">2 of 7 tests</output>", page)
+        self.assertIn('<a href="#feature=Hybrid+sharding&amp;state=failed">', page)
+        self.assertIn(">7 tests</output>", self.dump(pages()["report"], "#features"))
 
 
 if __name__ == "__main__":
