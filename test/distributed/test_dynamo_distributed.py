@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -353,8 +354,10 @@ class TestMultiProc(DynamoTest):
         else:
             call = torch.compile(model, backend=counting)
         optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (eager, model)]
+        ref_losses = []
         for step in range(STEPS):
             outputs = [each(self._batch(step)) for each in (eager, call)]
+            ref_losses.append(loss_of(outputs[0]))
             self.assertEqual(outputs[1].dtype, torch.bfloat16)
             self.assertEqual(outputs[1], outputs[0], rtol=0.02, atol=0.02)
             for output, optim in zip(outputs, optims, strict=True):
@@ -362,6 +365,7 @@ class TestMultiProc(DynamoTest):
                 optim.step()
                 optim.zero_grad()
             self.assertEqual(full_parameters(model), full_parameters(eager), rtol=0.02, atol=0.02)
+        check_losses(ref_losses)
         self.assertEqual(counting.count("linear"), 3)
 
     @skip_if_lt_x_gpu(2)

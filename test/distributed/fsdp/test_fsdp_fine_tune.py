@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -266,11 +267,13 @@ class TestFSDPFineTune(FSDPTest):
         fsdp_model = FSDP(module, auto_wrap_policy=LINEARS, device_id=torch.device(device), **fsdp_kwargs)
         optims = self._optims(ddp_model, fsdp_model)
         torch.manual_seed(self.rank + 1)
+        ref_losses = []
         for _ in range(self.num_iters):
             inp = torch.randn(8, 5, device=device)
             inputs = [inp.clone().requires_grad_(inp_requires_grad) for _ in range(2)]
             losses = [model(each).sum() for model, each in zip((ddp_model, fsdp_model), inputs)]
             torch.testing.assert_close(*losses)
+            ref_losses.append(losses[0])
             losses[0].backward()
             with recorded("all_reduce", "reduce_scatter") as calls:
                 losses[1].backward()
@@ -281,6 +284,7 @@ class TestFSDPFineTune(FSDPTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
+        check_losses(ref_losses)
         found = full_parameters(fsdp_model)
         self.assertEqual(found, dict(ddp_model.module.named_parameters()))
         for name, value in frozen.items():
@@ -368,6 +372,7 @@ class TestFSDPFineTune(FSDPTest):
         initial = full_parameters(frozen_model)
 
         torch.manual_seed(self.rank + 1)
+        ref_losses = []
         for step in range(self.num_iters):
             is_learnable = step % 2 == 0
             frozen_input = torch.randn((4, 4), device=device_id)
@@ -384,12 +389,14 @@ class TestFSDPFineTune(FSDPTest):
                 self.assertEqual((first, of_frozen and (is_learnable or use_orig_params), last), (False, False, False))
                 optim.step()
             self.assertEqual(*losses)
+            ref_losses.append(losses[1])
             # The input's gradient comes from the concatenation alone, since no layer uses the input.
             low = mixed_precision.param_dtype or torch.float32
             for learnable_input in inputs:
                 expected = 2 * learnable.to(low).float() if is_learnable else None
                 self.assertEqual(learnable_input.grad, expected)
             self.assertEqual([param.grad for param in frozen.parameters()], [None] * len(list(frozen.parameters())))
+        check_losses(ref_losses)
         found = full_parameters(frozen_model)
         self.assertEqual(found, full_parameters(ref_model))
         for name, value in initial.items():

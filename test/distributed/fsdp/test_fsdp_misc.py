@@ -279,6 +279,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         torch.manual_seed(self.rank + 20231010)
         data = [(torch.randn(8, 1, 10, 10), torch.randint(0, 9, (8,))) for _ in range(15)]
 
+        ref_losses = []
         for step, (x, y) in enumerate(data):
             training = not 5 <= step < 10
             losses, input_grads = [], []
@@ -294,8 +295,10 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                     optim.step()
                     input_grads.append(own.grad)
             self.assertEqual(*losses)
+            ref_losses.append(losses[models.index(ddp)])
             if training:
                 self.assertEqual(*input_grads)
+        check_losses(ref_losses)
         self.assertEqual(full_parameters(fsdp), named(ddp))
 
     @skip_if_lt_x_gpu(2)
@@ -373,6 +376,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             a, b = each(x)
             return (b if uses_b else a).square().mean()
 
+        ref_losses = []
         for uses_b in (True, False, True):
             for optim in optims:
                 optim.zero_grad(set_to_none=False)
@@ -381,8 +385,10 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertEqual(found, expected[self.rank])
             found.backward()
             torch.stack(expected).mean().backward()
+            ref_losses.append(expected[self.rank])
             for optim in optims:
                 optim.step()
+        check_losses(ref_losses)
         flat_params = [internals.flat_param_of(layer) for layer in (model.a, model.b)]
         self.assertEqual([internals.is_gathered(flat_param) for flat_param in flat_params], [False, False])
 
@@ -434,6 +440,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # the first unit fails
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
         inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+        ref_losses = []
         loses = sharding_strategy is ShardingStrategy.NO_SHARD and use_orig_params
         for step in range(4):
             if step == fails_at:
@@ -441,6 +448,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                     self.assertRaisesRegex(ValueError, "no output", model, inp)
             with torch_defect("fsdp1_exception_in_forward_replaces_parameters", when=loses and step >= fails_at):
                 losses = [each(inp).square().sum() for each in (local, model)]
+                ref_losses.append(losses[0])
                 self.assertEqual(losses[1], losses[0])
                 for loss in losses:
                     loss.backward()
@@ -449,6 +457,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                     optim.step()
                     optim.zero_grad()
                 self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
+                check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
     @subtests(transform=["vmap", "jvp", "vjp"], use_orig_params=[False, True])

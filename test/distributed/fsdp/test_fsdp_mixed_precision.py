@@ -33,6 +33,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
     subtest_name,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -735,6 +736,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         low = param_dtype or torch.float32
         optims = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (reference, model)]
         torch.manual_seed(self.rank + 1)
+        ref_losses = []
         for step in range(ITERATIONS):
             x = torch.randn(4, 8, device=self.device)
             copied = copy.deepcopy(reference).to(low)
@@ -743,6 +745,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             expected_loss.backward()
             loss.backward()
             self.assertEqual(loss, expected_loss, rtol=0, atol=0)
+            ref_losses.append(expected_loss)
             for param, computed in zip(reference.parameters(), copied.parameters()):
                 param.grad = mean_over_ranks(computed.grad.to(reduce_dtype or low)).float()
             if use_orig_params:
@@ -753,6 +756,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
                 optim.step()
                 optim.zero_grad()
             self.assertEqual(full_parameters(model), dict(reference.named_parameters()), rtol=0, atol=0)
+        check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
     @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])

@@ -198,6 +198,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             internals.dynamo_config.patch(skip_fsdp_guards=skip_fsdp_guards),
             inductor_config.patch(compile_threads=1),  # a pool of processes would outlive this rank
         ):
+            ref_losses = []
             for _ in range(self.num_iters):
                 inp = torch.randn(2, 4, device=self.device)
                 losses = []
@@ -211,6 +212,8 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
                 self.assertEqual(losses[2], losses[0])
+                ref_losses.append(losses[0])
+        check_losses(ref_losses)
         self.assert_same_full_params(compiled, eager, models[0])
         self.assertGreater(counter.frame_count, 0, "nothing was compiled")
 

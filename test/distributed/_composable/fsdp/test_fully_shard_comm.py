@@ -45,6 +45,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reshard,
     patch_unshard,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -1340,6 +1341,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
         fully_shard(model.mlps)
         internals.composable.replicate(model, device_ids=device_ids)
         optims = optimizers(ref_model, model)
+        ref_losses = []
         for step in range(10):
             inputs = rows(self.rank, step, device, 4, 8)
             losses = []
@@ -1350,8 +1352,10 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
                     optim.step()
                 optim.zero_grad()
             self.assertEqual(losses[0], losses[1])
+            ref_losses.append(losses[0])
             self.assertEqual(model.pending, [True] * 3)
             model.pending.clear()
+        check_losses(ref_losses)
         check_sharded_parity(self, ref_model.mlps, model.mlps)
         for ref_branch, branch in zip(ref_model.branches, model.branches):
             self.assertEqual(branch.weight, ref_branch.weight)

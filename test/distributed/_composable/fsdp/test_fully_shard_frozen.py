@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp import internals
@@ -148,7 +149,7 @@ class TestFullyShardFrozen(FSDPTest):
         frozen = ("0.", "4.", "8.")
         for module in (ref_model, model):
             train_only(module, lambda name: not name.startswith(frozen))
-        inp = self._inputs(0, 2, 32)
+        inp, ref_losses = self._inputs(0, 2, 32), []
         with self._counted_post_backwards() as post_backwards:
             for iteration in range(3):
                 if unfreeze_params and iteration == 2:
@@ -166,6 +167,7 @@ class TestFullyShardFrozen(FSDPTest):
                         average_gradients(ref_model)
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
+                ref_losses += losses[:1] if iteration != 1 else []  # without a step in the second iteration
                 for linear in list(model)[::2]:
                     linear.reshard()  # it may still be unsharded if no backward has run through it
                 check_sharded_parity(self, ref_model, model)
@@ -173,6 +175,7 @@ class TestFullyShardFrozen(FSDPTest):
                 expected = 0 if iteration == 1 else 5 if unfreeze_params and iteration == 2 else 4
                 self.assertEqual(len(post_backwards), expected)
                 post_backwards.clear()
+        check_losses(ref_losses)
         self.assertEqual(model[0].weight.grad is not None, unfreeze_params)
 
     @skip_if_lt_x_gpu(4)
