@@ -26,7 +26,7 @@ def shipped() -> list[tuple[str, str]]:
 
 
 class TestTable(unittest.TestCase):
-    """The table of features matches the existing tests."""
+    """Without it, a new test file could belong to no feature, and the report's table of features would omit it."""
 
     def test_every_file_is_about_a_feature(self):
         unknown = {file for file, test in shipped() if not features_of(file, test)}
@@ -50,6 +50,8 @@ class TestTable(unittest.TestCase):
 
 
 class TestSummary(unittest.TestCase):
+    """Without it, a report could count a test for the wrong feature, or hide why tests of a feature were skipped."""
+
     def test_words_of_a_name(self):
         for test, words in {
             "TestFSDP1AndTPMixin.test_it": "_test_a_test_fsdp_1_and_tp_mixin_test_it_",

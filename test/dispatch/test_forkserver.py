@@ -52,6 +52,8 @@ with open(FILE, "w") as file: json.dump([seen, os.getppid(), "torch" in sys.modu
 
 @unittest.skipUnless(Path("/proc/self/task").exists(), "needs Linux, where a process may fork once torch is imported")
 class TestForkServer(TreeCase):
+    """Without it, a file could pass or fail only because it was forked, or its processes could outlive the run."""
+
     def check_forked(self, files: dict[str, str], passed: int, **expected: Any) -> str:
         """Like ``check``, for files that are forked, one after the other."""
         named = {f"test_{number}_{name}": text for number, (name, text) in enumerate(files.items(), 1)}

@@ -192,6 +192,8 @@ def make_map(reaches: Mapping[str, Sequence[str]], seconds: float = 0.01) -> Rea
 
 
 class TestOperators(unittest.TestCase):
+    """Without it, a mutant could change nothing, and the report would say that the tests missed it."""
+
     def test_each_makes_the_changes_that_it_is_for(self):
         self.assertEqual(EXAMPLES.keys(), {operator.name for operator in OPERATORS})
         for operator, examples in EXAMPLES.items():
@@ -269,6 +271,8 @@ def function_code(code: types.CodeType, name: str) -> types.CodeType:
 
 
 class TestDraw(unittest.TestCase):
+    """Without it, a sample of mutants could leave out FSDP1 or FSDP2, or change entirely when a few mutants do."""
+
     def mutants(self, count: int, module: str) -> list[mutant.Mutant]:
         site: Any = None
         return [
@@ -293,6 +297,8 @@ class TestDraw(unittest.TestCase):
 
 
 class TestTests(unittest.TestCase):
+    """Without it, a mutant could be tried without a test that notices it, or be called equivalent where it is not."""
+
     def test_processes_are_short_at_first(self):
         tests = [Reached("a", f"T.t{n}", 0.1, n) for n in range(9)]
         tests[1:1] = [Reached("b", "T.x", 0.1, 0)]
@@ -320,6 +326,8 @@ class TestTests(unittest.TestCase):
 
 
 class TestStatements(TreeCase):
+    """Without it, a mutant's tests could never run its statement, or an outdated map could hide those that do."""
+
     def test_only_tests_that_run_the_statement(self):
         path = self.root / "m.py"
         path.write_text("def f(x):\n    if x:\n        x = x + 1\n    return x\n")
@@ -338,7 +346,10 @@ class TestStatements(TreeCase):
 
 
 class TestHook(TreeCase):
-    """The hook in separate processes, over a package of two modules."""
+    """Without it, a trial could change the installed torch, or a mutant that was never made could count as missed.
+
+    The hook in separate processes, over a package of two modules.
+    """
 
     def setUp(self) -> None:
         super().setUp()
@@ -463,6 +474,8 @@ class CommandCase(TreeCase):
 
 
 class TestCommand(CommandCase):
+    """Without it, the share of noticed mutants could be wrong, because a hang or an unfit test is miscounted."""
+
     def test_what_becomes_of_mutants(self):
         equivalent = self.root / "equivalent.json"
         change = "- while items:\n+ while not items:"
@@ -596,6 +609,8 @@ if __name__ == "__main__": run_tests()  # and not unittest.main
 
 
 class TestOfTorch(CommandCase):
+    """Without it, a mutant of torch's FSDP could be absent in the ranks, and be reported as missed by the tests."""
+
     def test_ranks_have_the_change(self):
         """The mutants are enough for a server. It has forgotten the FSDP that torch's compiler had imported."""
         function = "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_requires_gradient_sync"
@@ -615,6 +630,8 @@ class TestOfTorch(CommandCase):
 
 
 class TestInterrupted(CommandCase):
+    """Without it, Ctrl-C could lose hours of findings, or ``--resume`` could mix those of two torch versions."""
+
     def test_nothing_is_lost_or_left_and_the_rest_follows(self):
         """The second mutant waits forever, like the processes that it starts. The other mutants are still tried."""
         waits = """

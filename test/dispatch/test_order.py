@@ -40,6 +40,8 @@ class OrderCase(unittest.TestCase):
 
 
 class TestWords(OrderCase):
+    """Without it, a test that is about the changed code could run after many others that only pass through it."""
+
     def test_of_a_name_before_those_of_a_body_before_none(self):
         source = test_file(test_a="pass", test_b="self.reshard(x)", test_c_reshard="pass")
         edit = Edit(FUNCTION, "if reshard: return")
@@ -71,6 +73,8 @@ class TestWords(OrderCase):
 
 
 class TestKinds(OrderCase):
+    """Without it, slow tests or many variants of one test could delay the first failure after a change."""
+
     def test_tests_of_errors_come_first_if_an_error_changes(self):
         raises = 'self.assertRaisesRegex(ValueError, "expects a mesh")'
         source = test_file(test_a='run("expects a mesh")', test_b=raises)
@@ -129,6 +133,8 @@ class TestKinds(OrderCase):
 
 
 class TestOrder(OrderCase):
+    """Without it, a test could be lost while the tests are ordered, or two runs could have different orders."""
+
     def known(self) -> ReachMap:
         builder = MapBuilder()
         for number in range(30):

@@ -45,6 +45,8 @@ def jobs_of(*shapes: tuple[int, float | None]) -> list[Job]:
 
 
 class TestShards(unittest.TestCase):
+    """Without it, the shards of a run could omit a test or run it twice, or one shard could take far too long."""
+
     def test_union_is_the_selection(self):
         tests = [TestRun(f"t{number}") for number in range(23)]
         draw = random.Random(7)
@@ -132,6 +134,8 @@ class TestShards(unittest.TestCase):
 
 
 class TestOrder(unittest.TestCase):
+    """Without it, a file that needs all devices could wait forever, or files could get more slots than exist."""
+
     def test_equal_or_unknown_estimates_keep_path_order(self):
         for seconds in (None, 3.0):
             jobs = jobs_of((1, seconds), (4, seconds), (2, seconds))
@@ -184,6 +188,8 @@ class TestOrder(unittest.TestCase):
 
 
 class TestPool(unittest.TestCase):
+    """Without it, two files could get the same device at the same time, or a device could be lost for the run."""
+
     def test_nothing_is_lent_twice(self):
         pool, out, draw = DevicePool([str(n) for n in range(8)]), [], random.Random(5)
         for _ in range(500):
@@ -206,6 +212,8 @@ class TestPool(unittest.TestCase):
 
 
 class TestDevices(unittest.TestCase):
+    """Without it, a run could test the CPU instead of the device, or ignore a mistake in a vendor's package."""
+
     def test_names(self):
         self.assertEqual(parse_names("0-2,5,GPU-ab"), ("0", "1", "2", "5", "GPU-ab"))
         for text in ("", "3-1", "1,1", "0-2,1"):
@@ -429,6 +437,8 @@ class TestDevices(unittest.TestCase):
 
 
 class TestSelect(unittest.TestCase):
+    """Without it, a name on the command line could select other tests, or a misspelt name could select none."""
+
     names = (
         "distributed/fsdp/test_core",
         "distributed/fsdp/test_comm",
@@ -480,6 +490,8 @@ class TestSelect(unittest.TestCase):
 
 
 class TestOptions(unittest.TestCase):
+    """Without it, an option or a variable could have no effect, or a senseless value could be accepted."""
+
     def parse(self, *arguments: str, **environment: str) -> RunTests:
         return options.parse([*arguments, "--list"], environment, ROOT)
 
@@ -549,7 +561,10 @@ class TestOptions(unittest.TestCase):
 
 
 class TestMemory(unittest.TestCase):
-    """What ``--failed`` remembers of a file after a run, by numbers."""
+    """Without it, ``--failed`` could leave out a test that still fails, or run one that has passed since.
+
+    What ``--failed`` remembers of a file after a run, by numbers.
+    """
 
     def of_run(
         self, before: list[str] | None, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
@@ -599,6 +614,8 @@ class TestMemory(unittest.TestCase):
 
 
 class TestLists(unittest.TestCase):
+    """Without it, a list could excuse a failure on a device or a version for which it was not written."""
+
     def test_versions(self):
         for version, conditions, expected in (
             ("2.13.0+cpu", ">=2.10", True), ("2.9.1", ">=2.10", False), ("2.10.0", ">=2.9,<2.11", True),

@@ -76,6 +76,8 @@ def differing(before: str, after: str) -> set[str]:
 
 
 class TestFunctions(unittest.TestCase):
+    """Without it, a change could count for the wrong function, and the tests of the right one would not run."""
+
     def test_names_and_lines(self):
         found = [(f.name, f.first, f.last, f.body) for f in functions_in(SOURCE.encode(), "m")]
         self.assertEqual(
@@ -173,6 +175,8 @@ def f(x): return x
 
 
 class TestStatements(unittest.TestCase):
+    """Without it, the map could name the wrong tests for a statement, and a change would run those first."""
+
     def test_numbers_and_lines(self):
         found = [(s.function, s.number, s.first, s.last) for _, s in statements_in(ast.parse(STATEMENTS), "m")]
         self.assertEqual(
@@ -218,6 +222,8 @@ def a_map() -> ReachMap:
 
 
 class TestMap(unittest.TestCase):
+    """Without it, a map could lose tests when it is saved, or a damaged one could select too few tests."""
+
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -330,6 +336,8 @@ class SourcesCase(unittest.TestCase):
 
 
 class TestChanges(SourcesCase):
+    """Without it, ``--reaching`` could misread a diff or a line number, and run the tests of other code."""
+
     def test_names(self):
         core = {f"{CORE}.{name}" for name in ("shard", "gather", "Unit.step", "Unit.back")}
         for what, names in {
@@ -517,6 +525,8 @@ class TestChanges(SourcesCase):
 
 
 class TestSelection(SourcesCase):
+    """Without it, a change of code that the map does not know could select no test, and seem to be harmless."""
+
     def names(self, *changed: str) -> list[str]:
         return [test.test for test in select(changed, self.map).tests]
 

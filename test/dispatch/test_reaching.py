@@ -28,6 +28,8 @@ class CommandCase(TreeCase):
 
 @unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
 class TestRecording(CommandCase):
+    """Without it, the map could miss code that only ranks, forks or threads run, and its tests would not be found."""
+
     def test_in_the_process_in_forks_and_in_threads_and_not_around_tests(self):
         text = """
         import threading
@@ -128,6 +130,8 @@ class TestRecording(CommandCase):
 
 
 class TestReaching(CommandCase):
+    """Without it, ``--reaching`` could leave out tests, or use the map of another torch, without saying so."""
+
     def setUp(self):
         super().setUp()
         builder = MapBuilder()
@@ -227,6 +231,8 @@ class TestReaching(CommandCase):
 
 
 class TestFailFast(TreeCase):
+    """Without it, ``--fail-fast`` could run on after a failure, or stop at a failure that a list expects."""
+
     def test_the_first_failing_test_ends_its_file_and_the_others(self):
         marker = self.root / "began"
         waits = f"open({str(marker)!r}, 'w').close(); time.sleep(600)"

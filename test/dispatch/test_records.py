@@ -198,7 +198,7 @@ class TestLists(TreeCase):
 
 
 class TestEnvironment(TreeCase):
-    """Upstream's variables, one per test."""
+    """Without it, a variable of upstream's CI could be ignored, so that logs, limits or recorded times are wrong."""
 
     def test_ci_and_verbose_test_logs(self):
         files = {"test_x": body("print('from the', 'inside')")}
@@ -410,7 +410,7 @@ class TestReports(TreeCase):
 
 
 class TestConsole(TreeCase):
-    """What a person sees while files run."""
+    """Without it, a run that hangs could look like one that works, or its repeat command could use another device."""
 
     def test_first_line_and_what_it_says(self):
         first = self.check({"test_p": PASS}, [*HOST, "-j3"], passed=1).splitlines()[0]
@@ -530,6 +530,8 @@ class TestConsole(TreeCase):
 
 @unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
 class TestCoverage(TreeCase):
+    """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
+
     def test_forked_processes_that_leave_at_once_are_measured(self):
         lines = [
             "def inside():", "    return 1", "def never():", "    return 2",
@@ -575,6 +577,8 @@ class TestCoverage(TreeCase):
 
 
 class TestCoverageAbsent(unittest.TestCase):
+    """Without it, ``--coverage`` with an old coverage.py could fail without saying what to install."""
+
     def test_says_what_to_install(self):
         def absent(name):
             raise importlib.metadata.PackageNotFoundError

@@ -170,7 +170,7 @@ class TestVerdicts(TreeCase):
 
 
 class TestBadEnds(TreeCase):
-    """A file that dies is a failure, and the report names the cause."""
+    """Without it, a file that crashes, hangs or leaves early could count as passed, or fail without its cause."""
 
     def test_import_error_and_syntax_error(self):
         files = {"test_i": "import no_such_module\n", "test_s": "def broken(:\n"}
@@ -432,6 +432,8 @@ class TestSelecting(TreeCase):
 
 @unittest.skipIf(importlib.util.find_spec("argcomplete") is None, "needs argcomplete")
 class TestCompletion(TreeCase):
+    """Without it, the tab key could offer nothing, or names of tests and options that do not exist."""
+
     def completed(self, words: str) -> list[str]:
         """The completions that the shell gets when the tab key is pressed after these words."""
         completions = self.root / "completions"
@@ -469,7 +471,10 @@ class TestCompletion(TreeCase):
 
 
 class TestSurroundings(unittest.TestCase):
-    """What run_test.py needs before it can do anything."""
+    """Without it, an old Python or a missing torch could end in a traceback that names no remedy.
+
+    What run_test.py needs before it can do anything.
+    """
 
     def run_python(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -61,6 +61,8 @@ def sections() -> dict[str, list[str]]:
 
 
 class TestSmoke(unittest.TestCase):
+    """Without it, ``-i smoke`` could name tests that are gone, leave out a feature of FSDP, or take too long."""
+
     def reached(self, words: list[str], known: ReachMap) -> set[int]:
         """The numbers, in a map, of the tests that these words select."""
         files = {file.name: file for file in discover(TESTS)}

@@ -133,6 +133,8 @@ class StatesCase(TreeCase):
 
 @unittest.skipIf(torch_version() is None, "torch is not installed")
 class TestStatesOfRanks(StatesCase):
+    """Without it, console, report.json and JUnit could disagree about a test, or show a rank in the wrong state."""
+
     def test_rank_by_rank(self):
         tests = self.run_and_report({"test_x": RANKS}, limit=300, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
         self.assertEqual(len(tests), len(STATES) + 2, self.out + self.err)
@@ -172,7 +174,10 @@ class TestStatesOfRanks(StatesCase):
 
 
 class TestStatesOfProcesses(StatesCase):
-    """Plain unittest files, whose processes have no harness. TestBadEnds of test_run has deaths and limits."""
+    """Without it, a test that never ran could count as passed, and a stop or a known failure as failed.
+
+    Plain unittest files, whose processes have no harness. TestBadEnds of test_run has deaths and limits.
+    """
 
     def states(self, *arguments: object, **files: str) -> dict[str, tuple[str, str, str | None, str]]:
         tests = self.run_and_report(files, *arguments)

@@ -50,7 +50,10 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 class TestVersions(TreeCase):
-    """All files of the command are below ``self.root``."""
+    """Without it, a table of torch versions could hide one that failed, or show a stopped run as complete.
+
+    All files of the command are below ``self.root``.
+    """
 
     def setUp(self) -> None:
         super().setUp()
@@ -185,6 +188,8 @@ class TestVersions(TreeCase):
 
 
 class TestTable(unittest.TestCase):
+    """Without it, a shard or a killed run could be compared with whole runs, and tests would seem to be missing."""
+
     def test_only_complete_runs_of_one_selection_are_compared(self):
         def row(torch: str, problem: str = "", outcome: str = "passed", **more: Any) -> Row:
             test = {"test": "T.test_x", "outcome": outcome, "reason": ""}

@@ -52,6 +52,8 @@ def run(*command: object, **options: object) -> str:
 
 @unittest.skipIf(lacking() is not None, f"needs {lacking()}")
 class TestWheel(TreeCase):
+    """Without it, an installed wheel could lack tests, write into site-packages, or not know its commit."""
+
     work: ClassVar[Path]
     wheel: ClassVar[Path]
     commit: ClassVar[str]

@@ -68,6 +68,8 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @requires(why_not)
 class TestAbacus(TestCase):
+    """Without it, a test that works only on the CPU or CUDA could go unnoticed on machines without a device."""
+
     def test_device_differs_from_the_host(self):
         done = run("-c", DIFFERS)
         self.assertEqual((done.returncode, done.stderr), (0, ""))

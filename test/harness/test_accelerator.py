@@ -34,6 +34,8 @@ def under_test(value: Accelerator) -> AbstractContextManager[object]:
 
 
 class TestValue(TestCase):
+    """Without it, a rank could get the wrong device, or a misspelt capability could turn tests into skips."""
+
     def test_ranks_share_devices_in_turn(self):
         self.assertEqual([CLUSTER.device(rank).index for rank in range(4)], [0, 1, 0, 1])
 
@@ -70,6 +72,8 @@ class TestValue(TestCase):
 
 
 class TestChoice(TestCase):
+    """Without it, a run could use another device or backend than the user or the vendor named."""
+
     def chosen(self, declared: dict[str, Vendor], **variables: str) -> Accelerator:
         names = {f"TORCH_FSDP_TESTS_{name}": value for name, value in variables.items()}
         with unittest.mock.patch.object(vendors, "load", declared.get):
@@ -146,7 +150,10 @@ class TestChoice(TestCase):
 
 
 class TestSharing(TestCase):
-    """Several ranks on one device: the backend follows from the results of the probes."""
+    """Without it, a machine with one device could skip tests that it can run, or overrule the user's backend.
+
+    Several ranks on one device: the backend follows from the results of the probes.
+    """
 
     def chosen(
         self, *, count: int, own: bool, gloo: bool, backend: str | None = None, ranks: int | None = None
@@ -199,7 +206,10 @@ class Module:
 
 
 class TestProbe(TestCase):
-    """The results of the probing process, with a fake device."""
+    """Without it, tests could run, and fail or hang, on a device that lacks what they need.
+
+    The results of the probing process, with a fake device.
+    """
 
     def described(self, module: object, backend: str = "nccl", /, **answers: bool) -> dict[str, Any]:
         always = {"_computes_after_fork": False, "_shares_a_device": False, "_has_symmetric_memory": False}
@@ -256,6 +266,8 @@ class TestProbe(TestCase):
 
 
 class TestRequirements(TestCase):
+    """Without it, a test could run on a device that lacks what it needs, or be skipped on one that has it."""
+
     def reason(self, decorator: Callable[[Callable], Callable], device: Accelerator) -> str:
         @decorator
         def test(self):

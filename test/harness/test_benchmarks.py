@@ -33,6 +33,8 @@ class FakeRun(harness.Run):
 
 
 class TestReachingBenchmark(TestCase):
+    """Without it, the benchmark of ``--reaching`` could report a wrong time until the first failure."""
+
     def test_the_changes(self):
         edits = reaching.read(reaching.CHANGES)
         self.assertEqual(len({edit.id for edit in edits}), 60)
@@ -61,6 +63,8 @@ class TestReachingBenchmark(TestCase):
 
 
 class TestHarnessBenchmark(TestCase):
+    """Without it, the comparison with upstream's harness could show wrong ratios, or always run one side first."""
+
     def setUp(self):
         super().setUp()
         FakeRun.made = []
@@ -88,6 +92,8 @@ class TestHarnessBenchmark(TestCase):
 
 
 class TestCommand(TestCase):
+    """Without it, a wrong argument of a benchmark could end in a traceback, or measure something else."""
+
     def outputs(self, *arguments: str) -> tuple[int, str, str]:
         """The exit status of a command, and what it printed."""
         out, err = io.StringIO(), io.StringIO()

@@ -43,6 +43,8 @@ class Method:
 
 
 class TestLastOut(TestCase):
+    """Without it, a checkpoint test could fail now and then because another rank has removed the directory."""
+
     def test_folder_removed_by_the_other_rank(self):
         """Both ranks may have seen all markers, and then one of them looks at a directory that no longer exists."""
         list_files = os.listdir
@@ -58,6 +60,8 @@ class TestLastOut(TestCase):
 
 
 class TestSharedDirectory(MultiProcessTestCase):
+    """Without it, ranks could write parts of a checkpoint to different directories, or leave them on the disk."""
+
     world_size = 2
 
     def setUp(self):
@@ -149,6 +153,8 @@ class TestSharedDirectory(MultiProcessTestCase):
 
 
 class TestAlone(TestCase):
+    """Without it, a test without a process group could get another test's directory, or leave its own behind."""
+
     def test_each_process_has_a_folder_without_a_group(self):
         first, second = Method(), Method()
         path, names = first.write_and_list(0)
@@ -162,6 +168,8 @@ class TestAlone(TestCase):
 
 
 class TestLogging(TestCase):
+    """Without it, a test could leave a logger at another level, and the output of later tests would change."""
+
     logger = logging.getLogger("torch_fsdp_tests.some_logger")
 
     def setUp(self):

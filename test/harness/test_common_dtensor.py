@@ -47,6 +47,8 @@ def tokens(length: int = TOKENS[1]) -> torch.Tensor:
 
 
 class TestModels(TestCase):
+    """Without it, a model could ignore its mask, dropout or checkpointing, and tests of these would prove nothing."""
+
     def test_rms_norm(self):
         norm = RMSNormPython(4)
         x = torch.randn(3, 4)
@@ -200,6 +202,8 @@ class TestParallelModels(DTensorTestBase):
 
 
 class TestProcesses(DTensorTestBase):
+    """Without it, ``with_comms`` could give a test the wrong group, leave it behind, or hang after a failure."""
+
     @property
     def world_size(self) -> int:
         return 2
@@ -264,6 +268,8 @@ class TestProcesses(DTensorTestBase):
 
 
 class TestContinuous(DTensorContinuousTestBase):
+    """Without it, a class of DTensor tests that keeps its ranks could start new ones for each test."""
+
     world_size = 2
     ids: dict = {}
 
@@ -282,6 +288,8 @@ class TestContinuous(DTensorContinuousTestBase):
 
 
 class TestNames(TestCase):
+    """Without it, names such as ``NUM_DEVICES`` could describe another device than the one under test."""
+
     def test_lazy_names(self):
         current = accelerator.current()
         self.assertEqual(common_dtensor.NUM_DEVICES, min(4, current.ranks))

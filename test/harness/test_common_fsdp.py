@@ -470,6 +470,8 @@ class PatchTests(Case):
 
 
 class TestPatches(PatchTests, FSDPTest):
+    """Without it, a patch of FSDP could miss calls, outlive its test, or hang when only one rank fails."""
+
     @property
     def world_size(self) -> int:
         return 4
@@ -505,12 +507,16 @@ class TestPatches(PatchTests, FSDPTest):
 
 
 class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
+    """Without it, ranks in threads could miss calls of a patched function, or keep it patched for later tests."""
+
     @property
     def world_size(self) -> int:
         return 4
 
 
 class TestPatchesAlone(TestCase):
+    """Without it, a patch could fail in a test without a process group, because there is no group to wait for."""
+
     def test_no_group_no_barrier(self):
         with common_fsdp.patch_all_reduce(lambda tensor: "replaced"):
             self.assertEqual(dist.all_reduce(torch.ones(1)), "replaced")
@@ -756,6 +762,8 @@ ORIGINAL = fully_shard
 
 
 class TestCompiled(TwoRanks):
+    """Without it, a test of compiled FSDP could silently run only in eager mode, or leave ``fully_shard`` replaced."""
+
     modes: list
 
     @compiled_fsdp_test(compile_compute_on_module=MLP)

@@ -491,6 +491,8 @@ class RunTestsTest(TestCase):
 
 
 class SmallThingsTest(TestCase):
+    """Without it, a flag such as ``TEST_CUDA`` could be wrong for a device, or a setting could outlive its block."""
+
     def test_flags_follow_the_device_under_test(self):
         other = accelerator.Accelerator("cuda", "nccl", 2, 2)
         with unittest.mock.patch.object(accelerator, "current", lambda: other):

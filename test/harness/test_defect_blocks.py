@@ -138,6 +138,8 @@ WANTED = {
 
 
 class TestInARun(TestCase):
+    """Without it, a block could hide a failure in the rest of its test, or nobody would see that torch is repaired."""
+
     def _run(self, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             tests = Path(folder, "tests")
@@ -179,6 +181,8 @@ class TestInARun(TestCase):
 
 
 class TestBlocks(TestCase):
+    """Without it, a block could hide a failure on a torch that does not have the defect."""
+
     def test_without_the_defect_a_block_does_nothing(self):
         absent = next(id for id in registry.ids() if not KnownDefect(id).is_expected())
         with self.assertRaises(AssertionError), torch_defect(absent):

@@ -198,7 +198,10 @@ class TestCommand(TestCase):
 
 
 class TestScripts(TestCase):
-    """The scripts of ``--show`` need only torch. One script is tested here, or all if slow tests are requested."""
+    """Without it, a script for a bug report could need this suite, or not show its defect.
+
+    The scripts of ``--show`` need only torch. One script is tested here, or all if slow tests are requested.
+    """
 
     def _ids(self) -> list[str]:
         return registry.ids() if TEST_WITH_SLOW else ["fsdp2_extension_gets_one_payload"]
@@ -294,7 +297,10 @@ if __name__ == "__main__":
 
 
 class TestInTheSuite(TestCase):
-    """How a run reports tests that show defects. These defects are in every version so far."""
+    """Without it, a known defect could fail the run, or hide a failure that has another cause.
+
+    How a run reports tests that show defects. These defects are in every version so far.
+    """
 
     def _run(
         self, *arguments: str, patterns: Sequence[str] = ()

@@ -42,6 +42,8 @@ def run(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestR
 
 
 class DeviceTypeTest(TestCase):
+    """Without it, a generated test could get another rank's device, or be skipped without a reason."""
+
     def names(self, cls: type[unittest.TestCase]) -> Sequence[str]:
         return unittest.TestLoader().getTestCaseNames(cls)
 

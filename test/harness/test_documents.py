@@ -48,6 +48,8 @@ def dead_links(page: Path) -> list[str]:
 
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
 class TestDocuments(TestCase):
+    """Without it, a reader could meet a dead link, or never find a document."""
+
     def test_every_link_leads_somewhere(self):
         found = {str(page.relative_to(ROOT)): dead_links(page) for page in pages()}
         self.assertIn("README.md", found)
@@ -82,6 +84,8 @@ class TestDocuments(TestCase):
 
 
 class TestVariables(TestCase):
+    """Without it, a variable that changes how tests run could be documented nowhere."""
+
     def test_each_variable_without_an_option_is_documented(self):
         documented = "".join(page.read_text(encoding="utf-8") for page in pages())
         own = [each for each in settings.VARIABLES if not each.option and not each.is_upstreams]

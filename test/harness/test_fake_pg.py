@@ -42,7 +42,10 @@ class Watched(list):
 
 
 class TestFakeWorld(MultiProcessTestCase):
-    """The process is a rank of the harness, so that its group never affects another test."""
+    """Without it, tests of 1,024 ranks in one process could see wrong ranks, shards or message sizes.
+
+    The process is a rank of the harness, so that its group never affects another test.
+    """
 
     world_size = 1
 

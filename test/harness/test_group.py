@@ -66,6 +66,8 @@ class Nowhere:
 
 
 class TestGroup(TestCase):
+    """Without it, a rank could pass after its limit, or a rank that only suffered could be named as the cause."""
+
     def group(self, world_size: int, place: Any, test: str | None = "test_x") -> RankGroup:
         made = RankGroup(type(self), test, world_size, place=place)
         self.addCleanup(made.close)

@@ -97,6 +97,8 @@ def cases() -> Iterator[tuple[str, Any]]:
 
 
 class TestInterface(TestCase):
+    """Without it, a new parameter of FSDP could stay untested, or the table could name a test that is gone."""
+
     def test_each_parameter_has_a_row(self):
         self.assertEqual(missing_rows(interface_of_torch()), [])
 

@@ -110,6 +110,8 @@ def tearDownModule():
 
 
 class TestOneMachine(TestCase):
+    """Without it, the failure of one rank under torchrun could be lost, and torchrun could end with status 0."""
+
     def test_every_test_is_reported_once_by_rank_0(self):
         self.assertEqual(
             launched("faults").outcomes,
@@ -172,6 +174,8 @@ class TestOneMachine(TestCase):
 
 
 class TestTwoNodes(TestCase):
+    """Without it, a launch on two nodes could leave a node's ranks without work, or report each test twice."""
+
     def test_ranks_of_both_nodes_run_every_test(self):
         first, second = launched("node 0"), launched("node 1")
         self.assertEqual((first.code, second.code), (0, 0))
@@ -195,6 +199,8 @@ class TestTwoNodes(TestCase):
 
 
 class TestLoss(TestCase):
+    """Without it, a launch that loses a process could go on or hang, and not say which rank is lost."""
+
     def test_the_death_of_a_launched_process_ends_the_run_with_its_name(self):
         launch = launched("loss")
         self.assertNotEqual(launch.code, 0)
@@ -224,7 +230,10 @@ def launch_of(environment: Mapping[str, str]) -> launcher.Launch:
 
 
 class TestRule(TestCase):
-    """The environments that count as a launch."""
+    """Without it, variables left in a shell could make a plain run wait for ranks that never come.
+
+    The environments that count as a launch.
+    """
 
     def test_torchrun_is_known_by_its_own_variable(self):
         found = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})

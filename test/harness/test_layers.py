@@ -62,6 +62,8 @@ def modules() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 
 class TestLayers(TestCase):
+    """Without it, ``--list`` could need torch, or a process could wait minutes for the name localhost."""
+
     def test_no_module_imports_a_higher_layer(self):
         upward = [
             f"{path} imports {imported}"

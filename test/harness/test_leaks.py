@@ -52,7 +52,10 @@ def ended(name: str) -> Run:
 
 @IN_SIGHT
 class TestLeaks(TestCase):
-    """The leaks of a test are reported at the test and cleaned up, and do not change its verdict."""
+    """Without it, a leak could change later tests, and nobody could tell which test left it.
+
+    The leaks of a test are reported at the test and cleaned up, and do not change its verdict.
+    """
 
     @parametrize("cls", LEAKING)
     def test_named(self, cls):
@@ -124,6 +127,8 @@ class TestLeaks(TestCase):
 
 @IN_SIGHT
 class TestChildren(TestCase):
+    """Without it, a process that a test leaves could be missed while the thread that started it ends."""
+
     def test_processes_are_seen_while_their_forking_thread_ends(self):
         """The kernel then hands the children to another thread. Before the fix, ten of 200 such ends were missed."""
         for _ in range(200):
@@ -149,7 +154,10 @@ class TestChildren(TestCase):
 
 @IN_SIGHT
 class TestManyTests(TestCase):
-    """500 tests in one file. The first test of each kind does not count, because it imports and caches much."""
+    """Without it, a long file could slowly use up memory, file descriptors or threads.
+
+    500 tests in one file. The first test of each kind does not count, because it imports and caches much.
+    """
 
     def test_nothing_grows(self):
         run = ended("many")
@@ -167,7 +175,7 @@ class TestManyTests(TestCase):
 
 
 class TestEndOfTheTestProcess(TestCase):
-    """However the test process ends, its ranks and its files go with it."""
+    """Without it, a test process that is stopped or killed could leave ranks and files on the machine."""
 
     def hang(self, number: int, **environment: str) -> tuple[int, str, list[str]]:
         with tempfile.TemporaryDirectory(dir="/tmp") as scratch, tempfile.TemporaryFile() as output:

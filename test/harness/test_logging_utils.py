@@ -18,6 +18,8 @@ FSDP = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class SettingsTest(LoggingTestCase):
+    """Without it, a log setting could outlive its test, or a test could look for log lines that are never written."""
+
     def test_settings_end_with_their_block(self):
         with log_settings("+fsdp"):
             self.assertTrue(FSDP.isEnabledFor(logging.DEBUG))
@@ -39,6 +41,8 @@ class SettingsTest(LoggingTestCase):
 
 
 class InductorTest(TestCase):
+    """Without it, tests that compile could run on a machine without a compiler, and fail instead of being skipped."""
+
     def setUp(self):
         super().setUp()
         for probe in (inductor_utils.why_no_host_compiler, inductor_utils.why_no_device_compiler):

@@ -52,6 +52,8 @@ INNER = Inner((1, 2), Kind.SKIPPED)
 
 
 class TestMessages(TestCase):
+    """Without it, a damaged message could count as a rank's result, or block the process that reads it."""
+
     def pair(self, *expected: type) -> tuple[Connection, Connection]:
         self.ends = ours, theirs = socket.socketpair()
         for end in self.ends:
@@ -144,6 +146,8 @@ class TestMessages(TestCase):
 
 
 class TestSilence(TestCase):
+    """Without it, ranks could wait forever for a machine that has lost its power or its network."""
+
     @parametrize("data", [False, True])
     def test_a_silent_machine_is_known(self, data):
         """This also works while data is unacknowledged, when the kernel does not send keep-alive probes."""

@@ -256,7 +256,10 @@ def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 class TestBesideGloo(MultiProcessTestCase):
-    """Each rank process has gloo's results for its rank. It computes them again in a threaded world, and compares."""
+    """Without it, a test with ranks in threads could see other results of collectives than over gloo.
+
+    Each rank process has gloo's results for its rank. It computes them again in a threaded world, and compares.
+    """
 
     world_size = 4
 

@@ -8,6 +8,8 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 
 
 class TestNames(TestCase):
+    """Without it, a helper could replace a method of the harness by accident, and failures of ranks could be lost."""
+
     def made(self, name: str, *bases: type) -> Any:
         return type("TestX", bases, {name: lambda self, *args: None})
 

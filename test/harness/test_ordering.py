@@ -10,6 +10,8 @@ from torch_fsdp_tests.fsdp import ordering
 
 
 class TestOrdering(TestCase):
+    """Without it, the race detector could miss a missing wait between streams, or report a race that is none."""
+
     def setUp(self):
         super().setUp()
         self.device = accelerator.current().device()

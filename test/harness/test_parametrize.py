@@ -48,6 +48,8 @@ def class_with(
 
 
 class NamesTest(TestCase):
+    """Without it, a parametrized test could lose a variant, get another one's values, or have an unstable name."""
+
     def test_names_of_values(self):
         for value, suffix in [
             (1, "a_1"),

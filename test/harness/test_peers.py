@@ -56,6 +56,8 @@ class PeersCase(TestCase):
 
 
 class TestStrangers(PeersCase):
+    """Without it, any program that finds the port could join a launch as a rank, or delay its start."""
+
     def setUp(self):
         super().setUp()
         self.peers = self.close_later(Peers(self.launch(0), [agent.Signalled]))
@@ -143,6 +145,8 @@ class TestStrangers(PeersCase):
 
 
 class TestIdleRanks(PeersCase):
+    """Without it, a launch of a thousand ranks could fail for want of open files, or be slowed by idle ranks."""
+
     def run_file(self, size: int) -> dict[int, int]:
         """The bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
         agents = Agents(self.launch(0, size))

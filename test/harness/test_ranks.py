@@ -178,6 +178,8 @@ both_runs = parametrize(
 
 
 class TestVerdict(TestCase):
+    """Without it, a rank that crashes, hangs or fails alone could count as passed, or hide its cause."""
+
     @parametrize(
         "kind,cls,test,outcome,words",
         [subtest((kind, *case), name=f"{case[0]}_{case[1][5:]}") for kind in KINDS for case in cases_of(kind)],
@@ -290,6 +292,8 @@ class TestVerdict(TestCase):
 
 
 class TestRanksThatStay(TestCase):
+    """Without it, a test could run in ranks that an earlier failure has damaged."""
+
     def pid(self, test: str, rank: int) -> str:
         found = re.search(rf"--- output of rank {rank} ---\npid (\d+)\n", faults("Staying").printed[test])
         assert found is not None
@@ -304,7 +308,7 @@ class TestRanksThatStay(TestCase):
 
 
 class TestConfiguration(TestCase):
-    """An invalid setting is refused in one sentence before any rank starts."""
+    """Without it, an invalid setting could end in tracebacks of all ranks, or silently become a default."""
 
     @parametrize(
         "variable,value,words",

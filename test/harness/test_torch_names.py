@@ -164,7 +164,10 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 
 class TestFacts(TestCase):
-    """``torch_facts``. Each test of a single fact sets whether the installed torch counts as a release."""
+    """Without it, tests could be skipped on a torch that can run them, or a changed release go unnoticed.
+
+    ``torch_facts``. Each test of a single fact sets whether the installed torch counts as a release.
+    """
 
     def _fact(self, since: tuple[int, int], is_release: bool, probe: mock.Mock) -> torch_facts.Fact:
         """A fact whose differences are not reported to the run."""

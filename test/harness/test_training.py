@@ -44,6 +44,8 @@ def cases_of(decorate: Any) -> list[dict[str, Any]]:
 
 
 class TestSubtests(unittest.TestCase):
+    """Without it, a combination could be left out, or the failure of a subtest could be lost."""
+
     def test_every_combination(self):
         found = cases_of(subtests(a=[1, 2], b=["x", "y"]))
         self.assertEqual(found, [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")])
@@ -77,6 +79,8 @@ class TestSubtests(unittest.TestCase):
 
 
 class TestRecordedCollectives(FSDPTest):
+    """Without it, tests that count collectives could accept too many or too few of them."""
+
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
@@ -93,6 +97,8 @@ class TestRecordedCollectives(FSDPTest):
 
 
 class TestParity(TrainingMixin, FSDPTestMultiThread):
+    """Without it, ``check_parity`` could accept a sharded model that differs from its reference."""
+
     world_size = 2
 
     def _pair(self) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from torch_fsdp_tests.two_tensor import TwoTensor
 
 
 class TwoTensorTest(TestCase):
+    """Without it, a mistake in ``TwoTensor`` could look like a mistake of FSDP with tensor subclasses."""
+
     def setUp(self):
         super().setUp()
         self.parts = torch.rand(4, 3), torch.rand(4, 3)

@@ -94,6 +94,8 @@ class TestNames(TestCase):
 
 
 class TestProcesses(MultiProcessTestCase):
+    """Without it, an upstream test with processes could fail here for want of a property or a decorator."""
+
     def setUp(self):
         super().setUp()
         self._spawn_processes()
@@ -135,6 +137,8 @@ class TestProcesses(MultiProcessTestCase):
 
 
 class TestBase(DistributedTestBase):
+    """Without it, an upstream test that calls ``create_pg`` could get no group, or one for another device."""
+
     @property
     def world_size(self) -> int:
         return 2
@@ -147,6 +151,8 @@ class TestBase(DistributedTestBase):
 
 
 class TestThreads(MultiThreadedTestCase):
+    """Without it, an upstream test in threads could run without ``perThreadSetUp`` or ``assertEqualOnRank``."""
+
     @property
     def world_size(self) -> int:
         return 2

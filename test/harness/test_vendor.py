@@ -100,7 +100,10 @@ class TestNewDevice(TestCase):
 
 
 class TestWishes(TestCase):
-    """The dispatcher's options, the variables, and the harness' settings agree."""
+    """Without it, ``--device`` could select another device than its variable does for a single file.
+
+    The dispatcher's options, the variables, and the harness' settings agree.
+    """
 
     def of_dispatcher(self, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
         run = options.parse(arguments, environment, ROOT)

@@ -8,6 +8,8 @@ from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tal
 
 
 class TestCounts(TestCase):
+    """Without it, an outcome could be counted twice or not at all, or a list could excuse the harness' own error."""
+
     def test_only_expected_outcomes_count_as_passed(self):
         passing = [state for state in State if state.counted_as is State.PASSED]
         self.assertEqual(passing, [State.PASSED, State.EXPECTED_FAILURE])
@@ -83,6 +85,8 @@ BLAMED = {
 
 
 class TestBlame(TestCase):
+    """Without it, a report could blame a rank that only waited for the one that failed, or omit a rank."""
+
     @parametrize("name", sorted(BLAMED))
     def test_the_cause_comes_first(self, name):
         reports, state, order = BLAMED[name]
