@@ -645,6 +645,13 @@ class TestLists(unittest.TestCase):
                         path.write_text(shape % text)
                         read(path)
 
+    def test_needs_do_not_shrink(self):
+        """A test that skips where the needs are recorded may not tell how many devices it needs elsewhere."""
+        with tempfile.TemporaryDirectory() as folder:
+            for ranks, devices in ((4, 4), (2, 1), (3, 5)):
+                times.save(Path(folder), {}, {}, {"test_x": times.Needs(ranks, devices)}, {})
+            self.assertEqual(times.load([Path(folder, times.NEEDS)], {}).needs["test_x"], times.Needs(4, 5))
+
     def test_malformed_needs_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, times.NEEDS)

@@ -91,6 +91,10 @@ def _needs(path: Path, name: str, value: Any) -> Needs:
     return Needs(**value)
 
 
+def _most(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(number, before.get(name, 1)) for name, number in now.items()}
+
+
 def check(folder: Path, environment: Mapping[str, str]) -> None:
     """Raise :class:`MalformedList` if times cannot be added to those in the folder."""
     for path in (folder / FILE_TIMES, folder / CLASS_TIMES, folder / NEEDS):
@@ -105,7 +109,10 @@ def save(
     needs: Mapping[str, Needs],
     environment: Mapping[str, str],
 ) -> None:
-    """Write all formats into the folder, and keep what is there about other files. Raises like :func:`check`."""
+    """Write all formats into the folder, and keep what is there about other files. Raises like :func:`check`.
+
+    The needs of a file do not shrink, because a test that skips on this device or torch may not tell its own.
+    """
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 
     keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
@@ -115,6 +122,8 @@ def save(
         path = folder / name
         data = read_json(path) if path.exists() else {}
         table = data.setdefault(keys[0], {}).setdefault(keys[1], {})
+        if name == NEEDS:
+            recorded = {file: _most(value, table.get(file, {})) for file, value in recorded.items()}
         table.update(recorded)
         data[keys[0]][keys[1]] = dict(sorted(table.items()))
         write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")

@@ -16,6 +16,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.ranks import in_rank, start_ranks
 from torch_fsdp_tests.ranks.outcome import RankReport
+from torch_fsdp_tests.verdict import events
 
 __unittest = True
 
@@ -59,6 +60,7 @@ class LaunchesTestCase(DTensorTestBase):
 
     def launch(self, work: Callable[[], None], size: int, **settings: Any) -> list[RankReport]:
         """Run the method ``work`` in this many new ranks, and return their outcomes and endings."""
+        events.record(devices=size)
         skip_unless([lambda: accelerator.current().lacks_room_for(size)])
         carried = json.dumps({"temp_dir": self.temp_dir, **settings})
         with mock.patch.dict(os.environ, {_SETTINGS: carried}):
