@@ -5,85 +5,109 @@ import functools
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from torch_fsdp_tests.dispatch import features
 from torch_fsdp_tests.dispatch.discover import discover
-from torch_fsdp_tests.dispatch.features import API, FEATURES, Feature, features_of, summary, words_of
+from torch_fsdp_tests.dispatch.features import API, FEATURES, declared, features_of, summary
 
 TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = Path(features.__file__).parents[1]
 
 
 @functools.cache
-def shipped() -> list[tuple[str, str]]:
-    """The file and the name of each test, read from the syntax trees. Inherited tests are left out."""
-    return [
-        (file.name, f"{node.name}.{inner.name}")
-        for file in discover(TESTS)
-        for node in ast.parse(file.source()).body
-        if isinstance(node, ast.ClassDef)
-        for inner in node.body
-        if isinstance(inner, ast.FunctionDef) and inner.name.startswith("test_")
-    ]
+def names_in(path: Path) -> tuple[set[str], set[str]]:
+    """The classes and the tests that a file defines."""
+    nodes = list(ast.walk(ast.parse(path.read_text()))) if path.exists() else []
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return classes, {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
-class TestTable(unittest.TestCase):
-    """Without it, a new test file could belong to no feature, and the report's table of features would omit it."""
+class TestDeclarations(unittest.TestCase):
+    """Without it, a new test file could belong to no feature, or a declaration could outlive its test."""
 
     def test_every_file_is_about_a_feature(self):
-        unknown = {file for file, test in shipped() if not features_of(file, test)}
-        self.assertEqual(unknown, set())
-        told_apart = {file for file, test in shipped() if any(f.group != API for f in features_of(file, test))}
-        self.assertEqual(
-            {file for file, _ in shipped()} - told_apart, set(), "these are about no more than an interface"
-        )
+        """About more than an interface: all files of FSDP1 are about FSDP1."""
+        apis = {feature.name for feature in FEATURES if feature.group == API}
+        about = {name.partition("::")[0] for name, its in declared().items() if {*its} - apis}
+        files = [file.name for file in discover(TESTS)]
+        self.assertEqual([name for name in files if about.isdisjoint((name, *map(str, Path(name).parents)))], [])
 
-    def test_every_pattern_and_word_is_in_use(self):
-        names = [(file, words_of(file, test)) for file, test in shipped()]
-        idle = []
-        for feature in FEATURES:
-            parts = [Feature("", "", "", files=(pattern,)) for pattern in feature.files]
-            parts += [Feature("", "", "", words=(word,)) for word in feature.words]
-            idle += [f"{feature.name}: {part}" for part in parts if not any(part.has(*name) for name in names)]
-        self.assertEqual(idle, [])
+    def test_every_declaration_names_a_folder_file_class_or_test(self):
+        """A test may be inherited from the package, and may be named with values of its parameters."""
+        inherited = set[str]().union(*(names_in(path)[1] for path in PACKAGE.rglob("*.py")))
+        gone = []
+        for name in declared():
+            file, _, test = name.partition("::")
+            cls, _, method = test.partition(".")
+            classes, methods = names_in(TESTS / f"{file}.py")
+            exists = cls in classes if cls else (TESTS / f"{file}.py").exists() or (TESTS / file).is_dir()
+            if not exists or (method and not any(f"{method}_".startswith(f"{it}_") for it in methods | inherited)):
+                gone.append(name)
+        self.assertEqual(gone, [])
 
-    def test_names_are_told_apart(self):
-        self.assertEqual(len({feature.name for feature in FEATURES}), len(FEATURES))
+    def test_names_of_features(self):
+        names = [feature.name for feature in FEATURES]
+        self.assertEqual(len(names), len(set(names)))
+        self.assertEqual({name for its in declared().values() for name in its}, set(names))
 
 
 class TestSummary(unittest.TestCase):
     """Without it, a report could count a test for the wrong feature, or hide why tests of a feature were skipped."""
 
-    def test_words_of_a_name(self):
-        for test, words in {
-            "TestFSDP1AndTPMixin.test_it": "_test_a_test_fsdp_1_and_tp_mixin_test_it_",
-            "Test2DStates.test_bf16": "_test_a_test_2d_states_test_bf16_",
-            "test_alone": "_test_a_test_alone_",
-        }.items():
-            with self.subTest(test):
-                self.assertEqual(words_of("folder/test_a", test), words)
+    def setUp(self) -> None:
+        table = """\
+folder = FSDP1
+folder/test_x = Memory
+    TestX.test_offload = Offload
+    TestTP = Tensor parallelism
+folder/test_y
+"""
+        path = mock.Mock(read_text=lambda encoding: table)
+        declared.cache_clear()
+        self.addCleanup(declared.cache_clear)
+        patch = mock.patch.object(features, "DECLARED", path)
+        patch.start()
+        self.addCleanup(patch.stop)
 
-    def test_a_word_is_a_whole_word(self):
-        tp = Feature("TP", "", "", words=("tp",))
-        told = {"TestTPTraining.test_x": True, "TestX.test_tp_and_dp": True, "TestX.test_http": False}
-        self.assertEqual({test: tp.has("f", words_of("f", test)) for test in told}, told)
+    def test_features_of_a_test(self):
+        for (file, test), wanted in {
+            ("folder/test_x", "TestX.test_offload"): ["FSDP1", "Offload", "Memory"],
+            ("folder/test_x", "TestXCUDA.test_offload_mode_True_cuda"): ["FSDP1", "Offload", "Memory"],
+            ("folder/test_x", "TestX.test_offloaded"): ["FSDP1", "Memory"],
+            ("folder/test_x", "TestXAndMore.test_offload"): ["FSDP1", "Memory"],
+            ("folder/test_x", "TestTP.test_offload"): ["FSDP1", "Memory", "Tensor parallelism"],
+            ("folder/test_y", "TestTP.test_offload"): ["FSDP1"],
+            ("folder/below/test_x", "TestTP.test_offload"): ["FSDP1"],
+            ("test_x", "TestTP.test_offload"): [],
+        }.items():
+            with self.subTest(f"{file}::{test}"):
+                self.assertEqual([feature.name for feature in features_of(file, test)], wanted)
 
     def test_counts_and_what_is_missing(self):
         def test(name: str, outcome: str, reason: str = "") -> dict[str, Any]:
-            return {"test": f"TestX.test_{name}", "outcome": outcome, "reason": reason, "subtests_skipped": {}}
+            return {"test": name, "outcome": outcome, "reason": reason, "subtests_skipped": {}}
 
         tests = [
-            test("cpu_offload", "passed") | {"subtests_skipped": {"needs streams": 2}},
-            test("offload_again", "timed out", "too long"),
-            test("offload_with_tp", "skipped", "needs graphs"),
-            test("tp", "known defect"),
-            test("tp_listed", "known failure"),
-            test("tp_again", "not run"),
-            test("other", "failed"),
+            test("TestX.test_offload", "passed") | {"subtests_skipped": {"needs streams": 2}},
+            test("TestX.test_offload_again", "timed out", "too long"),
+            test("TestX.test_offload_with_graphs", "skipped", "needs graphs"),
+            test("TestTP.test_a", "known defect"),
+            test("TestTP.test_b", "known failure"),
+            test("TestTP.test_c", "not run"),
+            test("TestTP.test_d", "skipped", "needs graphs"),
+            test("TestX.test_other", "failed"),
         ]
-        rows = {row["name"]: row for row in summary([{"file": "test_x", "tests": tests}])}
+        rows = {row["name"]: row for row in summary([{"file": "folder/test_x", "tests": tests}])}
         counts = ("passed", "failed", "skipped", "known_defects", "known_failures", "not_run")
         self.assertEqual(
             {name: [row[count] for count in counts] for name, row in rows.items()},
-            {"Offload": [1, 1, 1, 0, 0, 0], "Tensor parallelism": [0, 0, 1, 1, 1, 1]},
+            {
+                "FSDP1": [1, 2, 2, 1, 1, 1],
+                "Memory": [1, 2, 2, 1, 1, 1],
+                "Offload": [1, 1, 1, 0, 0, 0],
+                "Tensor parallelism": [0, 0, 1, 1, 1, 1],
+            },
         )
         graphs = {"reason": "needs graphs", "tests": 1, "subtests": 0}
         streams = {"reason": "needs streams", "tests": 0, "subtests": 2}

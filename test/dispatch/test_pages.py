@@ -121,7 +121,7 @@ def varied() -> dict[str, Any]:
         a_test(f"TestHybrid.test_{LONG}", State.FAILED, **failed),
     )
     offload = a_file(
-        "distributed/_composable/fsdp/test_fully_shard_offload",
+        "distributed/_composable/fsdp/test_fully_shard_memory",
         a_test("TestOffload.test_cpu_offload", State.SKIPPED, reason=f"needs graphs {LONG}"),
         a_test("TestOffload.test_defect", State.KNOWN_DEFECT),
         a_test("TestOffload.test_flaky", flaky=True, notes=[f"left a file {LONG}"]),
@@ -135,7 +135,7 @@ def varied() -> dict[str, Any]:
         "consequence": "cost",
         "severity": 5,
         "upstream": ["https://github.com/pytorch/pytorch/issues/1"],
-        "tests": ["distributed/_composable/fsdp/test_fully_shard_offload::TestOffload.test_defect"],
+        "tests": ["distributed/_composable/fsdp/test_fully_shard_memory::TestOffload.test_defect"],
     }
     worse = defect | {"id": "fsdp2_worse", "title": "Data are lost", "consequence": "lost data", "severity": 1}
     skips = [{"reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
@@ -222,7 +222,7 @@ class TestContent(unittest.TestCase):
     def test_features_are_counted(self):
         """The table counts the tests that passed, failed, showed a defect, or skipped, with the reasons."""
         page = pages()["report"]
-        wanted = {"Hybrid sharding": ["1", "2", "", ""], "Offload": ["1", "", "1", "1"]}
+        wanted = {"Hybrid sharding": ["1", "2", "", ""], "Memory": ["1", "", "1", "1"]}
         for name, counts in wanted.items():
             row = re.search(rf"<tr><td class=\"f\">(?:(?!</tr>).)*<b>{name}</b>.*?</tr>", page)
             cells = re.findall(r'<td class="n"[^>]*>(.*?)</td>', row[0]) if row else None
@@ -271,8 +271,8 @@ class TestContent(unittest.TestCase):
 
     def test_a_known_failure_is_not_shown_as_passed(self):
         known = a_test("T.test_cpu_offload", State.KNOWN_FAILURE, reason="RuntimeError: no such kernel")
-        listed = [{"test": "test_x::T.test_cpu_offload", "listed": "the driver lacks it"}]
-        data = a_report(a_file("test_x", a_test("T.test_passes"), known), known_failures=listed)
+        listed = [{"test": "distributed/fsdp/test_x::T.test_cpu_offload", "listed": "the driver lacks it"}]
+        data = a_report(a_file("distributed/fsdp/test_x", a_test("T.test_passes"), known), known_failures=listed)
         fits(self, data, schema("report"))
         page = html_report.render(data)
         text = html.unescape(re.sub("<[^>]+>", " ", page))
@@ -286,7 +286,7 @@ class TestContent(unittest.TestCase):
             self.assertIn(words, " ".join(text.split()))
         self.assertNotIn("All 2 tests", page)
         self.assertRegex(page, r'title="known failure">~</span><span class=what><code>T.test_cpu_offload')
-        self.assertRegex(page, r'title="known failure">~</span><div class=what>.*?<b>Offload</b>')
+        self.assertRegex(page, r'title="known failure">~</span><div class=what>.*?<b>FSDP1</b>')
         self.assertEqual(re.findall(r'title="passed">✓</span><span class=what><code>([^<]+)', page), ["T.test_passes"])
 
     def test_a_long_output_is_cut_from_the_front(self):
@@ -369,18 +369,27 @@ class TestComparison(unittest.TestCase):
 
     def test_files_that_are_gone_are_named_together(self):
         """Files that only the earlier, larger run had are named together, and do not get a line each."""
-        both = a_file("test_both", a_test("T.test_tp"))
-        gone = a_file("test_gone", a_test("T.test_1"), a_test("T.test_tp"))
-        defect = varied()["known_defects"][0] | {"tests": ["test_gone::T.test_1"]}
+        both = a_file("distributed/fsdp/test_both", a_test("T.test_tp"))
+        gone = a_file("distributed/fsdp/test_gone", a_test("T.test_1"), a_test("T.test_tp"))
+        defect = varied()["known_defects"][0] | {"tests": ["distributed/fsdp/test_gone::T.test_1"]}
         reports = (a_report(both, gone, known_defects=[defect]), a_report(both))
-        words = ["compared with the earlier report:", "only in the earlier report: 1 file, such as test_gone"]
+        words = [
+            "compared with the earlier report:",
+            "only in the earlier report: 1 file, such as distributed/fsdp/test_gone",
+        ]
         self.assertEqual(compare.lines(*reports), words)
         page = compare.render(*reports)
-        self.assertIn("No test differs.</p><p>Only in the earlier report, and not compared: <code>test_gone<", page)
+        self.assertIn(
+            "No test differs.</p><p>Only in the earlier report, and not compared: <code>distributed/fsdp/test_gone<",
+            page,
+        )
         self.assertNotIn("shown before only", page)
-        self.assertRegex(page, '<b>Tensor parallelism</b>.*?data-title="passed"><span class="">1</span></td>')
-        self.assertEqual([str(each) for each in compare.differences(*reversed(reports))][0], "new: test_gone::T.test_1")
-        words = ["compared with the earlier report:", "only in this report: 1 file, such as test_gone"]
+        self.assertRegex(page, '<b>FSDP1</b>.*?data-title="passed"><span class="">1</span></td>')
+        self.assertEqual(
+            [str(each) for each in compare.differences(*reversed(reports))][0],
+            "new: distributed/fsdp/test_gone::T.test_1",
+        )
+        words = ["compared with the earlier report:", "only in this report: 1 file, such as distributed/fsdp/test_gone"]
         self.assertEqual(compare.lines(*reversed(reports)), words)
 
     def test_a_new_test_that_fails_is_newly_failing(self):
@@ -537,8 +546,8 @@ class TestInChromium(unittest.TestCase):
             ({"find": "hybrid PASSES"}, ["TestHybrid.test_passes"]),
             ({"state": "failed"}, [crash, long]),
             ({"state": "flaky"}, ["TestOffload.test_flaky"]),
-            ({"feature": "Offload", "find": "graphs"}, ["TestOffload.test_cpu_offload"]),
-            ({"feature": "Offload", "state": "failed"}, []),
+            ({"feature": "Memory", "find": "graphs"}, ["TestOffload.test_cpu_offload"]),
+            ({"feature": "Memory", "state": "failed"}, []),
             ({"find": "test_fsdp_hybrid_shard"}, [crash, "TestHybrid.test_passes", long]),
         ]
         wanted = [what for what, _ in cases]
