@@ -41,6 +41,7 @@ def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, A
         "seconds": 0.5,
         "subtests": 0,
         "subtests_skipped": {},
+        "skip_kinds": {},
         "reason": "",
     }
     lists: dict[str, Any] = {"requirements_not_met": [], "ranks": [], "notes": [], "text": "", "repeat": ""}
@@ -138,7 +139,7 @@ def varied() -> dict[str, Any]:
         "tests": ["distributed/_composable/fsdp/test_fully_shard_memory::TestOffload.test_defect"],
     }
     worse = defect | {"id": "fsdp2_worse", "title": "Data are lost", "consequence": "lost data", "severity": 1}
-    skips = [{"reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
+    skips = [{"kind": "device", "reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
     more = {"known_defects": [defect, worse], "skips": skips, "list_remarks": [f"a remark {LONG}"]}
     return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
 

@@ -133,8 +133,9 @@ class TestVerdicts(TreeCase):
         self.assertEqual(tests["some_skip"]["requirements_not_met"], ["needs an even number"])
         self.assertEqual(tests["skips"]["requirements_not_met"], ["not that one"])
         self.assertEqual(tests["sub"]["requirements_not_met"], [])
-        even = {"reason": "needs an even number", "tests": 0, "subtests": 2}
-        self.assertEqual(report["skips"], [{"reason": "not that one", "tests": 1, "subtests": 0}, even])
+        even = {"kind": "other", "reason": "needs an even number", "tests": 0, "subtests": 2}
+        one = {"kind": "other", "reason": "not that one", "tests": 1, "subtests": 0}
+        self.assertEqual(report["skips"], [one, even])
 
     def test_class_fixture_fails_or_skips(self):
         text = """

@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.processes import forkserver
+from torch_fsdp_tests.verdict import SkipKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -73,6 +74,88 @@ class TestRenamed(TestCase):
         self.assertEqual([(test["test"], test["outcome"]) for test in tests[TRAINING]], [(COMPLETES_GROUP, "passed")])
         words = "^this torch differs from release .*, which completes a group of modules when only some of them ran$"
         self.assertRegex(text, f"(?m){words}")
+
+
+SKIPS = """
+from torch_fsdp_tests.common_distributed import needs, requires
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, run_tests, slowTest
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+
+torch_facts.IS_RELEASE = False
+
+
+class Bodies:
+    @requires(lambda: "needs graphs")
+    def test_device(self): pass
+
+    @needs(torch_facts.Fact((99, 0), "shards itself"))
+    def test_torch(self): pass
+
+    def test_name(self): torch_names.module("torch.gone").name
+
+    @needs(torch_facts.Fact((2, 9), "can be asked", lambda: 1 / 0))
+    def test_fact(self): pass
+
+    def test_list(self): pass
+
+    @slowTest
+    def test_slow(self): pass
+
+    def test_other(self): self.skipTest("not today")
+
+    def test_name_in_subtest(self):
+        with self.subTest(i=1): pass
+        with self.subTest(i=2): torch_names.module("torch.gone").name
+
+
+class TestPlain(Bodies, TestCase): pass
+
+
+class TestRanks(Bodies, FSDPTest):
+    world_size = 2
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+class TestKindsOfSkips(TestCase):
+    """Without it, a torch that renames half of FSDP could pass for one that is too old for half of the tests."""
+
+    def _kinds(self, *arguments: str) -> tuple[str, dict[str, Any], dict[str, tuple[str, list[str]]]]:
+        """The output, the report, and the outcome and kinds of each test. Both classes have the same ones."""
+        with tempfile.TemporaryDirectory() as folder:
+            tests, listed = Path(folder, "tests"), Path(folder, "list.json")
+            tests.mkdir()
+            (tests / "test_it.py").write_text(SKIPS)
+            entry = {"test": "test_it::*::test_list", "action": "disable", "reason": "the driver lacks it"}
+            listed.write_text(json.dumps({"version": 1, "entries": [entry]}))
+            options = ["--test-directory", tests, "--known-failures", listed, "--report", folder, "--keep-going"]
+            done = run_beside(INPUTS, ROOT / "run_test.py", *options, *arguments)
+            report = json.loads(Path(folder, "report.json").read_text())
+        found: dict[str, dict[str, tuple[str, list[str]]]] = collections.defaultdict(dict)
+        for test in report["files"][0]["tests"]:
+            cls, _, method = test["test"].partition(".test_")
+            found[cls][method] = test["outcome"], list(test["skip_kinds"].values())
+        self.assertEqual(found["TestPlain"], found["TestRanks"], done.stdout)
+        return done.stdout, report, found["TestRanks"]
+
+    def test_kinds_of_tests_and_subtests(self):
+        text, report, tests = self._kinds()
+        gone = "name of torch is gone"
+        wanted = {name: ("skipped", [name]) for name in ("device", "torch", "list", "slow", "other")}
+        wanted |= {"name": ("skipped", [gone]), "fact": ("skipped", ["fact about torch is unknown"])}
+        self.assertEqual(tests, wanted | {"name_in_subtest": ("passed", [gone])})
+        self.assertEqual({row["kind"]: row["tests"] for row in report["skips"]}, {kind.value: 2 for kind in SkipKind})
+        for kind in SkipKind:
+            self.assertRegex(text, f"skipped [(].*{kind.value}: 2.*[)], by reason:")
+
+    def test_strict_run_fails_for_names_and_facts(self):
+        _, _, tests = self._kinds("--strict-names")
+        failed = {name for name, (outcome, _) in tests.items() if outcome == "error"}
+        self.assertEqual(failed, {"name", "fact", "name_in_subtest"})
 
 
 class TestNames(TestCase):

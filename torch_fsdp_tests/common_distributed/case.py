@@ -40,7 +40,7 @@ from torch_fsdp_tests.ranks import (
     register,
 )
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
-from torch_fsdp_tests.verdict import Phase, State, events, joined
+from torch_fsdp_tests.verdict import Phase, Reason, Skipped, State, events, joined, kinds_of
 
 __unittest = True
 
@@ -85,12 +85,16 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
     def counted() -> None:
         body()
         if _tally.skipped and not _tally.ran:
-            raise unittest.SkipTest("; ".join(dict.fromkeys(_tally.skipped)))
+            raise Skipped(Reason.joined(_tally.skipped))
 
     with defect_blocks.recorded() as blocks:
         outcome = capture(rank, counted, time.perf_counter)
     return dataclasses.replace(
-        outcome, subtests=_tally.ran, skipped_subtests=tuple(_tally.skipped), defect_blocks=tuple(blocks)
+        outcome,
+        subtests=_tally.ran,
+        skipped_subtests=tuple(_tally.skipped),
+        kinds=outcome.kinds | kinds_of(_tally.skipped),
+        defect_blocks=tuple(blocks),
     )
 
 
@@ -128,7 +132,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 def raise_verdict(verdict: Verdict) -> None:
     """Raise the exception that a verdict stands for; return if the test passed."""
     if verdict.state is State.SKIPPED:
-        raise unittest.SkipTest(verdict.reason)
+        raise Skipped(verdict.reason)
     if verdict.state is not State.PASSED:
         raise (RanksFailed if verdict.state is State.FAILED else RanksErred)(verdict) from None
 
@@ -207,7 +211,8 @@ class RankTestCase(TestCase):
         most = max(outcomes, key=lambda outcome: len(outcome.skipped_subtests), default=None)
         skipped = collections.Counter(most.skipped_subtests if most is not None else ())
         ran = max((outcome.subtests for outcome in outcomes), default=0)
-        events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped))
+        kinds = {} if most is None else most.kinds
+        events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=kinds)
 
     def _close(self, group: RankGroup) -> None:
         """End a group, and report once what its ranks left behind. With the strict setting a leak fails the test."""

@@ -36,6 +36,7 @@ from torch_fsdp_tests.ranks.threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
+from torch_fsdp_tests.verdict import kinds_of
 
 __unittest = True
 
@@ -128,7 +129,8 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
         return run_in_rank(rank, body)
     except SystemExit as leaving:
         if leaving.code in SKIP_CODES:
-            return Outcome(rank, Kind.SKIPPED, SKIP_CODES[leaving.code])
+            reason = SKIP_CODES[leaving.code]
+            return Outcome(rank, Kind.SKIPPED, reason, kinds=kinds_of([reason]))
         outcome = raised(rank, leaving)
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(outcome, text=str(leaving), may_follow=True)

@@ -8,7 +8,6 @@ The wrapped function checks them again if it is called without such a test case.
 from __future__ import annotations
 
 import functools
-import unittest
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +18,11 @@ from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
 from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.torch_facts import Fact
+from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
 
 __unittest = True
 
-Reason = Callable[[], "str | None"]
+Requirement = Callable[[], "str | None"]
 Decorated = TypeVar("Decorated", bound=Callable)
 
 _REQUIREMENTS = "__requirements__"
@@ -58,10 +58,13 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "no_accelerator": TestSkip(89, "no accelerator is available"),
 }
 
-SKIP_CODES: dict[int, str] = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
+SKIP_CODES: dict[int, str] = {
+    skip.exit_code: Reason(skip.message, SkipKind.OTHER if name in ("generic", "importerror") else SkipKind.DEVICE)
+    for name, skip in TEST_SKIPS.items()
+}
 
 
-def requires(*reasons: Reason) -> Callable[[Decorated], Decorated]:
+def requires(*reasons: Requirement) -> Callable[[Decorated], Decorated]:
     """Decorate a test function or a test class with requirements, which are checked late and in the parent.
 
     Each one is called without arguments, and returns a reason not to run or None. The test, or the class'
@@ -83,7 +86,7 @@ def requires(*reasons: Reason) -> Callable[[Decorated], Decorated]:
     return decorate
 
 
-def _on_class(cls: Any, reasons: tuple[Reason, ...]) -> Any:
+def _on_class(cls: Any, reasons: tuple[Requirement, ...]) -> Any:
     set_up = cls.setUpClass.__func__
 
     def ask_first(cls: Any) -> None:
@@ -94,14 +97,14 @@ def _on_class(cls: Any, reasons: tuple[Reason, ...]) -> Any:
     return cls
 
 
-def skip_unless(reasons: Iterable[Reason]) -> None:
-    """Raise ``unittest.SkipTest`` with all reasons not to run; return if there is none."""
+def skip_unless(reasons: Iterable[Requirement]) -> None:
+    """Raise a skip with all reasons not to run; return if there is none. A reason without a kind is the device's."""
     found = [reason for ask in reasons if (reason := ask()) is not None]
     if found:
-        raise unittest.SkipTest("; ".join(dict.fromkeys(found)))
+        raise Skipped(Reason.joined(found, SkipKind.DEVICE))
 
 
-def requirements_of(function: Callable) -> list[Reason]:
+def requirements_of(function: Callable) -> list[Requirement]:
     """The requirements that decorators have attached to a test function."""
     return list(getattr(function, _REQUIREMENTS, ()))
 
@@ -183,7 +186,9 @@ def get_required_world_size(obj: Any, default: int) -> int:
 
 
 def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Decorated], Decorated]:
-    return requires(lambda: None if built_in() else f"torch was built without the backend {name}")
+    return requires(
+        lambda: None if built_in() else Reason(f"torch was built without the backend {name}", SkipKind.TORCH)
+    )
 
 
 def requires_gloo() -> Callable[[Decorated], Decorated]:
@@ -198,7 +203,7 @@ def requires_nccl() -> Callable[[Decorated], Decorated]:
     """
     return requires(
         lambda: (
-            "torch was built without the backend nccl"
+            Reason("torch was built without the backend nccl", SkipKind.TORCH)
             if accelerator.current().backend == "nccl" and not dist.is_nccl_available()
             else None
         )

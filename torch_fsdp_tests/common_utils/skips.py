@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
+
 from . import flags
 from .parametrization import Test, Variant, _TestParametrizer, no_decorators
 
@@ -29,7 +31,7 @@ def lazy_skip_if(condition: Callable[[], object], reason: str) -> Decorator:
         @functools.wraps(target)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if condition():
-                raise unittest.SkipTest(reason)
+                raise Skipped(reason)
             return target(*args, **kwargs)
 
         return guarded
@@ -48,7 +50,7 @@ def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Call
     """Make a decorator that works with and without parentheses, like upstream's ``skipIf<Platform>``."""
 
     def decorator(func: Any = None, *, msg: str = msg) -> Any:
-        decorate = lazy_skip_if(condition, f"{name}: {msg}")
+        decorate = lazy_skip_if(condition, Reason(f"{name}: {msg}", SkipKind.DEVICE))
         return decorate if func is None else decorate(func)
 
     decorator.__name__ = decorator.__qualname__ = name
@@ -79,7 +81,8 @@ def xfailIf(condition: object) -> Decorator:
 
 def slowTest(fn: Any) -> Any:
     """Skip unless ``PYTORCH_TEST_WITH_SLOW=1``."""
-    slow = lazy_skip_if(lambda: not flags.TEST_WITH_SLOW, "slow: runs with PYTORCH_TEST_WITH_SLOW=1")(fn)
+    reason = Reason("slow: runs with PYTORCH_TEST_WITH_SLOW=1", SkipKind.SLOW)
+    slow = lazy_skip_if(lambda: not flags.TEST_WITH_SLOW, reason)(fn)
     slow.slow_test = True
     return slow
 

@@ -29,7 +29,7 @@ from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host, messages
-from torch_fsdp_tests.verdict import events, in_one_line, stream
+from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
 SEAT = "--seat"
 
@@ -132,7 +132,6 @@ class Run:
                 unknown=tuple(remarks),
                 matched=frozenset(verdicts["matched"]),
                 known=verdicts["known"],
-                left_out=tuple(verdicts["skip"]),
             )
         )
         return events.Suite(tests[index] for index in picked)
@@ -155,9 +154,10 @@ class Run:
                     verdicts["known"][names[index]] = position
                 elif entry.action == "disable":
                     verdicts["disabled"].append(names[index])
-                    verdicts["skip"][names[index]] = f"disabled: {entry.words}"
+                    verdicts["skip"][names[index]] = Reason(f"disabled: {entry.words}", SkipKind.LIST)
                 elif not self.orders.run.run_slow:
-                    verdicts["skip"][names[index]] = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
+                    words = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
+                    verdicts["skip"][names[index]] = Reason(words, SkipKind.SLOW)
         return verdicts
 
 

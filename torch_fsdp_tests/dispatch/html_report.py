@@ -18,7 +18,7 @@ from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.processes.messages import from_data
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State, rank_rows, tally, tell
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, tally, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
@@ -381,8 +381,12 @@ def _flaky(data: Mapping[str, Any]) -> str:
 
 
 def _skips(data: Mapping[str, Any]) -> str:
-    rows = [[number(item["tests"]), number(item["subtests"]), page.text(item["reason"])] for item in data["skips"]]
-    return page.table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
+    kinds = [kind.value for kind in SkipKind]
+    rows = [
+        [number(item["tests"]), number(item["subtests"]), page.text(item["kind"]), page.text(item["reason"])]
+        for item in sorted(data["skips"], key=lambda item: kinds.index(item["kind"]))
+    ]
+    return page.table([("tests", "n"), ("subtests", "n"), ("missing", "c"), ("reason", "")], rows)
 
 
 def _notes(data: Mapping[str, Any]) -> str:

@@ -49,7 +49,6 @@ class TestProcess:
         self._selected = 0
         self._matched: set[int] | None = None
         self._known: dict[str, int] = {}
-        self._left_out: set[str] = set()
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: stream.Broken | None = None
@@ -100,7 +99,6 @@ class TestProcess:
                 self._selected += message.selected
                 self._matched = (self._matched or set()) | message.matched
                 self._known |= message.known
-                self._left_out |= set(message.left_out)
                 self._over = False
             case stream.Started(test):
                 self.running, self._running_since = test, time.monotonic()
@@ -125,7 +123,6 @@ class TestProcess:
             dataclasses.replace(
                 result,
                 outcome=State.KNOWN_FAILURE if is_known else result.outcome,
-                is_left_out=name in self._left_out,
                 notes=tuple(self._notes.pop(name, ())),
                 facts=self._test_facts.pop(name, {}),
             )

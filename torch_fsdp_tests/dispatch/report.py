@@ -24,7 +24,7 @@ from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.verdict.stream import TestResult
 
-VERSION = 5
+VERSION = 6
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
@@ -117,6 +117,7 @@ def _test(run: RunTests, file: FileResult, test: TestResult, flaky: bool) -> dic
         "seconds": test.seconds,
         "subtests": test.executed_subtests,
         "subtests_skipped": test.skipped_subtests,
+        "skip_kinds": {reason: kind.value for reason, kind in test.skip_kinds.items()},
         "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
         "reason": test.reason,

@@ -11,7 +11,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, State, tally
+from torch_fsdp_tests.verdict import Scope, SkipKind, State, tally
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
@@ -104,12 +104,25 @@ class Results:
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
     def skips(self) -> list[dict[str, Any]]:
-        """Every reason to skip, with the numbers of tests and subtests that skipped for it."""
+        """Every reason to skip with its kind, and with the numbers of tests and subtests that skipped for it."""
         tests, subtests = dict(self.skips_by_reason()), dict(self.skipped_subtests_by_reason())
+        kinds = collections.ChainMap(*(test.skip_kinds for _, test in self.tests()))
         return [
-            {"reason": reason, "tests": tests.get(reason, 0), "subtests": subtests.get(reason, 0)}
+            {
+                "kind": kinds[reason].value,
+                "reason": reason,
+                "tests": tests.get(reason, 0),
+                "subtests": subtests.get(reason, 0),
+            }
             for reason in dict.fromkeys([*tests, *subtests])
         ]
+
+    def skips_by_kind(self) -> dict[SkipKind, int]:
+        """The number of tests for each kind of reason to skip, the most frequent first."""
+        found = collections.Counter(
+            test.skip_kinds[test.reason] for _, test in self.tests() if test.outcome is State.SKIPPED
+        )
+        return dict(found.most_common())
 
     def is_left_empty(self) -> bool:
         """Whether this shard got only parts of long files, and too few tests were selected to fill them."""

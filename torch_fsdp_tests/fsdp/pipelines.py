@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -104,7 +104,7 @@ class Pipeline:
     ``wrap`` parallelizes a copy of each part and returns it. The stages find the shapes of activations themselves, or
     get them as arguments. In that case ``told`` is the dtype of everything but the pipeline's input. Other arguments go
     to the schedule.
-    Raises ``unittest.SkipTest`` if the installed torch cannot start the schedule over any backend.
+    Skips the test if the installed torch cannot start the schedule over any backend.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Pipeline:
         told: torch.dtype | None = torch.float32,
         **kwargs: Any,
     ) -> None:
-        if schedule in V_SHAPED and (lacking := torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES.lacks()):
-            raise unittest.SkipTest(lacking)
+        if schedule in V_SHAPED:
+            skip_unless([torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES.lacks])
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.group = group
         self.indices = indices_of(schedule, rank, size)

@@ -16,7 +16,6 @@ import inspect
 import os
 import re
 import sys
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.verdict import Reason, SkipKind, events
 
 __unittest = True
 
@@ -41,16 +40,6 @@ def is_release(version: str) -> bool:
 IS_RELEASE = is_release(torch.__version__)
 
 
-class FactIsUnknown(torch_names.NameIsGone):
-    """The harness cannot tell whether a fact holds for the installed torch. The tests that depend on it skip, unless
-    the run is strict.
-    """
-
-
-class _SkippedFactIsUnknown(FactIsUnknown, unittest.SkipTest):
-    pass
-
-
 class TorchDiffers(Exception):
     """The installed torch is not like the release that it says it is. No known defect explains this."""
 
@@ -58,10 +47,10 @@ class TorchDiffers(Exception):
 class Fact:
     """Something that torch does since version ``since``. ``says`` completes the sentence "needs a torch that ...".
 
-    ``probe`` inspects the installed torch. It decides for a nightly build or a build of some commit, and ``bool(fact)``
-    raises :class:`FactIsUnknown` when it fails. For a release the version decides, because a probe would take a bug
-    that came back for an older torch. If the probe disagrees there, that is reported at the end of the run, and with
-    ``--strict-defects`` ``bool(fact)`` raises :class:`TorchDiffers`. Without a probe the version decides.
+    ``probe`` inspects the installed torch. It decides for a nightly build or a build of some commit, and a test skips
+    when it fails (see :func:`torch_names.name_is_gone`). For a release the version decides, because a probe would take
+    a bug that came back for an older torch. If the probe disagrees there, that is reported at the end of the run, and
+    with ``--strict-defects`` ``bool(fact)`` raises :class:`TorchDiffers`. Without a probe the version decides.
 
     ``repairs`` names the defects of the registry that ``since`` repaired. A fact without them is about a feature,
     or about a part of torch that is not FSDP.
@@ -79,14 +68,14 @@ class Fact:
 
     @functools.cached_property
     def seen(self) -> bool:
-        """What the probe finds, or what follows from the version. Raises :class:`FactIsUnknown` if the probe fails."""
+        """What the probe finds, or what follows from the version. Raises ``NameIsGone`` if the probe fails."""
         if self.probe is None:
             return VERSION >= self.since
         try:
             return bool(self.probe())
         except Exception as error:
-            kind = FactIsUnknown if settings.strict_names(os.environ) else _SkippedFactIsUnknown
-            raise kind(f"cannot tell whether torch {torch.__version__} {self.says}: {error}") from error
+            words = f"cannot tell whether torch {torch.__version__} {self.says}: {error}"
+            raise torch_names.name_is_gone(words, SkipKind.FACT) from error
 
     @functools.cached_property
     def differs(self) -> str:
@@ -98,12 +87,13 @@ class Fact:
                 return ""
             since = f"as torch does since {_dotted(self.since)}"
             return _reported(f": it {self.says}, {since}" if self.seen else f", which {self.says}")
-        except FactIsUnknown as error:
+        except torch_names.NameIsGone as error:
             return _reported(f": {error}")
 
     def lacks(self) -> str | None:
         """The reason why a test that needs this fact cannot run, or None if it can."""
-        return None if self else f"needs a torch that {self.says} ({_dotted(self.since)} or newer)"
+        words = f"needs a torch that {self.says} ({_dotted(self.since)} or newer)"
+        return None if self else Reason(words, SkipKind.TORCH)
 
     def __repr__(self) -> str:
         return f"<since {_dotted(self.since)} torch {self.says}>"

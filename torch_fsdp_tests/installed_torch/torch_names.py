@@ -11,13 +11,13 @@ import functools
 import importlib
 import os
 import sys
-import unittest
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
 
 __unittest = True
 
@@ -25,10 +25,10 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NameIsGone(Exception):
-    """The installed torch does not have a name that a test needs. The test skips, unless the run is strict."""
+    """The installed torch does not have a name that a test needs, or a fact about it cannot be told."""
 
 
-class _SkippedNameIsGone(NameIsGone, unittest.SkipTest):
+class _SkippedNameIsGone(NameIsGone, Skipped):
     pass
 
 
@@ -113,9 +113,9 @@ def _gone(name: str, asked_in: str) -> NameIsGone:
     return name_is_gone(f"the installed torch has no {name}, which {shown} uses: update that file")
 
 
-def name_is_gone(reason: str) -> NameIsGone:
+def name_is_gone(reason: str, kind: SkipKind = SkipKind.NAME) -> NameIsGone:
     """The error for a test that cannot run: a skip, or an error if ``--strict-names`` was given."""
-    return NameIsGone(reason) if settings.strict_names(os.environ) else _SkippedNameIsGone(reason)
+    return NameIsGone(reason) if settings.strict_names(os.environ) else _SkippedNameIsGone(Reason(reason, kind))
 
 
 @functools.cache

@@ -17,7 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.verdict import DefectBlock, Phase, RankResult, State, Verdict, by_cause, first_line
+from torch_fsdp_tests.verdict import (
+    DefectBlock,
+    Phase,
+    RankResult,
+    Reason,
+    SkipKind,
+    State,
+    Verdict,
+    by_cause,
+    first_line,
+    kinds_of,
+)
 from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 
 __unittest = True
@@ -53,6 +64,7 @@ class Outcome:
     message: str = ""  # first line of its message
     defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
     may_follow: bool = False  # torch raises such an exception if another rank does not come, or leaves
+    kinds: dict[str, SkipKind] = dataclasses.field(default_factory=dict)  # of the reasons to skip
 
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
@@ -146,7 +158,8 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
     try:
         body()
     except unittest.SkipTest as skip:
-        return Outcome(rank, Kind.SKIPPED, str(skip), clock() - start)
+        reason = str(skip)
+        return Outcome(rank, Kind.SKIPPED, reason, clock() - start, kinds=kinds_of([reason]))
     except SystemExit:
         raise
     except BaseException as error:
@@ -228,7 +241,7 @@ def judge(
     if not expected_code:
         ranks = _with_consequences(ranks, [_may_follow(report) for report in reports], limit)
     if all(rank.state is State.SKIPPED for rank in ranks):
-        return Verdict(State.SKIPPED, "; ".join(dict.fromkeys(rank.message for rank in ranks)))
+        return Verdict(State.SKIPPED, Reason.joined(rank.message for rank in ranks))
     bad = by_cause(ranks)
     if not bad:
         return Verdict(State.PASSED)
@@ -317,7 +330,9 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
 def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | None:
     if report.outcome is None:
         return skip_codes.get(report.ending.code) if report.ending.code is not None else None
-    return report.outcome.text if report.outcome.kind is Kind.SKIPPED and report.ending.code == 0 else None
+    if report.outcome.kind is not Kind.SKIPPED or report.ending.code != 0:
+        return None
+    return Reason(report.outcome.text, report.outcome.kinds.get(report.outcome.text, SkipKind.OTHER))
 
 
 def death_of_server(status: int | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import unittest
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,52 @@ class State(str, enum.Enum):
     def is_worse_than(self, other: State) -> bool:
         order = list(State)
         return order.index(self) > order.index(other)
+
+
+class SkipKind(str, enum.Enum):
+    """What was missing where a test or a subtest was skipped."""
+
+    DEVICE = "device"  # the device under test lacks something, or there are too few
+    TORCH = "torch"  # the installed torch lacks something
+    NAME = "name of torch is gone"
+    FACT = "fact about torch is unknown"
+    LIST = "list"  # a list of tests says so
+    SLOW = "slow"
+    OTHER = "other"
+
+    @property
+    def is_requirement(self) -> bool:
+        """Whether the test could not run. Exclusions by a list, or because a test is slow, are not requirements."""
+        return self not in (SkipKind.LIST, SkipKind.SLOW)
+
+
+class Reason(str):
+    """The reason of a skip, with its kind. A text without a kind is of the kind ``OTHER``."""
+
+    kind: SkipKind
+
+    def __new__(cls, text: str, kind: SkipKind = SkipKind.OTHER) -> Reason:
+        reason = super().__new__(cls, text)
+        reason.kind = kind
+        return reason
+
+    @classmethod
+    def joined(cls, reasons: Iterable[str], kind: SkipKind = SkipKind.OTHER) -> Reason:
+        """Several reasons as one, of the kind of the first, or of ``kind`` if that one has none."""
+        unique = list(dict.fromkeys(reasons))
+        return cls("; ".join(unique), getattr(unique[0], "kind", kind))
+
+
+def kinds_of(reasons: Iterable[str]) -> dict[str, SkipKind]:
+    return {str(reason): getattr(reason, "kind", SkipKind.OTHER) for reason in reasons}
+
+
+class Skipped(unittest.SkipTest):
+    """A skip whose kind matters. unittest passes on ``str(error)``, so that is the reason with its kind."""
+
+    def __str__(self) -> str:
+        reason: str = self.args[0]
+        return reason
 
 
 COUNTED = (

@@ -10,7 +10,7 @@ import unittest
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line, stream
+from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line, kinds_of, stream
 from torch_fsdp_tests.verdict.stream import TestResult
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
@@ -171,8 +171,9 @@ def _phase_of(test: Any, trace: types.TracebackType | None) -> Phase:
 
 
 def _ended(name: str, verdict: Verdict, **more: Any) -> None:
+    reasons = [*more.get("subtests_skipped", ()), *[verdict.reason] * (verdict.state is State.SKIPPED)]
     result = TestResult(name, verdict.state, phase=verdict.phase, reason=verdict.reason, ranks=verdict.ranks)
-    stream.send(stream.Ended(dataclasses.replace(result, **more)))
+    stream.send(stream.Ended(dataclasses.replace(result, kinds=kinds_of(reasons), **more)))
 
 
 class Reporting(unittest.TestResult):

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from torch_fsdp_tests.processes import messages
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State
 
 DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
 FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
@@ -33,9 +33,9 @@ class TestResult:
     reason: str = ""  # one line: why it skipped, failed or was not run
     text: str = ""  # tracebacks, except those of the ranks
     ranks: tuple[RankResult, ...] = ()
-    is_left_out: bool = False  # by a list
     subtests: int = 0  # subtests that ran
     subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # number of skipped subtests, by reason
+    kinds: dict[str, SkipKind] = dataclasses.field(default_factory=dict)  # of the reasons to skip it or its subtests
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -69,10 +69,16 @@ class TestResult:
         return dict(self.facts.get("subtests_skipped") or self.subtests_skipped)
 
     @property
+    def skip_kinds(self) -> dict[str, SkipKind]:
+        """The kind of each reason to skip the test or subtests of it."""
+        found = self.kinds | {reason: SkipKind(kind) for reason, kind in self.facts.get("skip_kinds", {}).items()}
+        reasons = [*[self.reason] * (self.outcome is State.SKIPPED), *self.skipped_subtests]
+        return {reason: found.get(reason, SkipKind.OTHER) for reason in reasons}
+
+    @property
     def requirements_not_met(self) -> list[str]:
-        """Why the test, or subtests of it, could not run here. Exclusions by a list are not requirements."""
-        skipped = self.outcome is State.SKIPPED and not self.is_left_out
-        return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
+        """Why the test, or subtests of it, could not run here."""
+        return [reason for reason, kind in self.skip_kinds.items() if kind.is_requirement]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,6 @@ class Announced:
     unknown: tuple[str, ...]  # remarks on names that select nothing
     matched: frozenset[int]  # entries of the lists that name a test of the file
     known: dict[str, int]  # tests that are listed as failing, with the entry
-    left_out: tuple[str, ...]  # by a list
 
 
 @dataclasses.dataclass(frozen=True)

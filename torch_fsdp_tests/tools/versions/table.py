@@ -117,8 +117,9 @@ class Table:
         for row in (row for row in self.rows if row.data):
             if failures := [(f"`{name}`", test["outcome"], test["reason"]) for name, test in _failures(row)]:
                 parts += [f"## Failed on {row.label}", _markdown(("test", "outcome", "reason"), failures)]
-            if skips := [(str(each["tests"]), str(each["subtests"]), each["reason"]) for each in row.data["skips"]]:
-                parts += [f"## Skipped on {row.label}", _markdown(("tests", "subtests", "reason"), skips)]
+            names = ("tests", "subtests", "kind", "reason")
+            if skips := [tuple(str(each[name]) for name in names) for each in row.data["skips"]]:
+                parts += [f"## Skipped on {row.label}", _markdown(names, skips)]
         for verb, groups in (("execute", self.executes_only), ("exist", self.exists_only)):
             for on, tests in groups.items():
                 parts.append(f"## Tests that {verb} only on {_listed(on)}: {len(tests)}")

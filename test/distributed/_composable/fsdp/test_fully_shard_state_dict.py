@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import re
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -238,8 +238,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     )
     def test_dp_state_dict_cpu_offload(self, offload_policy, cpu_state_dict):
         """Offloaded parameters may be loaded one at a time. If one is on the device, forward raises with its name."""
-        if not cpu_state_dict and (lacking := accelerator.current().lacks("device_memory")):
-            raise unittest.SkipTest(lacking)
+        if not cpu_state_dict:
+            skip_unless([lambda: accelerator.current().lacks("device_memory")])
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
         self._sharded(model, offload_policy=offload_policy)
