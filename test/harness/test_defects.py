@@ -71,14 +71,15 @@ class TestRegistry(TestCase):
         self.assertEqual({*registry.ids()} - named_in_tests(), {only_without_cuda})
 
     def test_facts_name_the_defects_that_a_version_repaired(self):
-        """A fact that is true since a repair names its defect, whose range of versions ends there."""
+        """A fact that is true since a repair names its defect, which the version before has and this one has not."""
         named = {name: fact for name, fact in torch_facts.facts().items() if fact.repairs}
         self.assertGreater(len(named), 5)
         for name, fact in named.items():
             for id in fact.repairs:
                 with self.subTest(f"{name}: {id}"):
-                    end = ".".join(map(str, fact.since))
-                    self.assertTrue(registry.entry(id).defect.broken.endswith(f",<{end}"), f"it does not end at {end}")
+                    major, minor = fact.since
+                    answers = [registry.entry(id).defect.expected(f"{major}.{minor - step}.0") for step in (1, 0)]
+                    self.assertEqual(answers, [Answer.PRESENT, Answer.ABSENT])
 
     def test_no_expected_failure_is_without_a_defect(self):
         found = []
@@ -97,15 +98,48 @@ class TestRegistry(TestCase):
                 self.assertIn("torch", entry.defect.where)
                 self.assertIn(entry.defect.world_size, range(1, 9))
 
-    def test_what_was_seen_is_what_is_expected(self):
-        """The versions of each defect match the results of the command on these versions."""
-        self.assertGreaterEqual(len(registry.seen()), 5)
-        for version, answers in registry.seen().items():
+    def test_every_version_has_an_answer_for_every_defect(self):
+        """None is unknown, also between the versions on which the command ran, and none was read and also seen."""
+        seen, read = registry.recorded()["seen"], registry.recorded()["read"]
+        self.assertGreaterEqual(len(seen), 5)
+        decided = {Answer.PRESENT.value, Answer.ABSENT.value}
+        for version, answers in seen.items():
             self.assertEqual(sorted(answers), registry.ids(), version)
-            for id, answer in answers.items():
-                with self.subTest(f"{id} on {version}"):
-                    expected = registry.entry(id).defect.expected(version).value
-                    self.assertIn(answer, (expected, Answer.CANNOT_BE_TRIED.value))
+            self.assertLessEqual(set(answers.values()), decided | {Answer.CANNOT_BE_TRIED.value}, version)
+        for version, answers in read.items():
+            self.assertLessEqual(set(answers), set(registry.ids()), version)
+            self.assertLessEqual(set(answers.values()), decided, version)
+            for found in (seen[each] for each in seen if each.startswith(f"{version}.")):
+                self.assertEqual([id for id in answers if found[id] in decided], [], version)
+        minors = sorted(int(version.split(".")[1]) for version in seen)
+        for id in registry.ids():
+            for minor in range(minors[0], minors[-1] + 2):
+                with self.subTest(f"{id} on 2.{minor}"):
+                    self.assertNotEqual(registry.entry(id).defect.expected(f"2.{minor}.0"), Answer.UNDECIDED)
+
+    def test_expected_answer_of_a_version(self):
+        """It is that of the nearest known versions, which have to agree."""
+        recorded = {
+            "read": {"2.10": {"is_lost": "present"}},
+            "seen": {
+                "2.9.1": {"is_lost": "absent", "is_hung": "cannot be tried here"},
+                "2.11.0": {"is_lost": "present", "is_hung": "present"},
+                "2.13.0": {"is_lost": "absent", "is_hung": "present"},
+            },
+        }
+        mark = {Answer.PRESENT: "+", Answer.ABSENT: "-", Answer.UNDECIDED: "?", Answer.CANNOT_BE_TRIED: "n"}
+        versions = ("2.8.0", "2.9.0", "2.10.2", "2.11.1", "2.12.0", "2.13.1+cpu", "2.14.0.dev20260101", "3.0.0")
+        with unittest.mock.patch.object(registry, "recorded", lambda: recorded):
+            for id, since, wanted in (
+                ("is_lost", "2.9", "n-++?---"),
+                ("is_hung", "2.9", "n+++++++"),
+                ("is_hung", "2.11", "nnn+++++"),
+                ("is_new", "2.9", "n???????"),
+            ):
+                with self.subTest(f"{id} since {since}"):
+                    defect = dataclasses.replace(registry.entry(SHOWN).defect, id=id, since=since)
+                    found = "".join(mark[defect.expected(version)] for version in versions)
+                    self.assertEqual(found, wanted)
 
     def test_table_in_the_documentation_is_up_to_date(self):
         """``python -m torch_fsdp_tests.defects --markdown`` makes it."""

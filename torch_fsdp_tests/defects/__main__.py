@@ -156,12 +156,11 @@ def _as_json(finding: Any) -> dict[str, Any]:
 
 def _save(findings: Sequence[Any], version: str) -> None:
     """Store the answers for this version of torch, without the name of its build, beside those of other defects."""
-    seen = dict(registry.seen())
-    of_version = version.partition("+")[0]
-    known = {id_: answer for id_, answer in seen.get(of_version, {}).items() if id_ in registry.ids()}
-    seen[of_version] = known | {each.defect.id: each.answer.value for each in findings}
-    registry.SEEN.parent.mkdir(exist_ok=True)
-    registry.SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    recorded, of_version = registry.recorded(), version.partition("+")[0]
+    known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}
+    found = known | {each.defect.id: each.answer.value for each in findings}
+    data = {**recorded, "seen": {**recorded["seen"], of_version: found}}
+    registry.SEEN.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _complain(sentence: str) -> int:

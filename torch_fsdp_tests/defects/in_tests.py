@@ -31,8 +31,11 @@ class KnownDefect:
         return registry.entry(self.id).defect
 
     def is_expected(self) -> bool:
-        """Whether this torch has the defect, and the device under test shows it."""
-        if self._defect.expected(torch.__version__) is not Answer.PRESENT:
+        """Whether this torch has the defect, or may have it, and the device under test shows it.
+
+        If nobody knows, a failure shows the defect, and a pass is reported as a repair.
+        """
+        if self._defect.expected(torch.__version__) not in (Answer.PRESENT, Answer.UNDECIDED):
             return False
         if self._defect.place is Place.ANYWHERE:
             return True

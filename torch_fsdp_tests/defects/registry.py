@@ -59,8 +59,8 @@ class Answer(enum.Enum):
 class Defect:
     """The facts of one defect.
 
-    ``broken`` are the versions that have it, as in ``>=2.13,<2.15``. ``since`` is the first version that has the broken
-    feature, and ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
+    ``since`` is the first version that has the broken feature; ``data/seen.json`` says which of the versions since then
+    have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
     ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
     ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
     comparison).
@@ -69,7 +69,6 @@ class Defect:
     family: str  # FSDP1 or FSDP2
     consequence: Consequence
     where: str
-    broken: str
     world_size: int = 2
     since: str = "2.9"
     place: Place = Place.ANYWHERE
@@ -82,10 +81,18 @@ class Defect:
     title: str = ""  # the first line of its module
 
     def expected(self, torch_version: str) -> Answer:
-        """The expected answer of this version of torch, if the defect can be tried."""
+        """The expected answer of this version of torch, if the defect can be tried.
+
+        It is that of the nearest known versions before and after this one. It is ``UNDECIDED`` if these two differ, or
+        if no version is known, as for a new defect.
+        """
         if not version_fits(torch_version, f">={self.since}"):
             return Answer.CANNOT_BE_TRIED
-        return Answer.PRESENT if version_fits(torch_version, self.broken) else Answer.ABSENT
+        known, version = _known(self.id), _minor(torch_version)
+        before = [at for at in known if at <= version]
+        after = [at for at in known if at >= version]
+        nearest = {known[at] for at in (*sorted(before)[-1:], *sorted(after)[:1])}
+        return nearest.pop() if len(nearest) == 1 else Answer.UNDECIDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +139,27 @@ def unknown(id: str) -> str:
     return f"there is no defect {id!r}: {hint}"
 
 
-def seen() -> Mapping[str, Mapping[str, str]]:
-    """The answers when the command last ran on each version of torch, by version and id."""
-    return json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
+@functools.cache
+def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """What is known about versions of torch: the answers by version and id. The answers when the command last ran on a
+    version are ``seen``. Others are ``read`` in torch's source: only those that do not follow from what was seen.
+    """
+    return json.loads(SEEN.read_text(encoding="utf-8"))
+
+
+def _known(id: str) -> dict[tuple[int, ...], Answer]:
+    """Which versions have a defect, and which do not. All patch releases of a version are taken to be alike."""
+    found: dict[tuple[int, ...], Answer] = {}
+    for versions in (recorded()["read"], recorded()["seen"]):
+        for version, answers in versions.items():
+            answer = Answer(answers.get(id, Answer.CANNOT_BE_TRIED))
+            if answer in (Answer.PRESENT, Answer.ABSENT):
+                found[_minor(version)] = answer
+    return found
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def without_registry(source: str) -> str:

@@ -117,7 +117,7 @@ MARK = {"present": "present", "absent": "-", "cannot be tried here": "n/a", "cou
 
 def table() -> str:
     """A table of defects by version, in Markdown, from the answers on each version."""
-    seen = registry.seen()
+    seen = registry.recorded()["seen"]
     versions = sorted(seen, key=lambda version: [int(part) for part in version.split(".")])
     rows = ["| defect | family | consequence | " + " | ".join(versions) + " |", "|---" * (3 + len(versions)) + "|"]
     for defect in worst_first([registry.entry(id).defect for id in registry.ids()]):

@@ -42,6 +42,8 @@ class Finding:
 
     @property
     def is_as_expected(self) -> bool:
+        if self.expected is Answer.UNDECIDED:
+            return self.answer is not Answer.UNDECIDED
         return self.answer in (self.expected, Answer.CANNOT_BE_TRIED)
 
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_backward",
-    broken=">=2.9",
 )
 
 

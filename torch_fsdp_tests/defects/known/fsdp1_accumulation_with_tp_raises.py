@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
-    broken=">=2.9",
     world_size=4,
     fails_with=("RuntimeError",),
 )

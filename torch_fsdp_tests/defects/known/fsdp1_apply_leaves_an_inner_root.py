@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
-    broken=">=2.9",
 )
 
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
-    broken=">=2.9",
     arguable="FSDP1's documentation does not say that it works with torch.func.",
     fails_with=("ValueError", "RuntimeError"),
 )

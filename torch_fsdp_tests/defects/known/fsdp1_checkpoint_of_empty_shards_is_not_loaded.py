@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/102821",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_fqns",
-    broken=">=2.9",
     fails_with=("RuntimeError", "KeyError"),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
-    broken=">=2.9",
     world_size=4,
     fails_with=("RuntimeError",),
 )

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
-    broken=">=2.9",
     world_size=4,
 )
 

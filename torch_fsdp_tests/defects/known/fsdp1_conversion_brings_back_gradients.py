@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._unshard_param_utils._register_orig_params",
-    broken=">=2.9",
 )
 
 

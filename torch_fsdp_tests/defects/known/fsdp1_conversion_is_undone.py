@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/138467",),
     arguable="FSDP1 does not promise that a model may be converted once it has run",
 )

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._recursive_to",
-    broken=">=2.9",
     world_size=1,
 )
 

@@ -14,7 +14,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._pre_forward",
-    broken=">=2.9",
     arguable="FSDP1's documentation does not say that it works with torch.func.",
     fails_with=("NotImplementedError", "RuntimeError"),
 )

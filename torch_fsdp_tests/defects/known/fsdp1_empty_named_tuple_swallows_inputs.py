@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
-    broken=">=2.9,<2.14",
 )
 
 

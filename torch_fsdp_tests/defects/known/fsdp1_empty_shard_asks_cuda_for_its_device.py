@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed._shard.sharded_tensor._ops.tensor_ops.tensor_device",
-    broken=">=2.9",
     place=Place.APART_FROM_HOST,
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
-    broken=">=2.9",
     arguable="FSDP1 does not document that training can go on after an exception, but with shards it can.",
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._flat_param.FlatParameter._init_metadata",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/183211",
         "https://github.com/pytorch/pytorch/pull/182774",

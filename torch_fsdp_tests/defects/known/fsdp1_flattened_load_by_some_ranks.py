@@ -22,7 +22,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
-    broken=">=2.9",
 )
 
 

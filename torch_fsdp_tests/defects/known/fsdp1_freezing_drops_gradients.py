@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
-    broken=">=2.9",
     arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
 )
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
-    broken=">=2.9",
     world_size=4,
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
-    broken=">=2.9",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188946",),
     arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",

@@ -14,7 +14,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
-    broken=">=2.9",
     world_size=1,
     fails_with=("RuntimeError",),
 )

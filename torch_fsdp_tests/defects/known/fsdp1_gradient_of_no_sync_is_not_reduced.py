@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
-    broken=">=2.9",
 )
 
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
-    broken=">=2.9,<2.12",
     world_size=4,
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._init_core_state",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),
 )
 

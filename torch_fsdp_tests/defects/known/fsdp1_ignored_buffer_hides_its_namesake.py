@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
-    broken=">=2.9",
 )
 
 

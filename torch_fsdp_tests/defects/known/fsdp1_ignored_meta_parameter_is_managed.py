@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/117924",),
 )
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/112515",),
 )
 

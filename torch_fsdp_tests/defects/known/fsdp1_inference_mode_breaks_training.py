@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._verify_options",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/126310",),
     arguable="FSDP1 promises state dicts for its instances alone, and with flat parameters this call is refused.",
 )

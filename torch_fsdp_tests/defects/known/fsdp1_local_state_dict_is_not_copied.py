@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
-    broken=">=2.9",
     fails_with=("RuntimeError",),
 )
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
-    broken=">=2.9",
     place=Place.APART_FROM_HOST,
     fails_with=("ValueError",),
 )

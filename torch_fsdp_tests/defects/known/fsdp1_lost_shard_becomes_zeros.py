@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
-    broken=">=2.9",
     arguable="a program has to break the sharded tensor first, and torch does not have to find that mistake",
 )
 

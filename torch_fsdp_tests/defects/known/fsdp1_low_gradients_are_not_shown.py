@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
-    broken=">=2.9",
     fails_with=("RuntimeError",),
 )
 

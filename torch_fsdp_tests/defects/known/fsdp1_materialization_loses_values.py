@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
-    broken=">=2.9",
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
-    broken=">=2.9",
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._common_utils._FSDPState",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/149138",
         "https://github.com/pytorch/pytorch/issues/82070",

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
-    broken=">=2.9",
     fails_with=("RuntimeError",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
-    broken=">=2.9",
     place=Place.HOST,
 )
 

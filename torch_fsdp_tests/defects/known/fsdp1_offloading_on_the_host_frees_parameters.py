@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu",
-    broken=">=2.9,<2.14",
     place=Place.HOST,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/188989",

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
-    broken=">=2.9",
     world_size=4,
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state",
-    broken=">=2.9",
     world_size=4,
     fails_with=("ValueError", "RuntimeError"),
 )

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
-    broken=">=2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
 )
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._convert_all_state_info",
-    broken=">=2.9",
 )
 
 

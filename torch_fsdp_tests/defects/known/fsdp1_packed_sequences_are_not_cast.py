@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._apply_to_tensors",
-    broken=">=2.9",
 )
 
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
-    broken=">=2.9",
 )
 
 

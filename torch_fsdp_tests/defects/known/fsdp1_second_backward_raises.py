@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/136861",
         "https://github.com/pytorch/pytorch/issues/106637",

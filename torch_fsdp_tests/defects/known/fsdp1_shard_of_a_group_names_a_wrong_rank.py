@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
-    broken=">=2.9",
     world_size=4,
 )
 

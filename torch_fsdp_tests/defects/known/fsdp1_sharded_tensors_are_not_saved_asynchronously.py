@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
-    broken=">=2.9",
     fails_with=("RuntimeError",),
 )
 

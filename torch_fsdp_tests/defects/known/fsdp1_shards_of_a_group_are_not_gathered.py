@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed._shard.sharded_tensor.ShardedTensor.gather",
-    broken=">=2.9",
     world_size=4,
     fails_with=("IndexError", "RuntimeError"),
 )

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
-    broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/180449", "https://github.com/pytorch/pytorch/pull/181261"),
 )
 

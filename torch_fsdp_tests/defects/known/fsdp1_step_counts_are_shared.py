@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._unflatten_communicated_optim_state",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/96251",
         "https://github.com/pytorch/pytorch/pull/96313",

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
-    broken=">=2.9",
 )
 
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
-    broken=">=2.9",
     arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
 )
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.tensor.parallel.fsdp._chunk_dtensor",
-    broken=">=2.9",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188947",),
 )

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
-    broken=">=2.9",
 )
 
 

@@ -14,7 +14,6 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
-    broken=">=2.9,<2.14",
     upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),
 )
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-    broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/pull/194058",),
     fails_with=("AttributeError",),
 )

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    broken=">=2.9,<2.15",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/196996",
         "https://github.com/pytorch/pytorch/pull/160279",

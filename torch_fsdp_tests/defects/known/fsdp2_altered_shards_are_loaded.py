@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data, and torch.load",
-    broken=">=2.9",
     arguable="torch.load is known not to look at checksums, and file systems have their own",
 )
 

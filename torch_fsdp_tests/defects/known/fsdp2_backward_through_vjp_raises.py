@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
     since="2.13",  # before, the first forward under a transform raises
-    broken=">=2.13",
     fails_with=("RuntimeError",),
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_tensors",
-    broken=">=2.9",
 )
 
 

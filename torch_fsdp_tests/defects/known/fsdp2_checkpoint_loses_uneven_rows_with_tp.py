@@ -22,7 +22,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    broken=">=2.10",
     world_size=6,
     upstream=("https://github.com/pytorch/pytorch/issues/168134",),
 )

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.nn.utils.clip_grad._get_total_norm",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/180346",
         "https://github.com/pytorch/pytorch/pull/180501",

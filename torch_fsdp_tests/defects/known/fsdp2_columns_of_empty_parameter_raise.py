@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    broken=">=2.9",
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     since="2.15",
-    broken=">=2.15",
     arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
     "finalization; nothing refuses or warns otherwise, and the sum is only less precise",
 )

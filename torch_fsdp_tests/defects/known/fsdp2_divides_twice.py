@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    broken=">=2.10",
     world_size=1,
 )
 

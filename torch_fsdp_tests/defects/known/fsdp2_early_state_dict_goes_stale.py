@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    broken=">=2.9,<2.10",
     upstream=("https://github.com/pytorch/pytorch/pull/163130", "https://github.com/pytorch/torchtitan/issues/1136"),
 )
 

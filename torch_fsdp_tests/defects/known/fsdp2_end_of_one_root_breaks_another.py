@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._backward_prefetch",
     since="2.10",
-    broken=">=2.10",
     arguable="it can be avoided: by set_is_last_backward(False) for all but the last of the roots' backwards, or by a "
     "backward of each root before the next one's forward",
     fails_with=("IndexError",),

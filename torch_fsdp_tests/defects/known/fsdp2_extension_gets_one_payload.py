@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    broken=">=2.9",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/197999",),
 )

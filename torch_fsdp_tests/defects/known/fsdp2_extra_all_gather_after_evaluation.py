@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
-    broken=">=2.9",
 )
 
 

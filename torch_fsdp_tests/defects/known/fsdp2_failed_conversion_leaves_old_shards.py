@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
-    broken=">=2.9",
     arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
     "own risk",
 )

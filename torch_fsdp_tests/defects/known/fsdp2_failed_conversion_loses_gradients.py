@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
-    broken=">=2.15",
     since="2.15",
 )
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
-    broken=">=2.9",
 )
 
 

@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
-    broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/182641", "https://github.com/pytorch/pytorch/pull/182732"),
     fails_with=("NotImplementedError", "RuntimeError"),
 )

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
-    broken=">=2.9",
 )
 
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
-    broken=">=2.10",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192224",
         "https://github.com/pytorch/pytorch/pull/192239",

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
-    broken=">=2.9,<2.14",
     upstream=("https://github.com/pytorch/pytorch/issues/186998",),
     fails_with=("RuntimeError", "AssertionError"),
 )

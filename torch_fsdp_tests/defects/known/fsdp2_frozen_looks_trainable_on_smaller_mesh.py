@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
-    broken="<2.12",
     world_size=4,
 )
 

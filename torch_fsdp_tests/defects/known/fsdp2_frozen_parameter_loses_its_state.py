@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",

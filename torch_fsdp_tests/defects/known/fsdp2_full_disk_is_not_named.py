@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COSMETIC,
     where="torch.distributed.checkpoint.filesystem._write_item, and torch.save",
-    broken=">=2.9",
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/126285",),
 )
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COSMETIC,
     where="torch.distributed._state_dict_utils._unflatten_state_dict",
-    broken=">=2.9",
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    broken=">=2.10,<2.15",
     since="2.10",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/170648",

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
-    broken=">=2.9,<2.13",
     fails_with=("RuntimeError",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/183207",
         "https://github.com/pytorch/pytorch/pull/183366",

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.nn.utils.clip_grad_norm_ over DTensors, reduced with ReduceOp.MAX of the backend",
-    broken=">=2.9",
 )
 
 

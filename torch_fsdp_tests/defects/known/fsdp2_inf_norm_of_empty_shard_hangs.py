@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.tensor._ops._math_ops, which lets each rank take the norm of its own shard",
-    broken=">=2.9",
     fails_with=("RuntimeError", "IndexError"),
 )
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_all_gather_outputs",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",
         "https://github.com/pytorch/pytorch/pull/197327",

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
-    broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("RuntimeError",),
 )

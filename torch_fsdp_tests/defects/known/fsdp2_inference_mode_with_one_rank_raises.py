@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    broken=">=2.9,<2.15",
     world_size=1,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",

@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    broken=">=2.9,<2.15",
 )
 
 

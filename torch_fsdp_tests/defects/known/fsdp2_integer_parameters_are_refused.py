@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
     fails_with=("RuntimeError",),
 )

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
-    broken=">=2.9",
     arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",
 )
 

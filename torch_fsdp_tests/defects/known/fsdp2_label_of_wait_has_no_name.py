@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.COSMETIC,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     since="2.12",
-    broken=">=2.12",
 )
 
 

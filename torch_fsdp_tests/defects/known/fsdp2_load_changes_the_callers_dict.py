@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
-    broken=">=2.9",
 )
 
 

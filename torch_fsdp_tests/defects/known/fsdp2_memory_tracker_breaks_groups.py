@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
-    broken=">=2.9",
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

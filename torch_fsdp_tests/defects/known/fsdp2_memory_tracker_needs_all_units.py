@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
-    broken=">=2.9",
     fails_with=("AttributeError", "KeyError"),
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
-    broken=">=2.9",
 )
 
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-    broken=">=2.9,<2.14",
 )
 
 

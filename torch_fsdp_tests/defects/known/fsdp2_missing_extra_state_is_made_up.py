@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
-    broken=">=2.9",
 )
 
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
-    broken=">=2.9,<2.10",
     upstream=("https://github.com/pytorch/pytorch/issues/132628",),
     fails_with=("KeyError",),
 )

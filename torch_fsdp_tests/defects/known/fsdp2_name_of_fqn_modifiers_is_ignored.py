@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_model_state_dict",
-    broken=">=2.9",
     fails_with=("AttributeError",),
 )
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
-    broken=">=2.9",
     fails_with=("KeyError",),
 )
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._state_dict_utils._broadcast_state_dict",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/149516",
         "https://github.com/pytorch/pytorch/pull/150239",

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.tensor._op_schema.OpSchema._recompute_comparison_key",
-    broken=">=2.10,<2.12",
     upstream=("178276", "176010", "181761", "188174"),
 )
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
     since="2.14",
-    broken=">=2.14",
     world_size=4,
     package="spmd_types",
 )

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
-    broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/pull/173415", "https://github.com/pytorch/pytorch/pull/174692"),
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
-    broken=">=2.12,<2.13",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),
 )
 

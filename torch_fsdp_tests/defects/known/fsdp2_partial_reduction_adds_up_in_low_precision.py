@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    broken=">=2.9",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/194628",),
     arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "

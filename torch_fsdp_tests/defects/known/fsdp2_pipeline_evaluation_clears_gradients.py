@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
-    broken=">=2.12",
 )
 
 

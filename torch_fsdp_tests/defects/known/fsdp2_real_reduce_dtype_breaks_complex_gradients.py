@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs",
-    broken=">=2.9",
     arguable="a real dtype cannot hold a complex gradient; but param_dtype leaves such parameters as they are",
     fails_with=("AssertionError", "TypeError", "RuntimeError"),
 )

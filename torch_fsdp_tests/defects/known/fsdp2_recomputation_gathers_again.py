@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
-    broken=">=2.9,<2.10",
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
-    broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
     fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
 )

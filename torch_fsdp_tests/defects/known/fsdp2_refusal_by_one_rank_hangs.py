@@ -22,7 +22,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict, _load_model_state_dict",
-    broken=">=2.9",
     fails_with=("AssertionError",),
 )
 

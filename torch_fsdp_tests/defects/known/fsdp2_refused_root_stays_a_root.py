@@ -15,7 +15,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    broken=">=2.9,<2.15",
     fails_with=("RuntimeError",),
 )
 

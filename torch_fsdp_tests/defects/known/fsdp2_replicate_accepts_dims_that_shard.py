@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed._composable.replicate_with_fsdp.replicate",
     since="2.12",
-    broken=">=2.12",
 )
 
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
     since="2.11",
-    broken=">=2.11",
 )
 
 

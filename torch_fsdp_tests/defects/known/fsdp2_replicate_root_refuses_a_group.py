@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
     since="2.11",
-    broken=">=2.11",
     fails_with=("RuntimeError",),
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._reset_iter_state",
     since="2.13",
-    broken=">=2.13",
     arguable="there is nothing to reset before the first forward",
     fails_with=("AttributeError",),
 )

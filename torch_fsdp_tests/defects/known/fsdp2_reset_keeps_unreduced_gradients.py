@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
     since="2.13",
-    broken=">=2.13,<2.15",
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
-    broken=">=2.9",
     world_size=4,
 )
 

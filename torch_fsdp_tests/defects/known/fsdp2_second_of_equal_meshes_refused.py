@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
     since="2.12",
-    broken=">=2.12",
     fails_with=("ValueError",),
 )
 

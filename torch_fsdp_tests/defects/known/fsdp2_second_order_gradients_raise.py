@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-    broken=">=2.9",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/172543",
         "https://github.com/pytorch/pytorch/pull/172770",

@@ -20,7 +20,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict.set_state_dict",
-    broken=">=2.9",
 )
 
 

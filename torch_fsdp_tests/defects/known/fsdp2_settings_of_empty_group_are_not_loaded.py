@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/143828",),
     fails_with=("KeyError", "IndexError", "AssertionError"),
 )

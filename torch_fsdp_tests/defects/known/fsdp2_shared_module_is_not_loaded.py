@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._iterate_valid_model_state",
-    broken=">=2.9",
     fails_with=("RuntimeError",),
 )
 

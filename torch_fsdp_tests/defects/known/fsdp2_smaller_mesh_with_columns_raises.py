@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
-    broken=">=2.9",
     world_size=4,
     fails_with=("IndexError",),
 )

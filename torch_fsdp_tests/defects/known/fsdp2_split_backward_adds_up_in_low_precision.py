@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
     since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
-    broken="<2.15",
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining._backward.stage_backward_input",
     since="2.10",  # in 2.9 the stages fail to exchange shapes in a group of their own
-    broken=">=2.9",
     arguable="pipelines usually run with reshard_after_forward=False, which avoids it; nothing requires it or warns",
 )
 

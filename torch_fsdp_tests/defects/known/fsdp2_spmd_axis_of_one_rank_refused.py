@@ -16,7 +16,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
     since="2.14",
-    broken=">=2.14",
     package="spmd_types",
     arguable="Leave dimensions of one rank out of the mesh.",
     fails_with=("ValueError",),

@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
-    broken=">=2.9",
     fails_with=("AssertionError", "ValueError"),
 )
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
 )
 

@@ -25,7 +25,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data, and DynamicMetaLoadPlanner",
-    broken=">=2.9",
 )
 
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
-    broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/issues/190626",),
     arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
 )

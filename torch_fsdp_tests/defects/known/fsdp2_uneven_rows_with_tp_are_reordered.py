@@ -17,7 +17,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor.placement_types._StridedShard._to_replicate_tensor",
-    broken=">=2.9,<2.10",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/163843",),
 )

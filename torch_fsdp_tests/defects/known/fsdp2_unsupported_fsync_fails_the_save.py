@@ -21,7 +21,6 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.filesystem._write_files_from_queue, FileSystemWriter.finish",
-    broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/pull/190697",),
     arguable="a writer that passes over errors of fsync could report a checkpoint as saved that the disk has lost, and "
     "FileSystemWriter(sync_files=False) does not sync",
