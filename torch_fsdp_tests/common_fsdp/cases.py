@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_distributed import (
     run_subtests,
 )
 from torch_fsdp_tests.common_fsdp import substitutes
-from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin
+from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin, moderate_steps
 from torch_fsdp_tests.common_utils import FILE_SCHEMA
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
@@ -81,7 +81,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
             )
         # No rank starts the test while another one still connects, or closes its group while another one still uses it.
         _barrier(mine)
-        self.run_test(test_name, parent_pipe)
+        with moderate_steps():
+            self.run_test(test_name, parent_pipe)
         if dist.is_initialized():
             _barrier(mine)
             dist.destroy_process_group()
@@ -106,7 +107,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
-        with _between_barriers():
+        with _between_barriers(), moderate_steps():
             super()._run_test_given_id(test_id, **kwargs)
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fsdp_tests.common_distributed import run_subtests
 from torch_fsdp_tests.device import accelerator
@@ -31,6 +35,7 @@ else:
     _Base = object
 
 LARGEST_LOSS = 1e3  # a mistake of a thousandth is still larger than float32's rounding of it
+LARGEST_VALUE = 1e3  # of a parameter after a step
 LEAST_CHANGE = 1e-4  # of a loss, by a step; many times the tolerance with which losses are compared
 _LEARNING_RATE = 1e-2
 _HOST = torch.device("cpu")
@@ -58,6 +63,29 @@ def check_losses(losses: Iterable[torch.Tensor]) -> None:
         raise AssertionError(f"a loss is not finite or exceeds {LARGEST_LOSS:g}: {text}")
     if any(torch.allclose(*pair, rtol=LEAST_CHANGE) for pair in itertools.pairwise(steps)):
         raise AssertionError(f"a step changes the loss by less than {LEAST_CHANGE:g} of it: {text}")
+
+
+@contextlib.contextmanager
+def moderate_steps() -> Iterator[None]:
+    """Fail at an optimizer step of this process that leaves values that are not finite, or are very large.
+
+    Such a training proves nothing, whatever it is compared with. A step that a gradient scaler skips does not count.
+    """
+    handle = register_optimizer_step_post_hook(_check_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_step(optim: torch.optim.Optimizer, *_: object) -> None:
+    params = [param.detach() for group in optim.param_groups for param in group["params"]]
+    with _disable_current_modes():
+        values = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+        plain = [value for value in values if type(value) is torch.Tensor and not value.is_meta and value.numel()]
+        found = [value.abs().max().item() for value in plain]
+    if not all(largest <= LARGEST_VALUE for largest in found):  # a comparison with nan is false
+        raise AssertionError(f"an optimizer step leaves parameters whose largest values are {found}")
 
 
 class FSDPTestMixin(_Base):
