@@ -93,7 +93,7 @@ class TestVersions(TreeCase):
         name = "test_x::TestX.test_"
         self.assertIn(f"## Tests that execute only on 9.2.0: 2\n\n- `{name}counts`\n- `{name}exists`\n", page)
         self.assertIn(f"## Tests that exist only on 9.2.0: 1\n\n- `{name}exists`\n", page)
-        self.assertIn("| 1 | 0 | needs a torch that counts |", page)
+        self.assertIn("| 1 | 0 | other | needs a torch that counts |", page)
         self.run_command()  # the table of the results that exist
         self.assertEqual((self.code, (self.output / "versions.md").read_text()), (0, page), self.err)
 

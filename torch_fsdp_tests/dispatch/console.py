@@ -247,7 +247,7 @@ class Console:
         self._clear()
         self._status = ""
         self.say()
-        kinds = ", ".join(f"{kind.value}: {count}" for kind, count in results.skips_by_kind().items())
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in results.skips_by_kind().items() if count)
         self._reasons(f"skipped ({kinds}), by reason:", results.skips_by_reason())
         self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
         bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]

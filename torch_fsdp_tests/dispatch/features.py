@@ -1,8 +1,8 @@
 """The features of FSDP, the tests of each, and their results. A test may belong to several features.
 
-``data/features.txt`` says which: a line for each folder, file, class or test, with the features that all tests of it
-belong to. Classes and tests stand indented below their file. A test that is not named belongs to the features of its
-class, its file and its folders.
+``data/features.txt`` first has the features, by group. Then it has a line for each folder, file, class or test, with
+its features. Classes and tests stand indented below their file. A test that is not named belongs to the features of
+its class, its file and its folders.
 """
 
 from __future__ import annotations
@@ -36,52 +36,17 @@ class Feature(NamedTuple):
     about: str
 
 
-API, SHARDING, TRAINING, STATE, BESIDE, SUITE = (
-    "Interfaces",
-    "Sharding",
-    "Training",
-    "Saving and loading",
-    "Together with",
-    "The suite itself",
-)
+def _features() -> Iterator[Feature]:
+    group = ""
+    for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[0].splitlines():
+        name, _, about = line.strip().partition(" = ")
+        if about:
+            yield Feature(name, group, about)
+        else:
+            group = name.removesuffix(":")
 
-FEATURES = (
-    Feature("FSDP1", API, "FullyShardedDataParallel"),
-    Feature("FSDP2", API, "fully_shard"),
-    Feature("Replication", API, "replicate, which is FSDP2 without shards"),
-    Feature(
-        "Sharding strategies", SHARDING,
-        "full shards, sharded gradients only, no shards; resharding after forward",
-    ),
-    Feature("Hybrid sharding", SHARDING, "HSDP: shards within a group, replicas across groups"),
-    Feature("Uneven shards", SHARDING, "sizes that the world size does not divide; ranks without a shard"),
-    Feature("Wrapping", SHARDING, "which modules become units: policies, nesting, several roots"),
-    Feature("Deferred initialization", SHARDING, "models on the meta device; states that rank 0 sends"),
-    Feature("Frozen, ignored and shared parameters", SHARDING, "what is not trained, not sharded, or used twice"),
-    Feature("Original parameters", SHARDING, "use_orig_params of FSDP1"),
-    Feature("Unsharding by hand", SHARDING, "summon_full_params, unshard and reshard"),
-    Feature("Forward and backward", TRAINING, "the same losses and gradients as without FSDP, for all kinds of inputs"),
-    Feature("Gradient accumulation", TRAINING, "several backward passes per step, with and without communication"),
-    Feature("Gradient clipping", TRAINING, "norms over shards"),
-    Feature("Gradient scaling", TRAINING, "GradScaler and ShardedGradScaler"),
-    Feature("Mixed precision", TRAINING, "other dtypes for computation, communication and storage"),
-    Feature("Offload", TRAINING, "parameters, gradients and states in host memory"),
-    Feature("Activation checkpointing", TRAINING, "activations that are computed again in the backward pass"),
-    Feature("Communication", TRAINING, "which collectives run, when, and over which ranks; communication hooks"),
-    Feature("Overlap and prefetching", TRAINING, "communication during computation"),
-    Feature("Memory", TRAINING, "what is held, and when it is freed"),
-    Feature("Extensions", TRAINING, "tensor subclasses that customize the all-gather"),
-    Feature("State dicts of models", STATE, "full, sharded and local; on rank 0 only, and offloaded"),
-    Feature("State dicts of optimizers", STATE, "full, sharded and flattened; at other world sizes"),
-    Feature("Distributed checkpoint", STATE, "torch.distributed.checkpoint: save, load, reshard, convert"),
-    Feature("Tensor parallelism", BESIDE, "two and three dimensions: FSDP over DTensor parameters"),
-    Feature("Pipeline parallelism", BESIDE, "stages that are sharded"),
-    Feature("Expert parallelism", BESIDE, "experts that are sharded separately"),
-    Feature("torch.compile", BESIDE, "dynamo, AOT autograd, Inductor"),
-    Feature("Typed tensors", BESIDE, "SPMD types"),
-    Feature("Harness", SUITE, "ranks, verdicts, devices"),
-    Feature("Dispatcher", SUITE, "selection, processes, reports"),
-)  # fmt: skip
+
+FEATURES = tuple(_features())
 
 
 @functools.cache
@@ -89,7 +54,7 @@ def declared() -> Mapping[str, Sequence[str]]:
     """The features of each declared ``folder``, ``folder/file``, ``folder/file::Class`` or ``::Class.test``."""
     found: dict[str, list[str]] = {}
     file = ""
-    for line in DECLARED.read_text(encoding="utf-8").splitlines():
+    for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
         name, _, features = line.partition(" = ")
         name = f"{file}::{name.strip()}" if name.startswith(" ") else (file := name)
         found[name] = features.split("; ") if features else []

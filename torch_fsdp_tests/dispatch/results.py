@@ -11,7 +11,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, SkipKind, State, tally
+from torch_fsdp_tests.verdict import Scope, State, tally
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
@@ -117,11 +117,11 @@ class Results:
             for reason in dict.fromkeys([*tests, *subtests])
         ]
 
-    def skips_by_kind(self) -> dict[SkipKind, int]:
+    def skips_by_kind(self) -> dict[str, int]:
         """The number of tests for each kind of reason to skip, the most frequent first."""
-        found = collections.Counter(
-            test.skip_kinds[test.reason] for _, test in self.tests() if test.outcome is State.SKIPPED
-        )
+        found: collections.Counter[str] = collections.Counter()
+        for row in self.skips():
+            found[row["kind"]] += row["tests"]
         return dict(found.most_common())
 
     def is_left_empty(self) -> bool:
