@@ -10,25 +10,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.substitutes import install, uninstall  # noqa: F401
 from torch_fsdp_tests.installed_torch import torch_names
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
-
-
-def states_may_be_synced() -> AbstractContextManager[None]:
-    """Allow ``sync_module_states`` of tensors in host memory if there is no other memory.
-
-    FSDP refuses it (``_check_module_states_for_sync_module_states``) because some backends cannot broadcast such
-    tensors, but the host's backend can. All ranks of the default group must enter the context.
-    """
-    if accelerator.current().has("device_memory"):
-        return contextlib.nullcontext()
-    check = "_check_module_states_for_sync_module_states"
-    return swapped(functools.partial(setattr, _fsdp1_init, check), getattr(_fsdp1_init, check), lambda states: None)
 
 
 def to_host_is_a_copy() -> AbstractContextManager[Any]:

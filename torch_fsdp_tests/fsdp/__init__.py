@@ -4,6 +4,6 @@
 ``shards``: which part of a tensor is on which rank. ``combinations``: subtests for all parameter sets, or for enough of
 them that every pair of values occurs. ``collectives``: records FSDP's collectives. ``compiling``: backends of
 ``torch.compile``. ``training``: trains an FSDP2 model and a plain one side by side. ``optimizers``: steps on local
-shards. ``meshes``: device meshes of the ranks. ``seeded``: random numbers from a seed. ``sharded_states``: takes,
-checks and loads sharded state dicts of FSDP1. ``cases``: a test case with as few ranks as possible.
+shards. ``meshes``: device meshes of the ranks. ``seeded``: random numbers from a seed. ``sharded_states``: takes and
+loads sharded state dicts of FSDP1. Helpers that only one folder of tests needs lie beside these tests.
 """

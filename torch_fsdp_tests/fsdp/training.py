@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.common_distributed import run_subtests
-from torch_fsdp_tests.common_fsdp import MLPStack
 from torch_fsdp_tests.common_fsdp.training import check_losses
-from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, device_sleep, get_cycles_per_ms, manual_seed
+from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manual_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
 from torch_fsdp_tests.fsdp.shards import shard_of
-from torch_fsdp_tests.installed_torch import torch_facts
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_distributed import RankTestCase as _Base
@@ -175,31 +170,6 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     test.assertEqual(found, {name: param.detach() for name, param in refs.items()})
 
 
-class Features(nn.Module):
-    """Computes in a method other than ``forward``, which raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, kernel_size=7, stride=7)
-
-    def features(self, imgs: torch.Tensor) -> torch.Tensor:
-        return self.conv(imgs).flatten(2).transpose(1, 2)
-
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("only the features are used")
-
-
-class FeaturesModel(nn.Module):
-    """Projects the features of images of shape (batch, 3, 14, 14)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vit, self.projector = Features(), nn.Linear(4, 2)
-
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-        return self.projector(self.vit.features(imgs))
-
-
 class TrainingMixin(_Base):
     """For a test case with ranks (threads or processes): models, data, and the comparison of two trainings."""
 
@@ -264,72 +234,3 @@ class TrainingMixin(_Base):
         compare(self, ref_model, model)
         check_losses(ref_losses)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
-
-    def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
-        """A registered method gets full parameters, like ``forward``. Returns the model after a last forward."""
-        manual_seed(42)
-        model = FeaturesModel()
-        ref_model = self._replica(model)
-        wrap_each([model.vit, model.projector, model])
-        with self.assertRaisesRegex(ValueError, "does not have a method feature"):
-            register_fsdp_forward_method(model.vit, "feature")
-        register_fsdp_forward_method(model.vit, "features")
-        register_fsdp_forward_method(ref_model.vit, "features")  # it has no shards, so there is nothing to do
-        seen: list[type] = []
-        model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
-        self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
-        self.assertEqual(seen, [nn.Parameter] * FEW)
-        model(self._inputs(4, 3, 14, 14))
-        return model
-
-
-class StacksMixin(TrainingMixin):
-    """For a test case with ranks: MLPs that tensor parallelism shards before FSDP2."""
-
-    def _check_stacks(
-        self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh, iterations: int = FEW
-    ) -> None:
-        """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` is the flattened ``dp_mesh``."""
-        # Size 3 leaves a rank empty, 5 and 17 are uneven, and 16 is even.
-        dims = [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
-        config: dict[str, list[Any]] = {
-            "reshard_after_forward": [False, True],
-            "use_activation_checkpointing": [False, True],
-            "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
-        }
-        for case in one_by_one(pairwise(config)):
-            run_subtests(self, case, self._check_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
-
-    def _check_stack(
-        self,
-        tp_mesh: DeviceMesh,
-        dp_mesh: DeviceMesh,
-        flat_dp_mesh: DeviceMesh,
-        iterations: int,
-        reshard_after_forward: bool,
-        use_activation_checkpointing: bool,
-        mlp_dim: int,
-    ) -> None:
-        manual_seed(42)
-        model = MLPStack(mlp_dim)
-        ref_model = self._replica(model)
-        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
-        check_full(self, ref_model, model)
-        kwargs: dict[str, Any] = {}
-        if mlp_dim == 16 and not use_activation_checkpointing:
-            kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # the fastest optimizer for DTensors
-        self._check_training(
-            ref_model,
-            model,
-            lambda: self._inputs(8, mlp_dim),
-            average=functools.partial(average_gradients, group=flat_dp_mesh.get_group()),
-            data_rank=flat_dp_mesh.get_local_rank(),
-            iterations=iterations,
-            foreach=False,
-            **kwargs,
-        )
-        names = (*(dp_mesh.mesh_dim_names or ()), *(tp_mesh.mesh_dim_names or ()))
-        for param in model.parameters():
-            self.assertIsInstance(param, DTensor)
-            self.assertEqual(param.device_mesh.mesh_dim_names, names)
-            self.assertEqual(len(param.placements), len(names))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,9 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed._composable.forward_methods import ForwardMethodsMixin
 
 needs_replicate = needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
 
@@ -536,7 +541,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
 
 
 @needs_replicate
-class TestReplicateCustomForwardMethod(TrainingMixin, FSDPTest):
+class TestReplicateCustomForwardMethod(ForwardMethodsMixin, FSDPTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)

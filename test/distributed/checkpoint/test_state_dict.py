@@ -10,8 +10,10 @@ import copy
 import dataclasses
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +39,6 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
-    Pair,
-    StateDictTest,
     is_sharded,
     whole_tree,
 )
@@ -48,6 +48,9 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import shard_each, train
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.checkpoint.pairs import Pair, StateDictTest
 
 DIM = 7  # odd, so that two ranks have unequal shards
 FULL = StateDictOptions(full_state_dict=True)

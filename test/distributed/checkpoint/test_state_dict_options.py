@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import gc
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +41,7 @@ from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
     FusionEmbeddingWithHook,
     FusionEmbeddingWithModifier,
-    Pair,
-    StateDictTest,
     is_sharded,
-    optimizer,
     whole,
     whole_tree,
 )
@@ -53,6 +52,9 @@ from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.checkpoint.pairs import Pair, StateDictTest, optimizer
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +23,11 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.cases import FewRanksTest
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import FewRanksTest
 
 _save_on_cpu_called = False
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -20,9 +22,11 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.meshes import machines_of
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import machines_of
 
 default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
 

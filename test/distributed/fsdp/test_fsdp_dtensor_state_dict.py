@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,14 +35,15 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
-    ShardedStatesMixin,
     Trained,
     parameters_and_moments,
-    plain_parameters_and_moments,
     sharded_state_dicts,
     train_on_share,
     use_sharded_state_dicts,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 
 FOUR_RANKS = requires(lambda: None if accelerator.current().ranks >= 4 else "needs 4 ranks, fewer are asked for")
 EVEN = parametrize("is_even_sharded_model", [True, False])
@@ -67,7 +70,7 @@ class TestDummyModelUneven(nn.Module):
         return torch.rand(5, 5, generator=generator)
 
 
-class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
+class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device_type, (self.world_size,))
 

@@ -6,7 +6,9 @@ The four ranks are two "nodes" of two: shard groups (0, 1) and (2, 3), replicate
 from __future__ import annotations
 
 import copy
+import sys
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     TransformerWithSharedParams,
 )
-from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -32,8 +33,10 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.meshes import machines_of
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import machines_of, states_may_be_synced
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})

@@ -6,7 +6,9 @@ import collections
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, en
 
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
-from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import states_may_be_synced
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], None]

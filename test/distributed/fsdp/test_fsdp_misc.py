@@ -12,11 +12,13 @@ import copy
 import functools
 import inspect
 import os
+import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,7 +63,6 @@ from torch_fsdp_tests.common_fsdp import (
     _assert_module_states,
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
-from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -70,6 +71,9 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, check_defaults, data_parallel, full_parameters, named
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import states_may_be_synced
 
 distributed_optim = torch_names.module("torch.distributed.optim")
 

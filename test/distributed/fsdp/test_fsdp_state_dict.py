@@ -12,8 +12,10 @@ import functools
 import io
 import itertools
 import math
+import sys
 import unittest
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +47,7 @@ from torch_fsdp_tests.common_fsdp import (
     _broadcast_state_dict,
     _zero_model,
 )
-from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
+from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -55,6 +57,9 @@ from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sha
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import states_may_be_synced
 
 if TYPE_CHECKING:
     _Base = FSDPTest

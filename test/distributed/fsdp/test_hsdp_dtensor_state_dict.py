@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,14 +32,15 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
-    ShardedStatesMixin,
     Trained,
     parameters_and_moments,
-    plain_parameters_and_moments,
     sharded_state_dicts,
     train_on_share,
     use_sharded_state_dicts,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 PLACEMENTS = (Replicate(), Shard(0))
@@ -75,7 +78,7 @@ class FakeMPModel(nn.Module):
         return self.dense(sparse)
 
 
-class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
+class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     world_size = 4
 
     def _mesh(self) -> DeviceMesh:

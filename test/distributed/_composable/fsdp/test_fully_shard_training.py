@@ -13,8 +13,10 @@ import gc
 import inspect
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,7 +62,6 @@ from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
-    StacksMixin,
     TrainingMixin,
     accumulating,
     backward,
@@ -75,6 +76,10 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.forward_methods import ForwardMethodsMixin
+from distributed._composable.stacks import StacksMixin
 
 needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
 needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
@@ -1913,7 +1918,7 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, next_batch, step=accumulating(model, mark), iterations=FEW)
 
 
-class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
+class TestFullyShardCustomForwardMethod(ForwardMethodsMixin, FSDPTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)

@@ -11,6 +11,8 @@ import functools
 import io
 import math
 import os
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,7 +62,6 @@ from torch_fsdp_tests.fsdp.sharded_states import (
 )
 from torch_fsdp_tests.fsdp.training import (
     ITERATIONS,
-    StacksMixin,
     TrainingMixin,
     accumulating,
     backward,
@@ -73,6 +74,9 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.stacks import StacksMixin
 
 HOST = torch.device("cpu")  # the CPU is the subject
 ALL_REDUCE, REDUCE_SCATTER = torch.ops.c10d_functional.all_reduce, torch.ops.c10d._reduce_scatter_base_

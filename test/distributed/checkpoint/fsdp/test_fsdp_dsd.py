@@ -10,7 +10,9 @@ import contextlib
 import copy
 import functools
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +40,10 @@ from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
-    Pair,
     VerifyStateDictMixin,
     by_parameter,
     is_sharded,
     named_osd,
-    optimizer,
     whole_tree,
 )
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -51,6 +51,9 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import loss_of, shard_each, train
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed.checkpoint.pairs import Pair, optimizer
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)

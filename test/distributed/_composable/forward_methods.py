@@ -1,0 +1,59 @@
+"""Methods besides ``forward`` that get full parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from torch_fsdp_tests.common_utils import manual_seed
+from torch_fsdp_tests.fsdp.training import FEW, TrainingMixin
+
+
+class Features(nn.Module):
+    """Computes in a method other than ``forward``, which raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, kernel_size=7, stride=7)
+
+    def features(self, imgs: torch.Tensor) -> torch.Tensor:
+        return self.conv(imgs).flatten(2).transpose(1, 2)
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("only the features are used")
+
+
+class FeaturesModel(nn.Module):
+    """Projects the features of images of shape (batch, 3, 14, 14)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit, self.projector = Features(), nn.Linear(4, 2)
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        return self.projector(self.vit.features(imgs))
+
+
+class ForwardMethodsMixin(TrainingMixin):
+    """For a test case with ranks (threads or processes)."""
+
+    def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
+        """A registered method gets full parameters, like ``forward``. Returns the model after a last forward."""
+        manual_seed(42)
+        model = FeaturesModel()
+        ref_model = self._replica(model)
+        wrap_each([model.vit, model.projector, model])
+        with self.assertRaisesRegex(ValueError, "does not have a method feature"):
+            register_fsdp_forward_method(model.vit, "feature")
+        register_fsdp_forward_method(model.vit, "features")
+        register_fsdp_forward_method(ref_model.vit, "features")  # it has no shards, so there is nothing to do
+        seen: list[type] = []
+        model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
+        self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
+        self.assertEqual(seen, [nn.Parameter] * FEW)
+        model(self._inputs(4, 3, 14, 14))
+        return model
