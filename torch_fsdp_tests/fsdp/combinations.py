@@ -62,7 +62,8 @@ def subtests(**config: Values) -> Callable[[Test], Test]:
     """Run a test method for every combination of its parameters' values, each as a subtest.
 
     They share their ranks, as with ``run_subtests``. Instead of values you can pass a function without arguments that
-    returns them, if only a rank knows them. Use it as the innermost decorator.
+    returns them, if only a rank knows them. Use it as the innermost decorator. Other parameters of the method, such as
+    ``device``, are passed on.
     """
     return _in_one_set_of_ranks(lambda: [_known(config)])
 
@@ -79,9 +80,9 @@ def _known(config: Mapping[str, Values]) -> dict[str, Sequence[Any]]:
 def _in_one_set_of_ranks(configs: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
-        def run(self: Any) -> None:
+        def run(self: Any, *args: Any, **kwargs: Any) -> None:
             for config in configs():
-                run_subtests(self, config, functools.partial(test, self))
+                run_subtests(self, config, test, self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
 

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -167,11 +168,9 @@ class TestBackwardPrefetch(FSDPTest):
             self.assertEqual((in_forward, in_backward), (13, 12 if gathers_again else 0))
 
     @skip_if_lt_x_gpu(2)
-    def test_what_is_there_in_time(self):
+    @subtests(backward_prefetch=PREFETCHES)
+    def test_what_is_there_in_time(self, backward_prefetch):
         """Only with prefetch, a layer's parameters are gathered before its backward starts."""
-        self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_what_is_there_in_time)
-
-    def _test_what_is_there_in_time(self, backward_prefetch: BackwardPrefetch | None) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), backward_prefetch=backward_prefetch)
@@ -207,11 +206,9 @@ class TestBackwardPrefetch(FSDPTest):
         self.assertEqual(gathered(), [])
 
     @skip_if_lt_x_gpu(2)
-    def test_order_that_changes(self):
+    @subtests(backward_prefetch=PREFETCHES)
+    def test_order_that_changes(self, backward_prefetch):
         """Backward gathers in the reverse order of its own forward. Earlier ones do not count."""
-        self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_order_that_changes)
-
-    def _test_order_that_changes(self, backward_prefetch: BackwardPrefetch | None) -> None:
         policy = ModuleWrapPolicy({nn.Linear})
         model = FSDP(InOrder().to(self.device), auto_wrap_policy=policy, backward_prefetch=backward_prefetch)
         handles = [internals.handle(layer) for layer in model.layers]

@@ -23,6 +23,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -222,12 +223,9 @@ class TestFSDPCheckpoint(_CheckpointTest):
             self.run_subtests(config, test, cpu_offload=CPUOffload(offload_params=False), widths=(3, 4, 5, 2))
 
     @skip_if_lt_x_gpu(2)
-    def test_how_often_recomputation_gathers(self):
+    @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_how_often_recomputation_gathers(self, sharding_strategy):
         """A checkpoint around FSDP gathers again to recompute; one within FSDP does not."""
-        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-        self.run_subtests({"sharding_strategy": strategies}, self._test_how_often_recomputation_gathers)
-
-    def _test_how_often_recomputation_gathers(self, sharding_strategy: ShardingStrategy) -> None:
         kwargs = {"sharding_strategy": sharding_strategy, "backward_prefetch": None}
         torch.manual_seed(self.rank)
         x = self._input(10, 3)

@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
@@ -91,27 +92,11 @@ class TestClipGradNorm(FSDPTest):
         self.assertGreater(model.clip_grad_norm_(max_norm=2), 0)
 
     @skip_if_lt_x_gpu(2)
-    def test_ddp_parity(self, device):
+    @subtests(
+        norm_type=NORM_TYPES, sharding_strategy=STRATEGIES, use_orig_params=[False, True], offload_params=[False, True]
+    )
+    def test_ddp_parity(self, device, norm_type, sharding_strategy, use_orig_params, offload_params):
         """Norms, gradients and updated parameters match DDP with torch's own clipping."""
-        self.run_subtests(
-            {
-                "device": [device],
-                "norm_type": NORM_TYPES,
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [False, True],
-                "offload_params": [False, True],
-            },
-            self._test_ddp_parity,
-        )
-
-    def _test_ddp_parity(
-        self,
-        device: str,
-        norm_type: float,
-        sharding_strategy: Strategy,
-        use_orig_params: bool,
-        offload_params: bool,
-    ) -> None:
         model = self._transformer(
             sharding_strategy,
             use_orig_params=use_orig_params,
@@ -171,27 +156,14 @@ class TestClipGradNorm(FSDPTest):
 
     @requires_capability("fp16_collectives")
     @skip_if_lt_x_gpu(2)
-    def test_low_precision_grads(self, device):
+    @subtests(
+        max_norm=[1, 2.5],
+        norm_type=[1, 2, math.inf],
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+    )
+    def test_low_precision_grads(self, device, max_norm, norm_type, sharding_strategy, use_orig_params):
         """Gradients kept in float16 are measured in float32. The returned norm is float16."""
-        self.run_subtests(
-            {
-                "device": [device],
-                "max_norm": [1, 2.5],
-                "norm_type": [1, 2, math.inf],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
-                "use_orig_params": [False, True],
-            },
-            self._test_low_precision_grads,
-        )
-
-    def _test_low_precision_grads(
-        self,
-        device: str,
-        max_norm: float,
-        norm_type: float,
-        sharding_strategy: ShardingStrategy,
-        use_orig_params: bool,
-    ) -> None:
         fsdp_kwargs: dict[str, Any] = {
             "sharding_strategy": sharding_strategy,
             "use_orig_params": use_orig_params,
@@ -250,11 +222,9 @@ class TestClipGradNorm(FSDPTest):
         return _norm([torch.tensor(of_all_ranks(mine), dtype=torch.float64)], norm_type)
 
     @skip_if_lt_x_gpu(2)
-    def test_no_gradients(self, device):
+    @subtests(use_orig_params=[False, True])
+    def test_no_gradients(self, device, use_orig_params):
         """Without gradients, the norm is a float32 zero, and a warning names this dtype."""
-        self.run_subtests({"device": [device], "use_orig_params": [False, True]}, self._test_no_gradients)
-
-    def _test_no_gradients(self, device: str, use_orig_params: bool) -> None:
         model = FSDP(
             nn.Linear(24, 24).to(device),
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -280,18 +250,9 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual([param.grad for param in model.parameters()], before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_norm_of_the_whole_gradient(self, device):
+    @subtests(sharding_strategy=[*STRATEGIES, ShardingStrategy.SHARD_GRAD_OP], norm_type=[1, 2, 3, math.inf])
+    def test_norm_of_the_whole_gradient(self, device, sharding_strategy, norm_type):
         """It is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
-        self.run_subtests(
-            {
-                "device": [device],
-                "sharding_strategy": [*STRATEGIES, ShardingStrategy.SHARD_GRAD_OP],
-                "norm_type": [1, 2, 3, math.inf],
-            },
-            self._test_norm_of_the_whole_gradient,
-        )
-
-    def _test_norm_of_the_whole_gradient(self, device: str, sharding_strategy: Strategy, norm_type: float) -> None:
         model = self._transformer(sharding_strategy, use_orig_params=True)
         model(*self._tokens(device)).square().sum().backward()
         with FSDP.summon_full_params(model, writeback=False, with_grads=True):
@@ -314,11 +275,9 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual(grads(), scaled, rtol=1e-5, atol=1e-7)
 
     @skip_if_lt_x_gpu(2)
-    def test_parameters_outside_of_fsdp(self, device):
+    @subtests(norm_type=[1, 2, math.inf])
+    def test_parameters_outside_of_fsdp(self, device, norm_type):
         """Gradients that FSDP ignores count once, not once per rank, and are clipped as well."""
-        self.run_subtests({"device": [device], "norm_type": [1, 2, math.inf]}, self._test_parameters_outside_of_fsdp)
-
-    def _test_parameters_outside_of_fsdp(self, device: str, norm_type: float) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)).to(device)
         model = FSDP(layers, ignored_modules=[layers[1]], use_orig_params=True)

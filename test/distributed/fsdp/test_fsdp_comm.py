@@ -34,6 +34,7 @@ from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Call, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, room_in
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
@@ -139,24 +140,17 @@ class TestCommunication(FSDPTest):
             was_in_no_sync = in_no_sync
 
     @skip_if_lt_x_gpu(2)
-    def test_bytes(self):
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        mixed_precision=[
+            None,
+            MixedPrecision(param_dtype=torch.bfloat16),
+            MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
+        ],
+    )
+    def test_bytes(self, sharding_strategy, use_orig_params, mixed_precision):
         """Each shard is sent once per pass, each gradient once, in the dtypes of mixed precision."""
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [False, True],
-                "mixed_precision": [
-                    None,
-                    MixedPrecision(param_dtype=torch.bfloat16),
-                    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
-                ],
-            },
-            self._test_bytes,
-        )
-
-    def _test_bytes(
-        self, sharding_strategy: ShardingStrategy, use_orig_params: bool, mixed_precision: MixedPrecision | None
-    ) -> None:
         model = self._init_model(
             True, sharding_strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision
         )
@@ -178,25 +172,14 @@ class TestCommunication(FSDPTest):
             self.assertEqual(sorted(traffic[PassType.BWD].reduce_scatters), sorted(reduced))
 
     @skip_if_lt_x_gpu(2)
-    def test_prefetch_adds_nothing(self):
+    @subtests(
+        forward_prefetch=[False, True],
+        backward_prefetch=PREFETCHES,
+        sharding_strategy=STRATEGIES,
+        use_no_sync=[False, True],
+    )
+    def test_prefetch_adds_nothing(self, forward_prefetch, backward_prefetch, sharding_strategy, use_no_sync):
         """Prefetching moves all-gathers, but adds none and does not change gradients."""
-        self.run_subtests(
-            {
-                "forward_prefetch": [False, True],
-                "backward_prefetch": PREFETCHES,
-                "sharding_strategy": STRATEGIES,
-                "use_no_sync": [False, True],
-            },
-            self._test_prefetch_adds_nothing,
-        )
-
-    def _test_prefetch_adds_nothing(
-        self,
-        forward_prefetch: bool,
-        backward_prefetch: BackwardPrefetch | None,
-        sharding_strategy: ShardingStrategy,
-        use_no_sync: bool,
-    ) -> None:
         model = self._init_model(
             True, sharding_strategy, forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch
         )
@@ -217,13 +200,9 @@ class TestCommunication(FSDPTest):
         self.assertTrue(all(grad.count_nonzero() > 0 for grad in grads if grad.numel() > 1))
 
     @skip_if_lt_x_gpu(2)
-    def test_frozen_model(self):
+    @subtests(sharding_strategy=STRATEGIES, backward_prefetch=PREFETCHES)
+    def test_frozen_model(self, sharding_strategy, backward_prefetch):
         """Without trainable parameters, nothing is reduced. Backward still gathers and frees."""
-        self.run_subtests({"sharding_strategy": STRATEGIES, "backward_prefetch": PREFETCHES}, self._test_frozen_model)
-
-    def _test_frozen_model(
-        self, sharding_strategy: ShardingStrategy, backward_prefetch: BackwardPrefetch | None
-    ) -> None:
         model = self._init_model(True, sharding_strategy, backward_prefetch=backward_prefetch)
         for param in model.parameters():
             param.requires_grad_(False)

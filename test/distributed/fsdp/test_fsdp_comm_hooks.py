@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -283,13 +284,9 @@ class TestCommunicationHooks(FSDPTest):
         self._check_low_precision_hook(default_hooks.bf16_compress_hook, torch.bfloat16, **kwargs)
 
     @skip_if_lt_x_gpu(2)
-    def test_custom_hook_reduces(self):
+    @subtests(sharding_strategy=STRATEGIES, has_wrapping=[True, False])
+    def test_custom_hook_reduces(self, sharding_strategy, has_wrapping):
         """A hook replaces the reduction. It gets whole gradients, once per instance and backward."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "has_wrapping": [True, False]}, self._test_custom_hook_reduces
-        )
-
-    def _test_custom_hook_reduces(self, sharding_strategy: ShardingStrategy, has_wrapping: bool) -> None:
         plain, hooked = (self._net(sharding_strategy, has_wrapping) for _ in range(2))
         state = DummyState(self.process_group)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
@@ -309,11 +306,9 @@ class TestCommunicationHooks(FSDPTest):
             state.calls.clear()
 
     @skip_if_lt_x_gpu(2)
-    def test_hook_and_no_sync(self):
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_hook_and_no_sync(self, sharding_strategy):
         """A hook does not run in ``no_sync()``. Later it gets the accumulated gradient."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_hook_and_no_sync)
-
-    def _test_hook_and_no_sync(self, sharding_strategy: ShardingStrategy) -> None:
         plain, hooked = (self._net(sharding_strategy) for _ in range(2))
         state = DummyState(self.process_group, noise=0.0)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))

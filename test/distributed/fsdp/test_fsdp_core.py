@@ -193,13 +193,9 @@ class TestParityWithDDP(_TwoRanks):
         self._check_parity(MixtureOfExperts, ref_init_fn=DummyDDP, device_id=self.device, **kwargs)
 
     @skip_if_lt_x_gpu(2)
-    def test_every_step(self):
+    @subtests(sharding_strategy=sharding_strategy_config, use_orig_params=[False, True])
+    def test_every_step(self, sharding_strategy, use_orig_params):
         """Tokens differ by rank, and each rank compares gradients and parameters after each step."""
-        self.run_subtests(
-            {"sharding_strategy": sharding_strategy_config, "use_orig_params": [False, True]}, self._test_every_step
-        )
-
-    def _test_every_step(self, sharding_strategy: ShardingStrategy | None, use_orig_params: bool) -> None:
         reference = self._plain_transformer()
         model = self._transformer(
             deterministic=True, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, debug_level
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Call, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_names
 
 exec_order_utils = torch_names.module("torch.distributed.fsdp._exec_order_utils")
@@ -184,20 +185,9 @@ class TestFSDPExecOrder(FSDPTest):
         self.assertEqual([text.split("\n")[1] for text in found], [expected])
 
     @skip_if_lt_x_gpu(2)
-    def test_without_debug_level(self, device):
+    @subtests(sharding_strategy=STRATEGIES, level=[dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL])
+    def test_without_debug_level(self, device, sharding_strategy, level):
         """Below DETAIL nothing is checked, warned about or sent, even if ranks differ."""
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "level": [dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL],
-            },
-            self._test_without_debug_level,
-            device=device,
-        )
-
-    def _test_without_debug_level(
-        self, device: str, sharding_strategy: ShardingStrategy, level: dist.DebugLevel
-    ) -> None:
         model = self._wrapped(sharding_strategy, device, level)
         checks = level is dist.DebugLevel.DETAIL
         if not checks and self.rank != 0:

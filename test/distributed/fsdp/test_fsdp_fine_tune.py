@@ -20,6 +20,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -126,36 +127,25 @@ class TestFSDPFineTune(FSDPTest):
         ]
 
     @skip_if_lt_x_gpu(2)
-    def test_backward_reshard_hooks(self, device):
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        inp_requires_grad=[False, True],
+        unfreeze_params=[False, True],
+    )
+    def test_backward_reshard_hooks(
+        self, device, sharding_strategy, use_orig_params, inp_requires_grad, unfreeze_params
+    ):
         """In backward, each unit is resharded by its own hook. For frozen units, the hook is on their inputs."""
-        self.run_subtests(
-            {
-                "device_id": [device],
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [False, True],
-                "inp_requires_grad": [False, True],
-                "unfreeze_params": [False, True],
-            },
-            self._test_backward_reshard_hooks,
-        )
-
-    def _test_backward_reshard_hooks(
-        self,
-        device_id: str,
-        sharding_strategy: ShardingStrategy,
-        use_orig_params: bool,
-        inp_requires_grad: bool,
-        unfreeze_params: bool,
-    ) -> None:
         seq = FSDP(
-            self._init_seq_module(device_id),
+            self._init_seq_module(device),
             auto_wrap_policy=LINEARS,
             sharding_strategy=sharding_strategy,
             use_orig_params=use_orig_params,
-            device_id=torch.device(device_id),
+            device_id=torch.device(device),
         )
         torch.manual_seed(self.rank + 1)
-        inp = torch.randn(8, 5, device=device_id, requires_grad=inp_requires_grad)
+        inp = torch.randn(8, 5, device=device, requires_grad=inp_requires_grad)
         count = 0
         left_over: list[bool] = []
 
@@ -228,9 +218,10 @@ class TestFSDPFineTune(FSDPTest):
         with torch_defect("fsdp1_frozen_unit_stays_gathered"):
             self.assertEqual(first, False)
 
-    def _test_frozen_root_keeps_its_parameters(
-        self, device: str, sharding_strategy: ShardingStrategy, inp_requires_grad: bool
-    ) -> None:
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=STRATEGIES, inp_requires_grad=[False, True])
+    def test_frozen_root_keeps_its_parameters(self, device, sharding_strategy, inp_requires_grad):
+        """After backward a frozen root has its original parameters."""
         layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(device)
         layers[0].requires_grad_(False)
         names = [name for name, _ in layers.named_parameters()]
@@ -242,15 +233,6 @@ class TestFSDPFineTune(FSDPTest):
             self.assertEqual(list(named(model)), names)
         with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
             self.assertEqual(list(model.state_dict()), names)
-
-    @skip_if_lt_x_gpu(2)
-    def test_frozen_root_keeps_its_parameters(self, device):
-        """After backward a frozen root has its original parameters."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "inp_requires_grad": [False, True]},
-            self._test_frozen_root_keeps_its_parameters,
-            device=device,
-        )
 
     def _check_parity(
         self,
@@ -291,77 +273,53 @@ class TestFSDPFineTune(FSDPTest):
             self.assertEqual(found[name], value, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_hooks_multi_traversal(self, device):
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        inp_requires_grad=[False, True],
+        forward_prefetch=[False, True],
+    )
+    def test_hooks_multi_traversal(self, device, **kwargs):
         """Units that run several times in one forward are unsharded and resharded correctly, and train as with DDP."""
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [False, True],
-                "inp_requires_grad": [False, True],
-                "forward_prefetch": [False, True],
-            },
-            self._test_hooks_multi_traversal,
-            device=device,
-        )
-
-    def _test_hooks_multi_traversal(self, device: str, **kwargs: Any) -> None:
         self._check_parity(self._init_multi_traversal_module(device), device, trainable=2, **kwargs)
 
     @skip_if_lt_x_gpu(2)
-    def test_parity_with_ddp(self, device):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_parity_with_ddp(self, device, **kwargs):
         """Six layers, every second one frozen, train as with DDP."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
-            self._test_parity_with_ddp,
-            device=device,
-        )
-
-    def _test_parity_with_ddp(self, device: str, **kwargs: Any) -> None:
         self._check_parity(self._init_seq_module(device), device, trainable=self.NUM_LINEARS // 2, **kwargs)
 
     @skip_if_lt_x_gpu(2)
-    def test_parity_with_non_frozen_fsdp(self, device):
+    @subtests(
+        sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP],
+        use_orig_params=[True, False],
+        offload_params=[True, False],
+        mixed_precision=[
+            MixedPrecision(),
+            MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16),
+        ],
+        backward_prefetch=[BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+    )
+    def test_parity_with_non_frozen_fsdp(
+        self, device, sharding_strategy, use_orig_params, offload_params, mixed_precision, backward_prefetch
+    ):
         """A model with a frozen layer trains like one that only leaves this layer out of the optimizer.
 
         In every second step, no input of the frozen layer requires a gradient.
         """
-        self.run_subtests(
-            {
-                "device_id": [device],
-                "sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP],
-                "use_orig_params": [True, False],
-                "offload_params": [True, False],
-                "mixed_precision": [
-                    MixedPrecision(),
-                    MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16),
-                ],
-                "backward_prefetch": [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
-            },
-            self._test_parity_with_non_frozen_fsdp,
-        )
-
-    def _test_parity_with_non_frozen_fsdp(
-        self,
-        device_id: str,
-        sharding_strategy: ShardingStrategy,
-        use_orig_params: bool,
-        offload_params: bool,
-        mixed_precision: MixedPrecision,
-        backward_prefetch: BackwardPrefetch,
-    ) -> None:
         models = []
         for freeze in (True, False):
             torch.manual_seed(42)
             models.append(
                 FSDP(
-                    ModelUnusedInput(freeze).to(device_id),
+                    ModelUnusedInput(freeze).to(device),
                     auto_wrap_policy=ModuleWrapPolicy({LinearUnusedInput}),
                     sharding_strategy=sharding_strategy,
                     use_orig_params=use_orig_params,
                     cpu_offload=CPUOffload(offload_params=offload_params),
                     mixed_precision=mixed_precision,
                     backward_prefetch=backward_prefetch,
-                    device_id=torch.device(device_id),
+                    device_id=torch.device(device),
                 )
             )
         frozen_model, ref_model = models
@@ -375,8 +333,8 @@ class TestFSDPFineTune(FSDPTest):
         ref_losses = []
         for step in range(self.num_iters):
             is_learnable = step % 2 == 0
-            frozen_input = torch.randn((4, 4), device=device_id)
-            learnable = torch.randn((4, 4), device=device_id)
+            frozen_input = torch.randn((4, 4), device=device)
+            learnable = torch.randn((4, 4), device=device)
             losses, inputs = [], [learnable.clone().requires_grad_(is_learnable) for _ in models]
             for model, optim, learnable_input in zip(models, optims, inputs):
                 loss = model(frozen_input, learnable_input).square().sum()

@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -163,27 +164,17 @@ class TestFreezingWeights(FSDPTest):
             self.assertEqual([param.requires_grad for param in found], trainable)
 
     @skip_if_lt_x_gpu(2)
-    def test_frozen_units_in_backward(self):
+    @subtests(
+        with_nested_trunk=[True, False],
+        freeze_after_wrap_fsdp=[True, False],
+        disable_autograd=[True, False],
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        input_requires_grad=[True, False],
+    )
+    def test_frozen_units_in_backward(
+        self, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, sharding_strategy, input_requires_grad
+    ):
         """The trunk's gradients are not reduced, but its parameters are freed again."""
-        self.run_subtests(
-            {
-                "with_nested_trunk": [True, False],
-                "freeze_after_wrap_fsdp": [True, False],
-                "disable_autograd": [True, False],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-                "input_requires_grad": [True, False],
-            },
-            self._test_frozen_units_in_backward,
-        )
-
-    def _test_frozen_units_in_backward(
-        self,
-        with_nested_trunk: bool,
-        freeze_after_wrap_fsdp: bool,
-        disable_autograd: bool,
-        sharding_strategy: ShardingStrategy,
-        input_requires_grad: bool,
-    ) -> None:
         model = self._fsdp_model(
             with_nested_trunk,
             FreezingMethod.RequiresGrad,
@@ -226,24 +217,18 @@ class TestFreezingWeights(FSDPTest):
             yield gathered
 
     @skip_if_lt_x_gpu(2)
-    def test_frozen_beside_trainable(self):
+    @subtests(
+        sharding_strategy=[
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.SHARD_GRAD_OP,
+            ShardingStrategy.NO_SHARD,
+        ],
+        freeze_after_wrap_fsdp=[True, False],
+        frozen=["0", "2", "bias"],
+    )
+    def test_frozen_beside_trainable(self, sharding_strategy, freeze_after_wrap_fsdp, frozen):
         """With original parameters, a flat parameter may mix frozen and trainable parameters."""
-        self.run_subtests(
-            {
-                "sharding_strategy": [
-                    ShardingStrategy.FULL_SHARD,
-                    ShardingStrategy.SHARD_GRAD_OP,
-                    ShardingStrategy.NO_SHARD,
-                ],
-                "freeze_after_wrap_fsdp": [True, False],
-                "frozen": ["0", "2", "bias"],
-            },
-            self._test_frozen_beside_trainable,
-        )
 
-    def _test_frozen_beside_trainable(
-        self, sharding_strategy: ShardingStrategy, freeze_after_wrap_fsdp: bool, frozen: str
-    ) -> None:
         def build() -> nn.Module:
             torch.manual_seed(0)
             return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to(self.device)

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 
 Batch = tuple[torch.Tensor, ...]
@@ -170,13 +171,9 @@ class TestGradAcc(FSDPTest):
         )
 
     @skip_if_lt_x_gpu(2)
-    def test_what_is_held_meanwhile(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_what_is_held_meanwhile(self, sharding_strategy, use_orig_params):
         """``no_sync()`` keeps the unsharded gradient and does not reduce. Later it is a shard."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]}, self._test_what_is_held_meanwhile
-        )
-
-    def _test_what_is_held_meanwhile(self, sharding_strategy: ShardingStrategy, use_orig_params: bool) -> None:
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
         batches = self._batches(model, 3)
@@ -206,18 +203,15 @@ class TestGradAcc(FSDPTest):
                 self.assertFalse(internals.is_gathered(flat_param))
 
     @skip_if_lt_x_gpu(2)
-    def test_training_with_accumulation(self):
-        """Over steps with momentum, parameters and full gradients match averaging by hand."""
-        turns = [
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        configs=[
             _GradAccConfigs([_GradAccConfig(use_no_sync, 1) for use_no_sync in (first, not first, first)])
             for first in (True, False)
-        ]
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "configs": turns},
-            self._test_training_with_accumulation,
-        )
-
-    def _test_training_with_accumulation(self, sharding_strategy: ShardingStrategy, configs: _GradAccConfigs) -> None:
+        ],
+    )
+    def test_training_with_accumulation(self, sharding_strategy, configs):
+        """Over steps with momentum, parameters and full gradients match averaging by hand."""
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=True)
         plain = self._model(FSDPInitMode.NO_FSDP)
         optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, plain)]
@@ -245,21 +239,14 @@ class TestGradAcc(FSDPTest):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
 
     @skip_if_lt_x_gpu(2)
-    def test_same_batch_twice(self):
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        use_no_sync=[False, True],
+        set_to_none=[False, True],
+        use_orig_params=[False, True],
+    )
+    def test_same_batch_twice(self, sharding_strategy, use_no_sync, set_to_none, use_orig_params):
         """The gradient is exactly doubled, however it is accumulated and was cleared before."""
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "use_no_sync": [False, True],
-                "set_to_none": [False, True],
-                "use_orig_params": [False, True],
-            },
-            self._test_same_batch_twice,
-        )
-
-    def _test_same_batch_twice(
-        self, sharding_strategy: ShardingStrategy, use_no_sync: bool, set_to_none: bool, use_orig_params: bool
-    ) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).to(self.device)
         layers[2] = FSDP(layers[2], sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
@@ -288,14 +275,9 @@ class TestGradAcc(FSDPTest):
         return torch.full((1, features), self.rank + 1.0, device=self.device)
 
     @skip_if_lt_x_gpu(2)
-    def test_unit_that_is_used_only_in_no_sync(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_unit_that_is_used_only_in_no_sync(self, **fsdp_kwargs):
         """The next synchronization includes a unit that only ran in ``no_sync()``."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
-            self._test_unit_that_is_used_only_in_no_sync,
-        )
-
-    def _test_unit_that_is_used_only_in_no_sync(self, **fsdp_kwargs: Any) -> None:
         branches = [FSDP(nn.Linear(1, 2, bias=False, device=self.device), **fsdp_kwargs) for _ in range(2)]
         model = FSDP(OneOf(*branches), **fsdp_kwargs)
         with model.no_sync():
@@ -306,20 +288,9 @@ class TestGradAcc(FSDPTest):
             self.assertEqual(found, [[1.5], [1.5]])
 
     @skip_if_lt_x_gpu(2)
-    def test_unit_of_one_element(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True], second_in_no_sync=[False, True])
+    def test_unit_of_one_element(self, second_in_no_sync, sharding_strategy, use_orig_params):
         """Gradients add up if a unit has fewer elements than there are ranks."""
-        self.run_subtests(
-            {
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [False, True],
-                "second_in_no_sync": [False, True],
-            },
-            self._test_unit_of_one_element,
-        )
-
-    def _test_unit_of_one_element(
-        self, second_in_no_sync: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
-    ) -> None:
         layer = nn.Linear(1, 1, bias=False, device=self.device)
         model = FSDP(layer, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
         for use_no_sync in (False, second_in_no_sync, False):
@@ -331,14 +302,9 @@ class TestGradAcc(FSDPTest):
                 self.assertEqual(internals.flat_param_of(model).grad[0].item(), 3 * 1.5)
 
     @skip_if_lt_x_gpu(2)
-    def test_microbatch_without_a_gradient(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_microbatch_without_a_gradient(self, **fsdp_kwargs):
         """A unit keeps its gradient if its next backward computes none for its parameters."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
-            self._test_microbatch_without_a_gradient,
-        )
-
-    def _test_microbatch_without_a_gradient(self, **fsdp_kwargs: Any) -> None:
         unit = FSDP(OneOf(nn.Linear(2, 2, bias=False, device=self.device), nn.Identity()), **fsdp_kwargs)
         (param,) = unit.parameters()
         before_it = nn.Linear(2, 2, bias=False, device=self.device)

@@ -21,6 +21,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of_all_ranks
 
 
@@ -175,16 +176,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         return managed
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_modules_transformer(self):
+    @subtests(use_orig_params=[False, True], ignore_modules=[True, False], use_auto_wrap=[False, True])
+    def test_ignored_modules_transformer(self, use_orig_params, ignore_modules, use_auto_wrap):
         """FSDP flattens all parameters outside the ignored inner transformer, with one or several FSDP instances."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "ignore_modules": [True, False], "use_auto_wrap": [False, True]},
-            self._test_ignored_modules_transformer,
-        )
-
-    def _test_ignored_modules_transformer(
-        self, use_orig_params: bool, ignore_modules: bool, use_auto_wrap: bool
-    ) -> None:
         model, local = self._build(
             lambda: Tokens(self.process_group, DEVICEInitMode.DEVICE_BEFORE, add_bn=True, deterministic=True)
         )
@@ -205,11 +199,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_modules_nested(self):
+    @subtests(use_orig_params=[False, True], passed=list(PASSED))
+    def test_ignored_modules_nested(self, use_orig_params, passed):
         """When a module is ignored, a layer of it that is already in FSDP stays there. The rest is ignored."""
-        self.run_subtests({"use_orig_params": [False, True], "passed": list(PASSED)}, self._test_ignored_modules_nested)
-
-    def _test_ignored_modules_nested(self, use_orig_params: bool, passed: str) -> None:
         model, local = self._build()
         names = [f"layer1.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")]
         ignored = {name: model.get_parameter(name) for name in names}
@@ -224,15 +216,15 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_states_auto_wrap(self):
-        """Single parameters of a layer can be ignored, also inside a module that a policy wraps."""
-        policies = [
+    @subtests(
+        policy=[
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
             ModuleWrapPolicy((nn.Sequential,)),
-        ]
-        self.run_subtests({"policy": policies, "ignore_bias": [True, False]}, self._test_ignored_states_auto_wrap)
-
-    def _test_ignored_states_auto_wrap(self, policy: Any, ignore_bias: bool) -> None:
+        ],
+        ignore_bias=[True, False],
+    )
+    def test_ignored_states_auto_wrap(self, policy, ignore_bias):
+        """Single parameters of a layer can be ignored, also inside a module that a policy wraps."""
         model, local = self._build()
         names = ["layer1.1.weight", "layer1.1.bias"] if ignore_bias else ["layer1.1.weight"]
         ignored = {name: model.get_parameter(name) for name in names}
@@ -260,14 +252,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         self.assertIsNone(internals.handle(model))
 
     @skip_if_lt_x_gpu(2)
-    def test_diff_ignored_modules_across_ranks(self):
+    @subtests(pass_ignored_modules_to_root=[False, True], ignore_modules=[True, False])
+    def test_diff_ignored_modules_across_ranks(self, pass_ignored_modules_to_root, ignore_modules):
         """Ranks may ignore different modules. Their common parameters are still reduced, by the same collectives."""
-        self.run_subtests(
-            {"pass_ignored_modules_to_root": [False, True], "ignore_modules": [True, False]},
-            self._test_diff_ignored_modules_across_ranks,
-        )
-
-    def _test_diff_ignored_modules_across_ranks(self, pass_ignored_modules_to_root: bool, ignore_modules: bool) -> None:
         model, local = self._build(lambda: ModelWithIgnoredModules(self.rank + 1))
         ignored_modules = [module for module in model.modules() if isinstance(module, IgnoredModule)]
         ignored_params = {module.weight for module in ignored_modules}
@@ -307,11 +294,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(1)
-    def test_ignored_states_check(self):
+    @subtests(ignore_modules=[True, False])
+    def test_ignored_states_check(self, ignore_modules):
         """A list must not mix modules and parameters, and neither may be passed in place of the other."""
-        self.run_subtests({"ignore_modules": [True, False]}, self._test_ignored_states_check)
-
-    def _test_ignored_states_check(self, ignore_modules: bool) -> None:
         model = Model().to(self.device)
         params = list(model.layer1.parameters())
         parameter, linear = "<class 'torch.nn.parameter.Parameter'>", "<class 'torch.nn.modules.linear.Linear'>"
@@ -331,14 +316,9 @@ class TestFSDPIgnoredModules(FSDPTest):
                 FSDP(model, ignored_states=[*params, *model.layer1])
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_gradients_have_their_size(self):
+    @subtests(use_orig_params=[False, True], ignore_modules=[True, False])
+    def test_ignored_gradients_have_their_size(self, use_orig_params, ignore_modules):
         """SGD steps match. Adam would hide gradients of a wrong size."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "ignore_modules": [True, False]},
-            self._test_ignored_gradients_have_their_size,
-        )
-
-    def _test_ignored_gradients_have_their_size(self, use_orig_params: bool, ignore_modules: bool) -> None:
         model, local = self._build()
         ignored = {f"layer1.{name}": param for name, param in model.layer1.named_parameters()}
         kwargs = _passed([model.layer1], ignore_modules)
@@ -370,14 +350,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         self.assertEqual([name for name, param in model.named_parameters() if param.is_meta], ["layer1.2.weight"])
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_parameter_beside_parameters_on_meta(self):
+    @subtests(use_orig_params=[False, True], has_values=[False, True])
+    def test_ignored_parameter_beside_parameters_on_meta(self, use_orig_params, has_values):
         """FSDP manages no ignored parameter, although it materializes the parameter beside it."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "has_values": [False, True]},
-            self._test_ignored_parameter_beside_parameters_on_meta,
-        )
-
-    def _test_ignored_parameter_beside_parameters_on_meta(self, use_orig_params: bool, has_values: bool) -> None:
         layer = nn.Linear(4, 4, device="meta")
         if has_values:
             layer.weight = nn.Parameter(torch.ones(4, 4, device=self.device))
@@ -389,11 +364,9 @@ class TestFSDPIgnoredModules(FSDPTest):
                 self.assertEqual(layer.weight.detach(), torch.ones(4, 4, device=self.device))
 
     @skip_if_lt_x_gpu(2)
-    def test_ignored_buffers_keep_their_dtype(self):
+    @subtests(nested=[False, True])
+    def test_ignored_buffers_keep_their_dtype(self, nested):
         """Mixed precision for buffers does not change the buffers of ignored modules."""
-        self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)
-
-    def _test_ignored_buffers_keep_their_dtype(self, nested: bool) -> None:
         model = Model().to(self.device)
         for module in (model.layer0, model.layer1[1], model.layer2):
             module.register_buffer("buf", torch.ones(3, device=self.device))

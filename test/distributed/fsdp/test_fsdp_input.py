@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import parametrize, run_tests, subtest
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -172,11 +173,9 @@ class TestInputSharded(_InputBase):
                 self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
 
     @skip_if_lt_x_gpu(2)
-    def test_containers(self, device):
+    @subtests(kind=list(CONTAINERS))
+    def test_containers(self, device, kind):
         """Nested containers, also as outputs. The pre-backward logic of each unit runs once."""
-        self.run_subtests({"kind": list(CONTAINERS)}, self._test_containers, device=device)
-
-    def _test_containers(self, kind: str, device: str) -> None:
         pack, unpack = CONTAINERS[kind]
         torch.manual_seed(0)
         reference = InContainers(pack, unpack).to(device)
@@ -206,11 +205,10 @@ class TestInputSharded(_InputBase):
             yield handles
 
     @skip_if_lt_x_gpu(2)
-    def test_several_outputs(self, device):
+    @subtests(used=["all", "sum", "first", "second"])
+    def test_several_outputs(self, device, used):
         """A unit with several outputs prepares its backward once, whichever outputs are used."""
-        self.run_subtests({"used": ["all", "sum", "first", "second"]}, self._test_several_outputs, device=device)
 
-    def _test_several_outputs(self, used: str, device: str) -> None:
         def call(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
             output = each(x)
             total, first, second = output["sum"], output["parts"][0], output["parts"][1][0]
@@ -230,13 +228,12 @@ class TestInputSharded(_InputBase):
         self._test_parity(self._pair(ByKeyword, device), call, device, steps=2)
 
     @skip_if_lt_x_gpu(2)
-    def test_no_inputs(self, device):
+    @subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
+        mixed_precision=[None, MixedPrecision(torch.float16)],
+    )
+    def test_no_inputs(self, device, **kwargs):
         """A root and an inner unit may have no inputs at all, also with mixed precision."""
-        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
-        config = {"sharding_strategy": strategies, "mixed_precision": [None, MixedPrecision(torch.float16)]}
-        self.run_subtests(config, self._test_no_inputs, device=device)
-
-    def _test_no_inputs(self, device: str, **kwargs: Any) -> None:
         reference = WithoutInput(WithoutInput()).to(device)
         model = FSDP(WithoutInput(FSDP(WithoutInput().to(device), **kwargs)).to(device), **kwargs)
         # The first step's values are exact in half precision.
@@ -246,11 +243,9 @@ class TestInputSharded(_InputBase):
             self.assertEqual(model(), reference())
 
     @skip_if_lt_x_gpu(2)
-    def test_cast_in_containers(self, device):
+    @subtests(is_root=[True, False])
+    def test_cast_in_containers(self, device, is_root):
         """With fp16 parameters, root and unit cast floats in containers to fp16, but not integers."""
-        self.run_subtests({"is_root": [True, False]}, self._test_cast_in_containers, device=device)
-
-    def _test_cast_in_containers(self, is_root: bool, device: str) -> None:
         precision = MixedPrecision(
             param_dtype=torch.float16, cast_root_forward_inputs=is_root, cast_forward_inputs=not is_root
         )

@@ -26,6 +26,7 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
@@ -259,11 +260,9 @@ class TestFSDPMemory(FSDPTest):
             self.assertEqual(gathered(), set())
 
     @skip_if_lt_x_gpu(2)
-    def test_gathered_until_backward(self):
+    @subtests(with_checkpoint=[False, True])
+    def test_gathered_until_backward(self, with_checkpoint):
         """With SHARD_GRAD_OP, parameters gathered by forward stay until backward frees them all."""
-        self.run_subtests({"with_checkpoint": [False, True]}, self._test_gathered_until_backward)
-
-    def _test_gathered_until_backward(self, with_checkpoint: bool) -> None:
         hidden_dim, size = SMALL
         model = self._sharded(hidden_dim, with_checkpoint, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
         optim = self._optimizer(model)
@@ -329,14 +328,9 @@ class TestFSDPMemory(FSDPTest):
             self.assertIn((storage, current), told)
 
     @skip_if_lt_x_gpu(2)
-    def test_deleted_model_is_freed(self):
+    @subtests(runs=[False, True], use_orig_params=[False, True])
+    def test_deleted_model_is_freed(self, runs, use_orig_params):
         """Nothing of a deleted model stays in memory."""
-        self.run_subtests(
-            {"runs": [False, True], "use_orig_params": [False, True]},
-            self._test_deleted_model_is_freed,
-        )
-
-    def _test_deleted_model_is_freed(self, runs: bool, use_orig_params: bool) -> None:
         model = FSDP(nn.Linear(4, 4, device=self.device), use_orig_params=use_orig_params)
         if runs:
             model(torch.ones(1, 4, device=self.device)).sum().backward()

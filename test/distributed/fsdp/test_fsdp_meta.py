@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -274,11 +275,10 @@ class TestFSDPWithMetaDevice(FSDPTest):
         self.assertEqual(precision, [(torch.float32, torch.float16)] * 2)
 
     @skip_if_lt_x_gpu(2)
-    def test_each_rank_initializes_its_own_shard(self):
+    @subtests(sync=[False, True], use_orig_params=[False, True])
+    def test_each_rank_initializes_its_own_shard(self, sync, use_orig_params):
         """Each rank initializes its own shard. With ``sync_module_states`` the values are rank 0's."""
-        self.run_subtests({"sync": [False, True], "use_orig_params": [False, True]}, self._test_each_rank_initializes)
 
-    def _test_each_rank_initializes(self, sync: bool, use_orig_params: bool) -> None:
         def values(shape: tuple[int, ...], rank: int) -> torch.Tensor:
             return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
 
@@ -349,14 +349,9 @@ class TestFSDPWithMetaDevice(FSDPTest):
                 FSDP(model)
 
     @skip_if_lt_x_gpu(2)
-    def test_module_beside_one_on_meta(self):
+    @subtests(use_orig_params=[False, True], in_own_unit=[False, True])
+    def test_module_beside_one_on_meta(self, use_orig_params, in_own_unit):
         """A module that has values keeps them, although a module beside it is on meta."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "in_own_unit": [False, True]},
-            self._test_module_beside_one_on_meta,
-        )
-
-    def _test_module_beside_one_on_meta(self, use_orig_params: bool, in_own_unit: bool) -> None:
         loaded = nn.Linear(3, 2, bias=False, device=self.device)
         nn.init.constant_(loaded.weight, 5.0)
         first = FSDP(loaded, use_orig_params=use_orig_params) if in_own_unit else loaded

@@ -397,14 +397,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         self.assertEqual([internals.is_gathered(flat_param) for flat_param in flat_params], [False, False])
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_not_all_outputs_used_in_loss(self):
+    @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD])
+    def test_fsdp_not_all_outputs_used_in_loss(self, sharding_strategy):
         """Only some losses use an output. Parameters match a model without FSDP, and units are freed each time."""
-        self.run_subtests(
-            {"sharding_strategy": [*SHARDED, ShardingStrategy.NO_SHARD]},
-            self._test_fsdp_not_all_outputs_used_in_loss,
-        )
-
-    def _test_fsdp_not_all_outputs_used_in_loss(self, sharding_strategy: ShardingStrategy) -> None:
         torch.manual_seed(0)
         local = SideBySide().to(self.device)
         model = copy.deepcopy(local)
@@ -497,11 +492,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             model(x, x)
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_optimizer_overlap(self):
+    @subtests(cpu_offload=[True, False])
+    def test_fsdp_optimizer_overlap(self, cpu_offload):
         """An optimizer that steps in backward gives the same result as one that steps later, and keeps no gradient."""
-        self.run_subtests({"cpu_offload": [True, False]}, self._test_fsdp_optimizer_overlap)
-
-    def _test_fsdp_optimizer_overlap(self, cpu_offload: bool) -> None:
         torch.manual_seed(0)
         plain = MyModel()
         normal, overlap = (
@@ -770,11 +763,9 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_device_id_cpu_offload(self):
+    @subtests(use_orig_params=[False, True])
+    def test_fsdp_device_id_cpu_offload(self, use_orig_params):
         """Offloaded parameters stay in host memory before and after a step. ``device_id`` is used for computation."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_fsdp_device_id_cpu_offload)
-
-    def _test_fsdp_device_id_cpu_offload(self, use_orig_params: bool) -> None:
         local = nn.Sequential(collections.OrderedDict(seq=nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))))
         local.append(nn.Linear(10, 10))
         with torch.no_grad():
@@ -1031,14 +1022,9 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
     world_size = 1
 
     @skip_if_lt_x_gpu(1)
-    def test_world_size_1_sharding_strategy_warning(self):
+    @subtests(sharding_strategy=[ShardingStrategy.NO_SHARD, None, *SHARDED])
+    def test_world_size_1_sharding_strategy_warning(self, sharding_strategy):
         """One rank has nothing to shard: any strategy becomes NO_SHARD, with a warning."""
-        self.run_subtests(
-            {"sharding_strategy": [ShardingStrategy.NO_SHARD, None, *SHARDED]},
-            self._test_world_size_1_sharding_strategy_warning,
-        )
-
-    def _test_world_size_1_sharding_strategy_warning(self, sharding_strategy: ShardingStrategy | None) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = FSDP(nn.Linear(3, 3).to(self.device), sharding_strategy=sharding_strategy)
@@ -1075,11 +1061,9 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
             model(x)
 
     @skip_if_lt_x_gpu(1)
-    def test_unsafe_setattr(self):
+    @subtests(use_orig_params=[False, True])
+    def test_unsafe_setattr(self, use_orig_params):
         """By default, FSDP sets parameters with the module's own ``__setattr__``. A variable bypasses it."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_unsafe_setattr)
-
-    def _test_unsafe_setattr(self, use_orig_params: bool) -> None:
         variable = internals.flat_param._FSDP_USE_UNSAFE_SETATTR
         for value, calls in ((None, True), ("1", False), ("0", True)):
             with mock.patch.dict(os.environ):

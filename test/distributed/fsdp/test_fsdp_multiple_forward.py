@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -64,17 +65,11 @@ class TestMultiForward(FewRanksTest):
         self.assertEqual(get_full_params(model), list(reference.parameters()))
 
     @skip_if_lt_x_gpu(2)
-    def test_gradients_of_each_step(self):
+    @subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], use_orig_params=[False, True]
+    )
+    def test_gradients_of_each_step(self, **fsdp_kwargs):
         """Parameter and input gradients at every step, with data that differs by rank."""
-        self.run_subtests(
-            {
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-                "use_orig_params": [False, True],
-            },
-            self._test_gradients_of_each_step,
-        )
-
-    def _test_gradients_of_each_step(self, **fsdp_kwargs: Any) -> None:
         reference = Model(wrap_fsdp=False)
         model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
         models = [reference, model]

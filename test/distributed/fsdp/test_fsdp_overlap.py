@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 limiter = torch_names.module("torch.distributed.fsdp._limiter_utils")
@@ -218,20 +219,13 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         self._test_forward_overlap()
 
     @skip_if_lt_x_gpu(2)
-    def test_backward_order(self):
+    @subtests(
+        backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        limit_all_gathers=[False, True],
+    )
+    def test_backward_order(self, backward_prefetch, sharding_strategy, limit_all_gathers):
         """The next layer is gathered before this layer's gradients, after them, or when needed."""
-        self.run_subtests(
-            {
-                "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-                "limit_all_gathers": [False, True],
-            },
-            self._test_backward_order,
-        )
-
-    def _test_backward_order(
-        self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy, limit_all_gathers: bool
-    ) -> None:
         events: list[Event] = []
         model = _create_model(
             0,
@@ -268,17 +262,12 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         return events
 
     @skip_if_lt_x_gpu(2)
-    def test_limit_of_all_gathers(self):
+    @subtests(
+        limit_all_gathers=[True, False],
+        backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+    )
+    def test_limit_of_all_gathers(self, limit_all_gathers, backward_prefetch):
         """With two outstanding frees, an unshard waits for one. Without the limit, none waits."""
-        self.run_subtests(
-            {
-                "limit_all_gathers": [True, False],
-                "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
-            },
-            self._test_limit_of_all_gathers,
-        )
-
-    def _test_limit_of_all_gathers(self, limit_all_gathers: bool, backward_prefetch: BackwardPrefetch | None) -> None:
         model = _create_model(0, True, limit_all_gathers=limit_all_gathers, backward_prefetch=backward_prefetch)
         pending, dequeued, waits = [], [], []
         original = limiter._FreeEventQueue.dequeue_if_needed

@@ -112,14 +112,9 @@ class TestPureFP16(FewRanksTest):
         self.assertEqual({grad.dtype for grad in grads}, {dtype})
 
     @skip_if_lt_x_gpu(2)
-    def test_parameters_after_a_step(self):
+    @subtests(dtype=[torch.float16, torch.bfloat16], to_half_before_fsdp_init=[False, True])
+    def test_parameters_after_a_step(self, dtype, to_half_before_fsdp_init):
         """In fp16 and bf16, all parameters match a local model with averaged gradients."""
-        self.run_subtests(
-            {"dtype": [torch.float16, torch.bfloat16], "to_half_before_fsdp_init": [False, True]},
-            self._test_parameters_after_a_step,
-        )
-
-    def _test_parameters_after_a_step(self, dtype: torch.dtype, to_half_before_fsdp_init: bool) -> None:
         reference = self._nested().to(dtype)
         model = self._nested()
         model = FSDP(model.to(dtype)) if to_half_before_fsdp_init else FSDP(model).to(dtype)
@@ -144,11 +139,9 @@ class TestPureFP16(FewRanksTest):
         self.assertGreater(moved, 10 * tolerance)  # the step is larger than the tolerance
 
     @skip_if_lt_x_gpu(2)
-    def test_state_dict_of_half_model(self):
+    @subtests(use_orig_params=[False, True])
+    def test_state_dict_of_half_model(self, use_orig_params):
         """The full state dict of an fp16 model is fp16. An fp32 model loads its exact values."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_state_dict_of_half_model)
-
-    def _test_state_dict_of_half_model(self, use_orig_params: bool) -> None:
         wrap = functools.partial(FSDP, use_orig_params=use_orig_params)
         half, full = wrap(self._nested().half()), wrap(self._nested())
         with torch.no_grad():

@@ -15,6 +15,7 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -85,18 +86,12 @@ class TestUnevenParamShard(_UnevenBase):
         self._test_padding_stays_zero(device)
 
     @skip_if_lt_x_gpu(2)
-    def test_empty_shard(self, device):
+    @subtests(
+        use_orig_params=[False, True], sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+    )
+    def test_empty_shard(self, device, use_orig_params, sharding_strategy):
         """Only the first rank has a part of a one-element parameter. All ranks train as with DDP."""
-        self.run_subtests(
-            {
-                "use_orig_params": [False, True],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-            },
-            self._test_empty_shard,
-            device=device,
-        )
 
-    def _test_empty_shard(self, device: str, use_orig_params: bool, sharding_strategy: ShardingStrategy) -> None:
         def build(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
             torch.manual_seed(0)
             single = nn.Linear(1, 1, bias=False).to(device)
@@ -125,18 +120,11 @@ class TestUnevenParamShard(_UnevenBase):
                 self.assertEqual(list(model.parameters()), list(reference.parameters()))
 
     @skip_if_lt_x_gpu(2)
-    def test_state_dict_round_trip(self, device):
+    @subtests(
+        state_dict_type=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], use_orig_params=[False, True]
+    )
+    def test_state_dict_round_trip(self, device, state_dict_type, use_orig_params):
         """Full and sharded state dicts restore each element and contain no padding."""
-        self.run_subtests(
-            {
-                "state_dict_type": [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
-                "use_orig_params": [False, True],
-            },
-            self._test_state_dict_round_trip,
-            device=device,
-        )
-
-    def _test_state_dict_round_trip(self, device: str, state_dict_type: StateDictType, use_orig_params: bool) -> None:
         expected = _layer(device).weight
         saved, loaded = (FSDP(_layer(device, seed), use_orig_params=use_orig_params) for seed in (0, 5))
         with FSDP.state_dict_type(saved, state_dict_type):

@@ -29,6 +29,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
@@ -162,12 +163,9 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
 
     @with_comms
     @skip_if_lt_x_gpu(4)
-    def test_replicas_agree(self):
+    @subtests(model_class=[FourLayers, UnevenModel], use_orig_params=[False, True])
+    def test_replicas_agree(self, model_class, use_orig_params):
         """Shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
-        config = {"model_class": [FourLayers, UnevenModel], "use_orig_params": [False, True]}
-        self.run_subtests(config, self._test_replicas_agree)
-
-    def _test_replicas_agree(self, model_class: type[nn.Module], use_orig_params: bool) -> None:
         mesh = self._mesh()
         ddp = self._trained(DDP(model_class().to(self.device)), range(3), self.world_size)
         wanted = plain_parameters_and_moments(*ddp)
