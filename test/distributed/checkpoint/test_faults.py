@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,12 +33,10 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase,
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, HostBackendMixin, Run, plain_run
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.ranks import Kind
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.launches import LaunchesTestCase
 
 BOTH = ["FSDP1 on 2", "FSDP2 on 2"]
 METADATA = ".metadata"

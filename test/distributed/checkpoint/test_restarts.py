@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, from_first_rank, plain_run
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.launches import LaunchesTestCase
+from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 
 STEPS = 2  # steps of each launch
 

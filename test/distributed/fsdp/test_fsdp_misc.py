@@ -939,22 +939,21 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 FSDP(nn.ReLU().to(device), device_id=torch.device(device.type, 0))
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_same_model_across_ranks(self):
+    @subtests(moves=[False, True])
+    def test_fsdp_same_model_across_ranks(self, moves):
         """``sync_module_states`` copies rank 0's states to all ranks. ``device_id`` first moves them to the device."""
-        self.run_subtests({"device_id": [None, self.device]}, self._test_fsdp_same_model_across_ranks)
 
-    def _test_fsdp_same_model_across_ranks(self, device_id: torch.device | None) -> None:
         def weight_of(rank: int) -> torch.Tensor:
             return torch.rand(10, 10, generator=torch.Generator().manual_seed(rank))
 
         module = nn.Linear(10, 10, bias=False)
         module.weight = nn.Parameter(weight_of(self.rank))
         module.register_buffer("buffer", torch.full((3,), float(self.rank)))
-        if device_id is None:
+        if not moves:
             module.to(self.device)
         _assert_module_states(module, self.process_group, self.assertNotEqual)
         with states_may_be_synced():
-            model = FSDP(module, sync_module_states=True, device_id=device_id)
+            model = FSDP(module, sync_module_states=True, device_id=self.device if moves else None)
         with FSDP.summon_full_params(model):
             _assert_module_states(model, self.process_group, functools.partial(self.assertEqual, may_be="zero"))
             # Gathered parameters are the same on all ranks in any case. These must be rank 0's.

@@ -380,23 +380,16 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
         ]
         return models, [torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2, eps=EPS) for model in models]
 
-    def _get_subtest_config(self, offload_params: bool) -> dict[str, list[Any]]:
-        return {
-            "sharding_strategy": [NO_SHARD, SHARD_GRAD_OP, FULL_SHARD],
-            "cpu_offload": [CPUOffload(offload_params=offload_params)],
-        }
-
     def assert_all_equal(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors[1:]:
             self.assertEqual(tensor, tensors[0])
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
-    def test_multiple_forward(self, offload_params):
+    @subtests(sharding_strategy=[NO_SHARD, SHARD_GRAD_OP, FULL_SHARD])
+    def test_multiple_forward(self, offload_params, sharding_strategy):
         """Two forwards before one backward."""
-        self.run_subtests(self._get_subtest_config(offload_params), self._test_multiple_forward)
-
-    def _test_multiple_forward(self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
+        cpu_offload = CPUOffload(offload_params)
         models, optims = self._get_models_and_optims(sharding_strategy, cpu_offload)
         first = self._tokens()
         second = tuple((tokens + 1) % 23 for tokens in first)
@@ -414,11 +407,10 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
-    def test_summon_between_two_forwards(self, offload_params):
+    @subtests(sharding_strategy=[NO_SHARD, SHARD_GRAD_OP, FULL_SHARD])
+    def test_summon_between_two_forwards(self, offload_params, sharding_strategy):
         """Summoning the full parameters between two forwards, and writing them back, changes nothing."""
-        self.run_subtests(self._get_subtest_config(offload_params), self._test_summon_between_two_forwards)
-
-    def _test_summon_between_two_forwards(self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
+        cpu_offload = CPUOffload(offload_params)
         models, optims = self._get_models_and_optims(sharding_strategy, cpu_offload)
         # If the flat parameter moves, both forwards need a backward; see test_forward_without_backward_with_offload.
         moves = cpu_offload.offload_params and accelerator.current().has("device_memory")

@@ -293,21 +293,16 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             self.assertEqual(value.full_tensor(), whole[name], name)
 
     @skip_if_lt_x_gpu(4)
-    def test_dp_tp_state_dict_save_load(self):
+    @subtests(mlp_dim=[4, 6, 8, 10])
+    def test_dp_tp_state_dict_save_load(self, mlp_dim):
         mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
-        self.run_subtests({"mlp_dim": [4, 6, 8, 10], "mesh": [mesh]}, self._test_dp_tp_state_dict_save_load)
-
-    def _test_dp_tp_state_dict_save_load(self, mlp_dim: int, mesh: DeviceMesh) -> None:
         model = self._sharded(self._with_tp(self._mlps(mlp_dim), mesh["tp"]), mesh=mesh["dp"])
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
 
     @requires_world_size(8)
-    def test_hsdp_tp_state_dict_save_load(self):
-        names = ("dp_replicate", "dp_shard", "tp")
-        mesh = make_mesh(2, 2, self.world_size // 4, names=names)
-        self.run_subtests({"mlp_dim": [4, 6, 8, 10], "mesh": [mesh]}, self._test_hsdp_tp_state_dict_save_load)
-
-    def _test_hsdp_tp_state_dict_save_load(self, mlp_dim: int, mesh: DeviceMesh) -> None:
+    @subtests(mlp_dim=[4, 6, 8, 10])
+    def test_hsdp_tp_state_dict_save_load(self, mlp_dim):
+        mesh = make_mesh(2, 2, self.world_size // 4, names=("dp_replicate", "dp_shard", "tp"))
         model = self._with_tp(self._mlps(mlp_dim), mesh["tp"])
         self._sharded(model, mesh=mesh["dp_replicate", "dp_shard"])
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
