@@ -120,50 +120,43 @@ def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = 
     block ahead, and keeps the input of one reduce-scatter.
     """
     rest, block = REST * param_size, BLOCK * param_size
-    found: dict[tuple[str, str], Bytes] = {}
+    units = [str(index) for index in range(BLOCKS)]
+    unsharded = gathered = grad = reduced = sharded = 0
+    expected: dict[tuple[str, str], Bytes] = {}
 
-    def note(
-        name: str,
-        phase: str,
-        unsharded: int,
-        gathered: int,
-        grad: int = 0,
-        reduced: int = 0,
-        blocks_done: int = 0,
-        rest_done: bool = False,
-    ) -> None:
-        sharded = BYTES * (blocks_done * BLOCK + rest_done * REST) // 2
-        found[name, phase] = dict(zip(OURS, (unsharded, gathered, grad, reduced, sharded)))
+    def reach(unit: str, *phases: str) -> None:
+        now = dict(zip(OURS, (unsharded, gathered, grad, reduced, sharded)))
+        expected.update({(unit, phase): now for phase in phases})
 
-    def kept(blocks: int) -> int:
-        """The unsharded bytes when this many blocks have run forward, or are still to run backward."""
-        return rest + (0 if reshards else blocks * block)
-
-    note("", "Before Pre-Forward", 0, 0)
-    note("", "After Pre-Forward", rest, rest)
-    for index in range(BLOCKS):
-        note(f"{index}", "Before Pre-Forward", kept(index), block if index else rest)
-        note(f"{index}", "After Pre-Forward", kept(index) + block, block)
-        note(f"{index}", "Before Post-Forward", kept(index) + block, block)
-        note(f"{index}", "After Post-Forward", kept(index + 1), block)
-    note("", "Before Post-Forward", kept(BLOCKS), block)
-    between = 0 if reshards else kept(BLOCKS)
-    note("", "After Post-Forward", between, 0)
-
-    note("", "Before Pre-Backward", between, 0)
-    ahead = block if reshards else 0
-    note("", "After Pre-Backward", kept(BLOCKS), ahead)
-    reduced = 0
-    for done, index in enumerate(reversed(range(BLOCKS))):
-        note(f"{index}", "Before Pre-Backward", kept(index + 1), ahead, 0, reduced, done)
-        now = kept(index) + block
-        note(f"{index}", "After Pre-Backward", now, ahead if index else 0, 0, reduced, done)
-        note(f"{index}", "Before Post-Backward", now, ahead if index else 0, block, reduced, done)
-        reduced = BLOCK * reduce_size
-        note(f"{index}", "After Post-Backward", kept(index), ahead if index else 0, 0, reduced, done + 1)
-    note("", "Before Post-Backward", rest, 0, rest, reduced, BLOCKS)
-    note("", "After Post-Backward", 0, 0, 0, REST * reduce_size, BLOCKS, True)
-    return found
+    reach("", "Before Pre-Forward")
+    unsharded = gathered = rest
+    reach("", "After Pre-Forward")
+    for unit in units:
+        reach(unit, "Before Pre-Forward")
+        unsharded, gathered = unsharded + block, block
+        reach(unit, "After Pre-Forward", "Before Post-Forward")
+        unsharded -= block if reshards else 0
+        reach(unit, "After Post-Forward")
+    reach("", "Before Post-Forward")
+    unsharded, gathered = 0 if reshards else unsharded, 0
+    reach("", "After Post-Forward", "Before Pre-Backward")
+    if reshards:
+        unsharded, gathered = rest, block
+    reach("", "After Pre-Backward")
+    for unit in reversed(units):
+        reach(unit, "Before Pre-Backward")
+        unsharded += block if reshards else 0
+        gathered = 0 if unit == units[0] else gathered
+        reach(unit, "After Pre-Backward")
+        grad = block
+        reach(unit, "Before Post-Backward")
+        unsharded, grad, reduced, sharded = unsharded - block, 0, BLOCK * reduce_size, sharded + BYTES * BLOCK // 2
+        reach(unit, "After Post-Backward")
+    grad = rest
+    reach("", "Before Post-Backward")
+    unsharded, grad, reduced, sharded = 0, 0, REST * reduce_size, sharded + BYTES * REST // 2
+    reach("", "After Post-Backward")
+    return expected
 
 
 class TestTrackerFullyShard1DTrainingCore(TrackerTest):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
@@ -119,9 +120,34 @@ class CountsCalls(nn.Module):
         return x * self.weight * self.scale * self.calls
 
 
+class Subject(NamedTuple):
+    """A model to compile: how it is built and sharded, and its input in an iteration on a rank."""
+
+    build: Callable[[], Any]
+    shard: Callable[[Any], Any]
+    input_of: Callable[[int, int], torch.Tensor]
+
+    def sharded(self) -> nn.Module:
+        model = self.build()
+        self.shard(model)
+        return model
+
+    def backward(self, model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
+        """Make the gradients of the rank's input. Returns the loss."""
+        inp = self.input_of(iteration, rank)
+        manual_seed(100 * iteration + rank)  # for dropout
+        loss = model(inp).square().mean()
+        (loss / divide_by).backward()
+        return loss.detach()
+
+
 class Step(NamedTuple):
     loss: torch.Tensor
     grads: dict[str, torch.Tensor]  # of this rank's shards
+
+
+def shard_layers(model: Any) -> None:
+    shard_each((*model.layers, model), reshard_after_forward=True)
 
 
 class CompileTest(FSDPTest):
@@ -233,87 +259,66 @@ class TestFullyShardCompile(CompileTest):
     def test_compiled_autograd_ctx(self):
         """The backward is no longer one full graph. Compiled gradients equal eager ones after an eager forward."""
 
-        def model_init_fn() -> nn.Module:
+        def build() -> nn.Module:
             manual_seed(42)
             return Layers(nn.Linear(DIM, DIM, device=self.device))
 
-        self._test_traceable_fsdp(
-            (model_init_fn, fully_shard), self._rows, "aot_eager", fwd_fullgraph=True, iterations=10
-        )
+        self._test_traceable_fsdp(Subject(build, fully_shard, self._rows), "aot_eager", iterations=10)
 
     def _test_traceable_fsdp(
-        self,
-        model_init_fns: tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]],
-        input_creation_fn: Callable[[int, int], torch.Tensor],
-        backend: str,
-        fwd_fullgraph: bool,
-        iterations: int = ITERATIONS,
+        self, subject: Subject, backend: str, fwd_fullgraph: bool = True, iterations: int = ITERATIONS
     ) -> CountingBackend:
         """Train a plain, a sharded, and a compiled sharded model. Compare losses and gradients of every iteration.
 
-        The model functions build a plain model and shard it. With ``fwd_fullgraph`` the model has no graph break of
-        its own. Returns the backend with the graphs that it compiled.
+        With ``fwd_fullgraph`` the model has no graph break of its own. Returns the backend with the graphs that it
+        compiled.
         """
-        build, shard = model_init_fns
+        plain, eager, model = subject.build(), subject.sharded(), subject.sharded()
 
-        def make_optim(model: nn.Module) -> torch.optim.Optimizer:
-            # With upstream's rate of 1e-4 the losses would hardly change, whatever the gradients are.
-            return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.9)
+        def backward_of_all_ranks(iteration: int) -> torch.Tensor:
+            size = self.world_size
+            return [subject.backward(plain, iteration, rank, divide_by=size) for rank in range(size)][self.rank]
 
-        def fwd_bwd(model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
-            inp = input_creation_fn(iteration, rank)
-            manual_seed(100 * iteration + rank)  # for dropout
-            loss = model(inp).square().mean()
-            (loss / divide_by).backward()
-            return loss.detach()
-
-        def run_iters(model: nn.Module, call: Callable) -> list[Step]:
-            optim, steps = make_optim(model), []
-            for iteration in range(iterations):
-                loss = fwd_bwd(call, iteration, self.rank)
-                grads = {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
-                steps.append(Step(loss, grads))
-                optim.step()
-                optim.zero_grad(set_to_none=True)
-            return steps
-
-        def run_plain() -> list[Step]:
-            model, steps = build(), []
-            optim = make_optim(model)
-            for iteration in range(iterations):
-                losses = [fwd_bwd(model, iteration, rank, self.world_size) for rank in range(self.world_size)]
-                grads = {n: self._shard_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
-                steps.append(Step(losses[self.rank], grads))
-                optim.step()
-                optim.zero_grad(set_to_none=True)
-            return steps
-
-        def run_eager() -> list[Step]:
-            model = build()
-            shard(model)
-            return run_iters(model, model)
-
-        def run_compiled() -> list[Step]:
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            model = build()
-            shard(model)
-            compiled = torch.compile(model, backend=counting)
-            with torch.compiler.set_stance("force_eager"):  # runs FSDP's lazy initialization
-                fwd_bwd(compiled, 0, self.rank)
-            model.zero_grad(set_to_none=True)
-            self.assertEqual(counting.graphs, [])
-            steps = run_iters(model, compiled)
-            self._check_graphs(counting, fwd_fullgraph)
-            torch._dynamo.reset()
-            return steps
-
+        expected = self._train(plain, backward_of_all_ranks, iterations)
+        self.assertEqual(len({step.loss.item() for step in expected}), iterations)
+        steps = self._train(eager, lambda iteration: subject.backward(eager, iteration, self.rank), iterations)
+        self._check_steps(steps, expected, "eager")
         counting = CountingBackend(backend)
-        plain_steps, eager_steps = run_plain(), run_eager()
-        self._check_steps(eager_steps, plain_steps, "eager")
-        self._check_steps(run_compiled(), plain_steps, "compiled")
-        self.assertEqual(len({step.loss.item() for step in plain_steps}), iterations)
+        with self._compiled(model, counting, subject) as compiled:
+            steps = self._train(model, lambda iteration: subject.backward(compiled, iteration, self.rank), iterations)
+            self._check_graphs(counting, fwd_fullgraph)
+        self._check_steps(steps, expected, "compiled")
         return counting
+
+    def _train(self, model: nn.Module, backward: Callable[[int], torch.Tensor], iterations: int) -> list[Step]:
+        """Train a plain or a sharded model. ``backward`` makes the gradients of an iteration, and returns the loss."""
+        # With upstream's rate of 1e-4 the losses would hardly change, whatever the gradients are.
+        optim = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.9)
+        steps = []
+        for iteration in range(iterations):
+            loss = backward(iteration)
+            grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+            shards = {
+                name: (grad.to_local() if isinstance(grad, DTensor) else self._shard_of(grad)).clone()
+                for name, grad in grads.items()
+            }
+            steps.append(Step(loss, shards))
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        return steps
+
+    @contextlib.contextmanager
+    def _compiled(self, model: nn.Module, counting: CountingBackend, subject: Subject) -> Iterator[Callable]:
+        """The compiled model, after one iteration in eager mode that runs FSDP's lazy initialization."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(model, backend=counting)
+        with torch.compiler.set_stance("force_eager"):
+            subject.backward(compiled, 0, self.rank)
+        model.zero_grad(set_to_none=True)
+        self.assertEqual(counting.graphs, [])
+        yield compiled
+        torch._dynamo.reset()
 
     def _check_graphs(self, counting: CountingBackend, fwd_fullgraph: bool) -> None:
         """Something was compiled, but no code of FSDP. The forward has an explicit graph break unless it is full.
@@ -335,45 +340,35 @@ class TestFullyShardCompile(CompileTest):
             for name, grad in ref.grads.items():
                 self.assertGreater(grad.abs().max().item(), 0, name)
 
-    def _create_simple_mlp_factory_fns(self) -> tuple[Any, Any]:
-        def model_init_fn() -> nn.Module:
+    def _simple_mlp(self) -> Subject:
+        def build() -> nn.Module:
             manual_seed(42)
-            layers: list[nn.Module] = []
-            for _ in range(3):
-                layers += [nn.Linear(DIM, DIM, device=self.device), nn.ReLU()]
-            return Layers(*layers[:-1])
+            linears = [nn.Linear(DIM, DIM, device=self.device) for _ in range(3)]
+            return Layers(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
 
-        return (model_init_fn, functools.partial(fully_shard, reshard_after_forward=True)), self._rows
+        return Subject(build, functools.partial(fully_shard, reshard_after_forward=True), self._rows)
 
     @skip_if_lt_x_gpu(2)
     def test_simple_mlp_fullgraph_backend_aot_eager(self):
-        self._test_traceable_fsdp(*self._create_simple_mlp_factory_fns(), "aot_eager", fwd_fullgraph=True)
+        self._test_traceable_fsdp(self._simple_mlp(), "aot_eager")
 
     @skip_if_lt_x_gpu(2)
     def test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition(self):
-        fns = self._create_simple_mlp_factory_fns()
-        self._test_traceable_fsdp(*fns, "aot_eager_decomp_partition", fwd_fullgraph=True)
+        self._test_traceable_fsdp(self._simple_mlp(), "aot_eager_decomp_partition")
 
     @requires_inductor
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_simple_mlp_fullgraph_backend_inductor(self):
         with inductor_in(self.temp_dir):
-            self._test_traceable_fsdp(*self._create_simple_mlp_factory_fns(), "inductor", fwd_fullgraph=True)
+            self._test_traceable_fsdp(self._simple_mlp(), "inductor")
 
-    def _create_nested_fully_shard_factory_fns(self, fwd_fullgraph: bool) -> tuple[Any, Any]:
-        def model_init_fn() -> nn.Module:
+    def _test_nested(self, backend: str, fwd_fullgraph: bool) -> CountingBackend:
+        def build() -> nn.Module:
             manual_seed(42)
             return Repeating(breaks_graph=not fwd_fullgraph).to(self.device)
 
-        def shard(model: Repeating) -> None:
-            shard_each((*model.layers, model), reshard_after_forward=True)
-
-        return (model_init_fn, shard), self._rows
-
-    def _test_nested(self, backend: str, fwd_fullgraph: bool) -> CountingBackend:
-        fns = self._create_nested_fully_shard_factory_fns(fwd_fullgraph)
-        return self._test_traceable_fsdp(*fns, backend, fwd_fullgraph)
+        return self._test_traceable_fsdp(Subject(build, shard_layers, self._rows), backend, fwd_fullgraph)
 
     @skip_if_lt_x_gpu(2)
     def test_nested_fully_shard_backend_aot_eager(self):
@@ -399,35 +394,28 @@ class TestFullyShardCompile(CompileTest):
             counting = self._test_nested("inductor", fwd_fullgraph=False)
         self.assertGreaterEqual(len(counting.graphs), 2)  # before and after the graph break
 
-    def _create_transformer_factory_fns(
-        self, all_requires_grad: bool, activation_checkpoint: bool = False
-    ) -> tuple[Any, Any]:
+    def _transformer(self, all_requires_grad: bool, activation_checkpoint: bool = False) -> Subject:
         args = ModelArgs(n_layers=3, vocab_size=8, max_seq_len=16)
 
-        def model_init_fn() -> nn.Module:
+        def build() -> nn.Module:
             manual_seed(42)
             model = Transformer(args).to(self.device)
-            if activation_checkpoint:
+            for layer in model.layers if activation_checkpoint else ():
                 # The checkpoint is inside the FSDP module. Dynamo cannot trace a checkpoint around an FSDP module, and
                 # it compiles nothing inside a checkpoint that it does not trace.
-                for layer in model.layers:
-                    layer.feed_forward = internals.checkpoint_wrapping.checkpoint_wrapper(layer.feed_forward)
+                layer.feed_forward = internals.checkpoint_wrapping.checkpoint_wrapper(layer.feed_forward)
             if not all_requires_grad:
-                trainable = 0
-                for name, param in model.named_parameters():
-                    param.requires_grad_("attention.wq" in name or "attention.wv" in name)
-                    trainable += param.requires_grad
-                assert trainable == 6, trainable
+                model.requires_grad_(False)
+                for layer in model.layers:
+                    layer.attention.wq.requires_grad_(True)
+                    layer.attention.wv.requires_grad_(True)
             return model
 
-        def shard(model: Transformer) -> None:
-            shard_each((*model.layers, model), reshard_after_forward=True)
-
-        def input_creation_fn(iteration: int, rank: int) -> torch.Tensor:
+        def input_of(iteration: int, rank: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(100 * iteration + rank)
             return torch.randint(0, args.vocab_size, (2, args.max_seq_len), generator=generator).to(self.device)
 
-        return (model_init_fn, shard), input_creation_fn
+        return Subject(build, shard_layers, input_of)
 
     @contextlib.contextmanager
     def _maybe_add_graph_break_to_sdpa(self, fwd_fullgraph: bool) -> Iterator[None]:
@@ -444,11 +432,11 @@ class TestFullyShardCompile(CompileTest):
     def _test_transformer(
         self, backend: str, all_requires_grad: bool, activation_checkpoint: bool = False, fwd_fullgraph: bool = True
     ) -> None:
-        fns = self._create_transformer_factory_fns(all_requires_grad, activation_checkpoint)
+        subject = self._transformer(all_requires_grad, activation_checkpoint)
         same_random = torch._inductor.config.patch(fallback_random=True)
         inductor = inductor_in(self.temp_dir) if backend == "inductor" else same_random
         with inductor, self._maybe_add_graph_break_to_sdpa(fwd_fullgraph):
-            counting = self._test_traceable_fsdp(*fns, backend, fwd_fullgraph)
+            counting = self._test_traceable_fsdp(subject, backend, fwd_fullgraph)
         if not fwd_fullgraph:
             self.assertGreater(len(counting.graphs), 2)
 

@@ -12,7 +12,6 @@ import functools
 import gc
 import inspect
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -79,6 +77,7 @@ from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.forward_methods import ForwardMethodsMixin
+from distributed._composable.fsdp import experts
 from distributed._composable.stacks import StacksMixin
 
 needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
@@ -1765,6 +1764,13 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         return ref_model, model
 
 
+# The ranks of tensor parallelism, the replicas, and how modules other than layers reshard after forward. With tensor
+# parallelism, resharding to a smaller mesh (2) is not supported.
+EXPERTS = [(1, 1, False), (1, 2, 2), (2, 1, True), (2, 2, True)]
+if TEST_WITH_SLOW:
+    EXPERTS += [(1, 1, True), (1, 1, 2), (1, 2, False), (1, 2, True)]
+
+
 class TestFullyShardNDTraining(StacksMixin, FSDPTest):
     world_size = at_most(8)
 
@@ -1794,81 +1800,32 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
-    def test_shard_placement_fn_tp_ep(self):
+    @subtests(case=EXPERTS)
+    def test_shard_placement_fn_tp_ep(self, case):
         """FSDP shards experts over fewer ranks than the rest, because expert parallelism has already sharded them."""
-        # With tensor parallelism, resharding to a smaller mesh (2) is not supported.
-        cases = [(1, 1, False), (1, 2, 2), (2, 1, True), (2, 2, True)]  # tensor parallelism, replicas, reshard
-        if TEST_WITH_SLOW:
-            cases += [(1, 1, True), (1, 1, 2), (1, 2, False), (1, 2, True)]
-        for *degrees, reshard_non_layer_modules in cases:
-            if 2 * math.prod(degrees) > self.world_size:
-                continue  # two ranks share the experts of each group
-            meshes = self._init_parallel_meshes(*degrees)
-            config = {"reshard_non_layer_modules": [reshard_non_layer_modules]}
-            self.run_subtests(config, self._test_shard_placement_fn_tp_ep, *meshes)
-
-    def _init_parallel_meshes(self, tp_degree: int, dp_replicate: int) -> tuple[DeviceMesh, ...]:
-        """Return the meshes for data parallelism, FSDP, FSDP of experts, expert parallelism and tensor parallelism."""
-        ep_degree = 2
-        efsdp = self.world_size // (dp_replicate * ep_degree * tp_degree)
-        whole = self._mesh(dp_replicate, efsdp, ep_degree, tp_degree, names=("dp_replicate", "efsdp", "ep", "tp"))
-        data_parallel = whole["dp_replicate", "efsdp", "ep"]._flatten("dp")
-        dp_shard = whole["efsdp", "ep"]._flatten("dp_shard")
-        if dp_replicate == 1:
-            return data_parallel, dp_shard, whole["efsdp"], whole["ep"], whole["tp"]
-        dp = DeviceMesh._concatenate([whole["dp_replicate"], dp_shard])
-        return data_parallel, dp, whole["dp_replicate", "efsdp"], whole["ep"], whole["tp"]
-
-    def _test_shard_placement_fn_tp_ep(
-        self,
-        data_parallel: DeviceMesh,
-        dp: DeviceMesh,
-        efsdp: DeviceMesh,
-        ep: DeviceMesh,
-        tp: DeviceMesh,
-        reshard_non_layer_modules: bool | int,
-    ) -> None:
+        tp_size, replicas, reshard = case
+        shards, rest = divmod(self.world_size, 2 * replicas * tp_size)  # two ranks divide the experts
+        if shards == 0 or rest:
+            raise unittest.SkipTest(f"needs a multiple of {2 * replicas * tp_size} ranks")
+        names = ("replicate", "shard", "expert", "tensor")
+        meshes = experts.split(self._mesh(replicas, shards, 2, tp_size, names=names))
         manual_seed(42)
-        args = {"n_layers": 2, "vocab_size": 32, "num_experts": 8, "weight_tying": False}
-        model = tiny_transformer(**args).to(self.device)
+        model = tiny_transformer(n_layers=2, vocab_size=32, num_experts=8, weight_tying=False).to(self.device)
         ref_model = copy.deepcopy(model)
-        Transformer.parallelize(model, tp if tp.size() > 1 else None, use_seq_parallel=False, ep_mesh=ep)
-        infos = [
-            internals.fsdp2_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-            if mesh.ndim == 1
-            else internals.fsdp2_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-            for mesh in (dp, efsdp)
-        ]
-        experts = {param for layer in model.layers for param in layer.expert_layer.parameters()}
-
-        def placement(param: nn.Parameter) -> Any:
-            return internals.fsdp2_common.ShardPlacementResult(Shard(0), infos[param in experts])
-
+        tp_mesh = meshes.tensor if tp_size > 1 else None
+        Transformer.parallelize(model, tp_mesh, use_seq_parallel=False, ep_mesh=meshes.expert_parallel)
+        experts.shard(model, meshes, reshard)
         for layer in model.layers:
-            fully_shard(layer, mesh=dp, shard_placement_fn=placement, reshard_after_forward=True)
-            meshes = [group.mesh_info.mesh for group in internals.groups_in(layer)]
-            self.assertEqual(sorted(mesh.size() for mesh in meshes), sorted((dp.size(), efsdp.size())))
-        shard_each(
-            [model.tok_embeddings, model.pos_embeddings, [model.norm, model.output]],
-            mesh=dp,
-            reshard_after_forward=reshard_non_layer_modules,
-        )
-        fully_shard(model, mesh=dp, reshard_after_forward=reshard_non_layer_modules)
+            sizes = [group.mesh_info.mesh.size() for group in internals.groups_in(layer)]
+            self.assertEqual(sorted(sizes), [meshes.experts.size(), meshes.dense.size()])
         # DTensor takes seconds to plan the redistribution of an expert that is on three mesh dimensions.
-        (check_full if efsdp.ndim == tp.size() == 1 else check_parity)(self, ref_model, model)
-
-        def average_data_parallel(ref_model: nn.Module) -> None:
-            average_gradients(ref_model, data_parallel.get_group())
-            for layer in ref_model.layers:
-                for param in layer.expert_layer.parameters():
-                    param.grad.mul_(ep.size())  # expert parallelism sums; only efsdp and replicas average
-
+        (check_full if replicas == tp_size == 1 else check_parity)(self, ref_model, model)
         self._check_training(
             ref_model,
             model,
             lambda: self._tokens(2, 8, vocab_size=32),
-            average=average_data_parallel,
-            data_rank=data_parallel.get_local_rank(),
+            average=functools.partial(experts.average, meshes=meshes),
+            data_rank=meshes.data.get_local_rank(),
             iterations=FEW,
         )
 
