@@ -95,9 +95,9 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     ) -> Pipeline:
         """A pipeline of fully sharded stages. From here on, random data is that of this rank's pipeline."""
         wrap = functools.partial(shard_stage, mesh=mesh["data"], mp_policy=POLICIES[dp_type])
-        told = BF16 if dp_type == "FSDP_MP" else torch.float32
+        boundary_dtype = BF16 if dp_type == "FSDP_MP" else torch.float32
         self._seed(mesh.get_local_rank("data"))
-        return Pipeline(schedule, plain, mesh.get_group("pipeline"), wrap, told, **kwargs)
+        return Pipeline(schedule, plain, mesh.get_group("pipeline"), wrap, boundary_dtype, **kwargs)
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(

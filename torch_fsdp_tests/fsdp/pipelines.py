@@ -101,9 +101,9 @@ def indices_of(schedule: str, rank: int, size: int) -> list[int]:
 class Pipeline:
     """Parts of a plain model as stages on the ranks of a group, under one of the ``SCHEDULES``.
 
-    ``wrap`` parallelizes a copy of each part and returns it. The stages find the shapes of activations themselves, or
-    get them as arguments. In that case ``told`` is the dtype of everything but the pipeline's input. Other arguments go
-    to the schedule.
+    ``wrap`` parallelizes a copy of each part and returns it. ``boundary_dtype`` is the dtype of everything that
+    stages receive and return, except for the pipeline's input; with None the stages find dtypes and shapes themselves.
+    Other arguments go to the schedule.
     Skips the test if the installed torch cannot start the schedule over any backend.
     """
 
@@ -113,7 +113,7 @@ class Pipeline:
         plain: nn.Sequential,
         group: dist.ProcessGroup,
         wrap: Callable[[Any], Any],
-        told: torch.dtype | None = torch.float32,
+        boundary_dtype: torch.dtype | None = torch.float32,
         **kwargs: Any,
     ) -> None:
         if schedule in V_SHAPED:
@@ -128,7 +128,7 @@ class Pipeline:
         device = next(plain.parameters()).device
         self.stages = [
             pipelining.PipelineStage(
-                module, index, self.num_stages, device, group=group, **_shapes(index, device, told) if told else {}
+                module, index, self.num_stages, device, group=group, **_shapes(index, device, boundary_dtype)
             )
             for index, module in zip(self.indices, self.modules, strict=True)
         ]
@@ -161,8 +161,10 @@ class Pipeline:
             compare(test, part, module, **kwargs)
 
 
-def _shapes(index: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The shapes of a stage's input and output."""
+def _shapes(index: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The shapes of a stage's input and output, as arguments of the stage; without a dtype there are none."""
+    if dtype is None:
+        return {}
     empty = functools.partial(torch.empty, ROWS, DIM, device=device)
     received = empty(dtype=dtype, requires_grad=True) if index else empty(dtype=torch.float32)
     return {"input_args": received, "output_args": empty(dtype=dtype, requires_grad=True)}

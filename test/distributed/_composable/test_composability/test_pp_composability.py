@@ -80,6 +80,20 @@ def by_block(modules: Iterable[nn.Module]) -> nn.Sequential:
     return nn.Sequential(OrderedDict(child for module in modules for child in module.named_children()))
 
 
+def part_of(plain: nn.Module, blocks: nn.Module) -> nn.Sequential:
+    """The same blocks of the plain model."""
+    return nn.Sequential(OrderedDict((name, plain.get_submodule(name)) for name, _ in blocks.named_children()))
+
+
+def adam(model: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def states_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optim_state = get_state_dict(model, optim, options=FLATTENED)
+    return {"model": model_state, "optim": optim_state}
+
+
 class PipelineTest(PipelineMixin, FSDPTest):
     """The base class of the test cases in this file."""
 
@@ -97,7 +111,7 @@ class PipelineTest(PipelineMixin, FSDPTest):
             plain,
             mesh.get_group("pipeline"),
             lambda stage: shard_stage(tensor_parallel(stage, mesh["tensor"]), mesh=mesh["data"], mp_policy=policy),
-            told=param_dtype,
+            boundary_dtype=param_dtype,
         )
         if param_dtype == torch.float32:
             self._check_trains(plain, pipeline, mesh.get_group("data"), optim_cls=ShardAdamW)
@@ -118,14 +132,15 @@ class ComposabilityTest(PipelineTest):
     @pairwise_subtests(
         # DDP supports neither a split backward nor stages that infer shapes at run time. A split backward loses
         # gradients of modules that reshard after forward: see the defect fsdp2_split_backward_loses_gradients.
-        valid=lambda dp_type, schedule, told: (
-            dp_type in ("FSDP", "replicate") or (schedule not in SPLIT_BACKWARD and (dp_type, told) != ("DDP", None))
+        valid=lambda dp_type, schedule, boundary_dtype: (
+            dp_type in ("FSDP", "replicate")
+            or (schedule not in SPLIT_BACKWARD and (dp_type, boundary_dtype) != ("DDP", None))
         ),
         dp_type=["FSDP", "FSDP resharding", "replicate", "DDP"],
         schedule=SCHEDULES,
-        told=[torch.float32, None],
+        boundary_dtype=[torch.float32, None],
     )
-    def test_manual_with_data_parallel(self, dp_type, schedule, told):
+    def test_manual_with_data_parallel(self, dp_type, schedule, boundary_dtype):
         """Losses, gradients and parameters of several steps equal those of the plain model."""
         mesh = self._pipelines_and_data()
         wraps = {
@@ -135,7 +150,7 @@ class ComposabilityTest(PipelineTest):
             "DDP": functools.partial(DDP, device_mesh=mesh["data"]),
         }
         plain = self._plain()
-        pipeline = Pipeline(schedule, plain, mesh.get_group("pipeline"), wraps[dp_type], told)
+        pipeline = Pipeline(schedule, plain, mesh.get_group("pipeline"), wraps[dp_type], boundary_dtype)
         compare = check_whole if dp_type == "DDP" else check_parity
         self._check_trains(plain, pipeline, mesh.get_group("data"), compare)
 
@@ -166,52 +181,55 @@ class ComposabilityTest(PipelineTest):
         The same stages, other stages, or the whole model under FSDP2 load them and continue like the plain model.
         """
         mesh, path = self._pipelines_and_data(), os.path.join(self.temp_dir, loaded_by)
-        data = mesh.get_group("data")
         plain = self._plain()
-        optim = torch.optim.Adam(plain.parameters(), lr=1e-2, eps=1e-3)
+        optim = adam(plain)
         self._seed(mesh.get_local_rank("data"))
-        batches = [self._batch() for _ in range(2)]
-        pipeline = Pipeline(
-            "Schedule1F1B", plain, mesh.get_group("pipeline"), functools.partial(shard_stage, mesh=mesh["data"])
-        )
-        saved = by_block(pipeline.modules)
-        saved_optim = torch.optim.Adam(saved.parameters(), lr=1e-2, eps=1e-3)
-        pipeline.step(batches[0])
+        first, second = self._batch(), self._batch()
+        saved, step = self._distributed("Schedule1F1B", plain, mesh)
+        saved_optim = adam(saved)
+        step(first)
         saved_optim.step()
-        model_state, optim_state = get_state_dict(saved, saved_optim, options=FLATTENED)
-        self.assertEqual(list(model_state), [name for part in pipeline.parts for name in part.state_dict()])
-        dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+        states = states_of(saved, saved_optim)
+        self.assertEqual(list(states["model"]), list(part_of(plain, saved).state_dict()))
+        dcp.save(states, checkpoint_id=path)
         written = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         self.assertEqual(
-            {name.removeprefix("model.") for name in written if name.startswith("model.")}, set(plain.state_dict())
+            {name for name in written if name.startswith("model.")}, {f"model.{n}" for n in plain.state_dict()}
         )
 
-        microbatched(plain, batches[0])
-        average_gradients(plain, data)
-        optim.step()
-        optim.zero_grad()
-        blank = filled(copy.deepcopy(plain))
-        step: Callable[[Batch], torch.Tensor]
-        if loaded_by == "FSDP2":
-            whole = shard_stage(blank, mesh=self._mesh(4))
-            step = functools.partial(microbatched, whole)
-        else:
-            wrap = functools.partial(shard_stage, mesh=mesh["data"])
-            pipeline = Pipeline(loaded_by, blank, mesh.get_group("pipeline"), wrap)
-            whole = by_block(pipeline.modules)
-            step = pipeline.step
-        loaded_optim = torch.optim.Adam(whole.parameters(), lr=1e-2, eps=1e-3)
-        model_state, optim_state = get_state_dict(whole, loaded_optim, options=FLATTENED)
-        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+        self._plain_step(plain, optim, first, mesh)
+        loaded, step = self._distributed(loaded_by, filled(copy.deepcopy(plain)), mesh)
+        loaded_optim = adam(loaded)
+        states = states_of(loaded, loaded_optim)
+        dcp.load(states, checkpoint_id=path)
         set_state_dict(
-            whole, loaded_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=FLATTENED
+            loaded, loaded_optim, model_state_dict=states["model"], optim_state_dict=states["optim"], options=FLATTENED
         )
-        self.assertEqual(step(batches[1]), microbatched(plain, batches[1]))
-        average_gradients(plain, data)
-        for each in (optim, loaded_optim):
-            each.step()
-        same = nn.Sequential(OrderedDict((name, plain.get_submodule(name)) for name, _ in whole.named_children()))
-        check_parity(self, same, whole)
+        losses = step(second)
+        loaded_optim.step()
+        self.assertEqual(losses, self._plain_step(plain, optim, second, mesh))
+        check_parity(self, part_of(plain, loaded), loaded)
+
+    def _distributed(
+        self, kind: str, plain: nn.Sequential, mesh: DeviceMesh
+    ) -> tuple[nn.Module, Callable[[Batch], torch.Tensor]]:
+        """The blocks that this rank has of a copy of the model, under a schedule or FSDP2, and what trains them."""
+        if kind == "FSDP2":
+            whole = shard_stage(copy.deepcopy(plain), mesh=self._mesh(4))
+            return whole, functools.partial(microbatched, whole)
+        wrap = functools.partial(shard_stage, mesh=mesh["data"])
+        pipeline = Pipeline(kind, plain, mesh.get_group("pipeline"), wrap)
+        return by_block(pipeline.modules), pipeline.step
+
+    def _plain_step(
+        self, plain: nn.Module, optim: torch.optim.Optimizer, batch: Batch, mesh: DeviceMesh
+    ) -> torch.Tensor:
+        """One step of the plain model on the batches of all data ranks. Returns this rank's losses."""
+        optim.zero_grad()
+        losses = microbatched(plain, batch)
+        average_gradients(plain, mesh.get_group("data"))
+        optim.step()
+        return losses
 
 
 @needs(torch_facts.PIPELINE_START_MESSAGES_MATCH)
