@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.installed_torch.torch_names import attribute
 
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 _lock = threading.Lock()
@@ -97,15 +98,16 @@ def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
 
 def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) -> None:
     handle_type = _flat_param.FlatParamHandle
-    prepare = torch_names.attribute(handle_type, "prepare_gradient_for_backward")
+    prepare = attribute(handle_type, "prepare_gradient_for_backward")
 
     @functools.wraps(prepare)
     def drop_and_prepare(handle: Any) -> None:
-        if handle._offload_params and _has_offloaded_gradient(handle):
+        if attribute(handle, "_offload_params") and _has_offloaded_gradient(handle):
             flat_param = handle.flat_param
             flat_param.grad = None
-            if handle._keep_low_precision_grads:
-                flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param._local_shard.dtype)
+            if attribute(handle, "_keep_low_precision_grads"):
+                cpu_grad = attribute(flat_param, "_cpu_grad")
+                cpu_grad.data = cpu_grad.to(attribute(flat_param, "_local_shard").dtype)
         prepare(handle)
 
     undo.enter_context(mock.patch.object(handle_type, "prepare_gradient_for_backward", drop_and_prepare))
@@ -116,9 +118,9 @@ def _has_offloaded_gradient(handle: Any) -> bool:
     flat_param = handle.flat_param
     if flat_param.grad is None:
         return False
-    if handle.uses_sharded_strategy:
-        return flat_param.grad.size() == flat_param._local_shard.size()
-    return flat_param.grad.data_ptr() == flat_param._cpu_grad.data_ptr()
+    if attribute(handle, "uses_sharded_strategy"):
+        return flat_param.grad.size() == attribute(flat_param, "_local_shard").size()
+    return flat_param.grad.data_ptr() == attribute(flat_param, "_cpu_grad").data_ptr()
 
 
 def _remember_what_is_pinned(device: Accelerator, undo: contextlib.ExitStack) -> None:
