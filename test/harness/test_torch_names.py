@@ -37,7 +37,7 @@ FSDP2 = "distributed/_composable/fsdp/test_fully_shard_state"
 TRAINING = "distributed/_composable/fsdp/test_fully_shard_training"
 COMPLETES_GROUP = "TestFullyShard1DTrainingCompose.test_partial_group_casts_output_of_root"
 RENAMED = {
-    FSDP1: "_get_fsdp_handles _full_param_padded _shapes _offload_params",
+    FSDP1: "_get_fsdp_handles _full_param_padded _shapes _local_shard",
     FSDP2: "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce",
     TRAINING: "_force_complete_incomplete_states",
 }

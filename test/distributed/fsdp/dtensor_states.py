@@ -24,7 +24,7 @@ from torch_fsdp_tests.fsdp.sharded_states import (
     use_sharded_state_dicts,
 )
 
-_HOST = torch.device("cpu")
+_HOST = torch.device("cpu")  # the CPU is the subject
 
 
 def plain_parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
