@@ -16,14 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
-from torch_fsdp_tests.verdict import closing_line, tally  # noqa: E402
+from torch_fsdp_tests.verdict import SkipKind, closing_line, tally  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
-# Reasons to skip that vary: how they begin, and what they have in common.
+# What the reasons of these kinds have in common. Other reasons are told one by one.
 COMMON = {
-    "needs a torch that": "the feature is newer than this torch",
-    "a C++ compiler takes": "a C++ compiler takes half a minute or more; `PYTORCH_TEST_WITH_SLOW=1` runs the test",
-    "rank 0 alone has only": "FSDP1's state dicts do not support this combination of options",
+    SkipKind.TORCH: "the feature is newer than this torch",
+    SkipKind.SLOW: "it is slow, for most because of a C++ compiler; `PYTORCH_TEST_WITH_SLOW=1` runs it",
 }
 
 
@@ -64,8 +63,7 @@ def folders(report: dict[str, Any]) -> str:
 def _reasons(report: dict[str, Any]) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     for skip in report["skips"]:
-        reason = next((words for start, words in COMMON.items() if skip["reason"].startswith(start)), skip["reason"])
-        counts[reason] += skip["tests"]
+        counts[COMMON.get(SkipKind(skip["kind"]), skip["reason"])] += skip["tests"]
     return +counts
 
 

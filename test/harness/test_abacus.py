@@ -15,6 +15,7 @@ from pathlib import Path
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.inductor_utils import why_no_host_compiler
+from torch_fsdp_tests.verdict import Reason, SkipKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -50,7 +51,7 @@ assert torch.accelerator.current_accelerator() == torch.device("abacus")
 
 def why_not() -> str | None:
     if not TEST_WITH_SLOW:
-        return "a C++ compiler takes a minute for the device; PYTORCH_TEST_WITH_SLOW=1 runs it"
+        return Reason("a C++ compiler takes a minute for the device; PYTORCH_TEST_WITH_SLOW=1 runs it", SkipKind.SLOW)
     return why_no_host_compiler()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.verdict import Reason
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,7 +31,9 @@ SHARED_MEMORY = Path("/dev/shm")
 GONE = 2  # seconds after the end of the test process in which its ranks must disappear
 KINDS = ("Process", "Thread", "Staying")
 LEAKING = [f"{kind}Leaks" for kind in KINDS]
-IN_SIGHT = requires(lambda: None if host.shows_processes() else "this system shows no processes: it has no /proc")
+IN_SIGHT = requires(
+    lambda: None if host.shows_processes() else Reason("this system shows no processes: it has no /proc")
+)
 OTHERS = ["ProcessGroupLeak", "StayingOrphan"]
 
 

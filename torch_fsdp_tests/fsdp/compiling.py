@@ -14,6 +14,7 @@ from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, requires
 from torch_fsdp_tests.common_utils import flags
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
+from torch_fsdp_tests.verdict import Reason, SkipKind
 
 with contextlib.suppress(ImportError):  # before ranks are forked, because it takes seconds
     importlib.import_module("torch._inductor.compile_fx")
@@ -50,7 +51,8 @@ def why_no_inductor() -> str | None:
     if not accelerator.current().is_host:
         return why_no_device_compiler()
     if not flags.TEST_WITH_SLOW:
-        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"
+        words = "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"
+        return Reason(words, SkipKind.SLOW)
     return why_no_host_compiler()
 
 

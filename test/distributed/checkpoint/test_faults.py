@@ -37,12 +37,15 @@ from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.ranks import Kind
+from torch_fsdp_tests.verdict import Reason
 
 BOTH = ["FSDP1 on 2", "FSDP2 on 2"]
 METADATA = ".metadata"
 FULL_DISK = Path("/dev/full")
 
-requires_full_disk = requires(lambda: None if FULL_DISK.exists() else f"needs {FULL_DISK}, a file that is always full")
+requires_full_disk = requires(
+    lambda: None if FULL_DISK.exists() else Reason(f"needs {FULL_DISK}, a file that is always full")
+)
 
 
 def shard_file(rank: int) -> str:

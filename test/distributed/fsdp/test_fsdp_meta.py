@@ -25,6 +25,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.verdict import Reason
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.fsdp1_cases import states_may_be_synced
@@ -33,7 +34,7 @@ META = torch.device("meta")
 Init = Callable[[nn.Module], None]
 
 torchdistx = torch_names.module("torchdistx.deferred_init")
-needs_torchdistx = requires(lambda: None if internals.fsdp1_init._TORCHDISTX_AVAIL else "needs torchdistX")
+needs_torchdistx = requires(lambda: None if internals.fsdp1_init._TORCHDISTX_AVAIL else Reason("needs torchdistX"))
 
 
 def _states(module: nn.Module, recurse: bool = True) -> list[torch.Tensor]:

@@ -95,10 +95,10 @@ def _is_unsupported(parameters: dict[str, Any]) -> bool:
     return (rank0 and kind != "state_dict") or (parameters.get("use_orig_params", False) and kind == "local_state_dict")
 
 
-only_supported = decorateIf(
-    unittest.skip("rank 0 alone has only whole state dicts, and flat shards go without the original parameters"),
-    _is_unsupported,
+skip_unsupported = unittest.skip(
+    "rank 0 alone has only whole state dicts, and flat shards go without the original parameters"
 )
+only_supported = decorateIf(skip_unsupported, _is_unsupported)
 
 
 class Model(nn.Module):
@@ -401,7 +401,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("state_dict_type", UNFLATTENED)
     @parametrize("rank0_only_and_offload", [False, True])
     @decorateIf(
-        unittest.skip("rank 0 alone has only whole state dicts"),
+        skip_unsupported,
         lambda each: each["rank0_only_and_offload"] and each["state_dict_type"] != "state_dict",
     )
     def test_state_dict_with_manual_ac_wrapper(self, state_dict_type, rank0_only_and_offload):

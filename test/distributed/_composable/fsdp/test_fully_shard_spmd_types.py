@@ -34,12 +34,15 @@ from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import TrainingMixin, loss_of
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+from torch_fsdp_tests.verdict import Reason
 
 spmd = torch_names.module("spmd_types")
 checker = torch_names.module("spmd_types.checker")
 
 needs_package = requires(
-    lambda: None if importlib.util.find_spec("spmd_types") else 'needs the package spmd-types (the extra "spmd")'
+    lambda: (
+        None if importlib.util.find_spec("spmd_types") else Reason('needs the package spmd-types (the extra "spmd")')
+    )
 )
 WHOLE = {"rows": (4, 3), "scale": (3,), "shift": (3,)}
 
