@@ -52,15 +52,15 @@ def why_no_host_compiler() -> str | None:
 @functools.cache
 def why_no_device_compiler() -> str | None:
     """The reason why inductor cannot compile for the device under test, or None if it can."""
-    found = device_under_test()
-    if found is None or found.is_host:
+    device = device_under_test()
+    if device is None or device.is_host:
         return "the device under test is not an accelerator"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from torch.utils._triton import has_triton
 
     if not has_triton():
-        return f"triton does not work with this {found.type}"
+        return f"triton does not work with this {device.type}"
     return why_no_host_compiler()  # triton builds the launcher of each kernel with it
 
 
@@ -70,8 +70,8 @@ def has_device_compiler(device_type: str) -> bool:
 
 def _gpu_type() -> str:
     # This is upstream's fallback too: test files build device strings from it before they skip.
-    found = device_under_test()
-    return "cuda" if found is None or found.is_host else found.type
+    device = device_under_test()
+    return "cuda" if device is None or device.is_host else device.type
 
 
 _ANSWERS: dict[str, Callable[[], object]] = {

@@ -33,10 +33,10 @@ def _git(*words: str) -> str | None:
 
     command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() if said.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def version() -> str:

@@ -102,10 +102,10 @@ def timeout(environment: Mapping[str, str]) -> int:
 
 def start(environment: Mapping[str, str]) -> str | None:
     """The start method for ranks, or None for the default. Raises :class:`ConfigurationError` for an invalid value."""
-    asked = environment.get(START_VARIABLE) or None
-    if asked not in (None, *STARTS):
-        raise ConfigurationError(f"{START_VARIABLE} is {asked!r}: it must be fork or spawn")
-    return asked
+    method = environment.get(START_VARIABLE) or None
+    if method not in (None, *STARTS):
+        raise ConfigurationError(f"{START_VARIABLE} is {method!r}: it must be fork or spawn")
+    return method
 
 
 def ranks(environment: Mapping[str, str]) -> int | None:

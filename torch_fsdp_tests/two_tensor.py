@@ -38,8 +38,8 @@ class TwoTensor(torch.Tensor):
             fact |= {"stride": part.stride(), "storage_offset": part.storage_offset()}
         unlike = [name for name in facts[0] if facts[0][name] != facts[1][name]]
         if unlike:
-            told = ", ".join(f"{name}: {facts[0][name]} != {facts[1][name]}" for name in unlike)
-            raise AssertionError(f"the parts of a TwoTensor must be alike ({told})")
+            differences = ", ".join(f"{name}: {facts[0][name]} != {facts[1][name]}" for name in unlike)
+            raise AssertionError(f"the parts of a TwoTensor must be alike ({differences})")
         return torch.Tensor._make_wrapper_subclass(
             cls,
             a.size() if outer_size is None else outer_size,

@@ -146,7 +146,7 @@ class MultiProcessTestCase(RankTestCase):
         group that existed before the test stays open too.
         """
         set_rng_seed()
-        found = dist.is_initialized()
+        had_group = dist.is_initialized()
         with named_leaks(self._assignment):
             try:
                 self._run_body(test_name)
@@ -156,7 +156,7 @@ class MultiProcessTestCase(RankTestCase):
         self._assignment.meet()
         if dist.is_initialized() and self.destroy_pg_upon_exit:
             dist.destroy_process_group()
-        elif dist.is_initialized() and not found:
+        elif dist.is_initialized() and not had_group:
             self._assignment.name_leak("left the process group open")
 
 

@@ -99,9 +99,9 @@ def _on_class(cls: Any, reasons: tuple[Requirement, ...]) -> Any:
 
 def skip_unless(reasons: Iterable[Requirement]) -> None:
     """Raise a skip with all reasons not to run; return if there is none. A reason without a kind is the device's."""
-    found = [reason for ask in reasons if (reason := ask()) is not None]
-    if found:
-        raise Skipped(Reason.joined(found, SkipKind.DEVICE))
+    unmet = [reason for ask in reasons if (reason := ask()) is not None]
+    if unmet:
+        raise Skipped(Reason.joined(unmet, SkipKind.DEVICE))
 
 
 def requirements_of(function: Callable) -> list[Requirement]:
@@ -220,8 +220,8 @@ def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decor
     def reason() -> str | None:
         if accelerator.current().backend != "nccl":
             return None
-        found = torch.cuda.nccl.version()
-        return None if found >= version else f"needs NCCL {_dotted(version)} or newer, found {_dotted(found)}: {msg}"
+        nccl = torch.cuda.nccl.version()
+        return None if nccl >= version else f"needs NCCL {_dotted(version)} or newer, found {_dotted(nccl)}: {msg}"
 
     return requires(reason)
 

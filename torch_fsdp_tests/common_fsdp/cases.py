@@ -67,7 +67,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         self.rank = rank
         self.file_name = file_name
         device = accelerator.current()
-        mine = device.bind(rank)
+        own_device = device.bind(rank)
         substitutes.install(device)
         if kwargs.get("fake_pg"):
             dist.init_process_group("fake", rank=rank, world_size=int(self.world_size), store=FakeStore())
@@ -80,11 +80,11 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
                 timeout=timedelta(seconds=self.collective_timeout),
             )
         # No rank starts the test while another one still connects, or closes its group while another one still uses it.
-        _barrier(mine)
+        _barrier(own_device)
         with moderate_steps():
             self.run_test(test_name, parent_pipe)
         if dist.is_initialized():
-            _barrier(mine)
+            _barrier(own_device)
             dist.destroy_process_group()
 
 
@@ -119,13 +119,13 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 @contextmanager
 def _between_barriers() -> Iterator[None]:
     """Begin and end a test with a barrier, and discard the compiled code of an earlier test."""
-    mine = accelerator.current().device(dist.get_rank())
-    _barrier(mine)
+    own_device = accelerator.current().device(dist.get_rank())
+    _barrier(own_device)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
     if dist.is_initialized():  # if a test destroyed the group, the check for leaks reports it
-        _barrier(mine)
+        _barrier(own_device)
 
 
 class FSDPTestMultiThread(MultiThreadedTestCase):

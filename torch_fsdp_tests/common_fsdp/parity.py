@@ -60,17 +60,17 @@ def _check_names(cls: Any, replicated: list[str], sharded: list[str]) -> None:
 
 
 def _local_parts(
-    cls: Any, what: str, reference: torch.Tensor, found: Any, param: Any
+    cls: Any, what: str, reference: torch.Tensor, sharded: Any, param: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local shard of ``found``, and that of ``reference`` under the placements of the DTensor ``param``."""
-    if not isinstance(found, DTensor):
-        cls.fail(f"{what} is a {type(found).__name__} in the sharded module, not a DTensor")
+    """The local shard of ``sharded``, and that of ``reference`` under the placements of the DTensor ``param``."""
+    if not isinstance(sharded, DTensor):
+        cls.fail(f"{what} is a {type(sharded).__name__} in the sharded module, not a DTensor")
     mesh, placements = param.device_mesh, param.placements
     if placements == (Shard(0), Shard(0)):
         cls.fail(f"{what} has the placements {placements}, which distribute_tensor lays out in another order")
-    if found.placements != placements or found.device_mesh != mesh:
-        cls.fail(f"{what} has the placements {found.placements}, its parameter {placements}")
-    if found.shape != reference.shape:
-        cls.fail(f"{what} has the shape {tuple(found.shape)}, in the replicated module {tuple(reference.shape)}")
+    if sharded.placements != placements or sharded.device_mesh != mesh:
+        cls.fail(f"{what} has the placements {sharded.placements}, its parameter {placements}")
+    if sharded.shape != reference.shape:
+        cls.fail(f"{what} has the shape {tuple(sharded.shape)}, in the replicated module {tuple(reference.shape)}")
     expected = distribute_tensor(reference.detach(), mesh, placements, src_data_rank=None).to_local()
-    return found.to_local().detach(), expected
+    return sharded.to_local().detach(), expected

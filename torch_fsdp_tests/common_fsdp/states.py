@@ -25,13 +25,13 @@ def _assert_module_states(
     A collective over ``process_group``. The tensors travel through host memory. Unlike upstream's, raises
     ``AssertionError`` if the names of the states differ between ranks.
     """
-    mine = {
+    own_states = {
         name: tensor.detach().cpu()
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in named()
     }
     of_all: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(of_all, mine, group=process_group)
+    dist.all_gather_object(of_all, own_states, group=process_group)
     first, *others = of_all
     for rank, other in enumerate(others, 1):
         if list(first) != list(other):

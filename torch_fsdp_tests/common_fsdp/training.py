@@ -83,9 +83,9 @@ def _check_step(optim: torch.optim.Optimizer, *_: object) -> None:
     with _disable_current_modes():
         values = [param.to_local() if isinstance(param, DTensor) else param for param in params]
         plain = [value for value in values if type(value) is torch.Tensor and not value.is_meta and value.numel()]
-        found = [value.abs().max().item() for value in plain]
-    if not all(largest <= LARGEST_VALUE for largest in found):  # a comparison with nan is false
-        raise AssertionError(f"an optimizer step leaves parameters whose largest values are {found}")
+        largest_values = [value.abs().max().item() for value in plain]
+    if not all(largest <= LARGEST_VALUE for largest in largest_values):  # a comparison with nan is false
+        raise AssertionError(f"an optimizer step leaves parameters whose largest values are {largest_values}")
 
 
 class FSDPTestMixin(_Base):
@@ -318,10 +318,10 @@ class FSDPTestMixin(_Base):
         """
         expected = {name.removeprefix("module."): value.detach() for name, value in reference.named_parameters()}
         with FSDP.summon_full_params(sharded, writeback=False):
-            found = {name: value.detach().clone() for name, value in sharded.named_parameters()}
-        self.assertEqual(list(found), list(expected), msg="FSDP and its reference have different parameters")
+            of_fsdp = {name: value.detach().clone() for name, value in sharded.named_parameters()}
+        self.assertEqual(list(of_fsdp), list(expected), msg="FSDP and its reference have different parameters")
         self.assertEqual(
-            found,
+            of_fsdp,
             expected,
             atol=rounding,
             rtol=rounding,

@@ -103,9 +103,9 @@ def place(path: tuple[object, ...]) -> str:
     return "".join(f"[{key!r}]" for key in path)
 
 
-def describe(found: Iterable[Difference]) -> str:
+def describe(differences: Iterable[Difference]) -> str:
     """The message of a failure: the first difference in full, and the places of the others. Empty if there is none."""
-    if not (all_of_them := list(found)):
+    if not (all_of_them := list(differences)):
         return ""
     first, *others = all_of_them
     lines = [f"at {place(first.path)}: {first.message}" if first.path else first.message]
@@ -137,13 +137,13 @@ def pairs(x: Any, y: Any, path: tuple[object, ...] = ()) -> Iterator[Pair | Diff
         yield Pair(path, x, y)
 
 
-def differences(found: Iterable[Pair | Difference], how: Closeness) -> Iterator[Difference]:
+def differences(pairs: Iterable[Pair | Difference], how: Closeness) -> Iterator[Difference]:
     """Yield every place where the values of :func:`pairs` differ.
 
     Raises ``ValueError`` if a tensor of several elements is compared with a number, and ``TypeError`` if a DTensor is
     compared with another tensor. Neither comparison has an answer.
     """
-    for each in found:
+    for each in pairs:
         if isinstance(each, Difference):
             yield each
             continue

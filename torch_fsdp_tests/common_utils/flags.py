@@ -74,8 +74,8 @@ def device_under_test() -> accelerator.Accelerator | None:
 
 def device_type_under_test() -> str:
     """The device type in generated names, even if the requested device or its backend is not available."""
-    found = device_under_test()
-    return found.type if found is not None else os.environ.get(accelerator.DEVICE_VARIABLE) or "cpu"
+    device = device_under_test()
+    return device.type if device is not None else os.environ.get(accelerator.DEVICE_VARIABLE) or "cpu"
 
 
 def privateuse1_name() -> str:
@@ -85,18 +85,18 @@ def privateuse1_name() -> str:
 
 def has_devices(device_type: str, at_least: int = 1) -> bool:
     """Whether the device under test has this type, and at least this many devices are visible."""
-    found = device_under_test()
-    return found is not None and found.type == device_type and found.count >= at_least
+    device = device_under_test()
+    return device is not None and device.type == device_type and device.count >= at_least
 
 
 def _has_accelerators(at_least: int) -> bool:
-    found = device_under_test()
-    return found is not None and found.count >= at_least
+    device = device_under_test()
+    return device is not None and device.count >= at_least
 
 
 def _accelerator_type() -> str | None:
-    found = device_under_test()
-    return None if found is None or found.is_host else found.type
+    device = device_under_test()
+    return None if device is None or device.is_host else device.type
 
 
 ABOUT_DEVICE: dict[str, Callable[[], object]] = {

@@ -67,11 +67,11 @@ def kinds(may_be: str | tuple[str, ...]) -> set[str]:
 def complaint(x: Any, y: Any, compared: Sequence[Any], how: Closeness, allowed: set[str]) -> str:
     """The message of a failure, if a comparison without differences proves nothing and its call does not say so."""
     pairs = [each for each in compared if isinstance(each, Pair)]
-    found = _reasons(x, y, pairs, how)
-    if found.keys() <= allowed or found.keys() <= allowed | _said_by_caller():
+    reasons = _reasons(x, y, pairs, how)
+    if reasons.keys() <= allowed or reasons.keys() <= allowed | _said_by_caller():
         return ""
-    wrong = tuple(kind for kind in found if kind not in allowed | _said_by_caller())
-    lines = [f"at {found[kind]}: {KINDS[kind]}" if found[kind] else KINDS[kind] for kind in wrong]
+    wrong = tuple(kind for kind in reasons if kind not in allowed | _said_by_caller())
+    lines = [f"at {reasons[kind]}: {KINDS[kind]}" if reasons[kind] else KINDS[kind] for kind in wrong]
     remedy = f"If the test is about such values, give may_be={wrong if len(wrong) > 1 else wrong[0]!r}"
     return "\n".join(["The values are equal, but that proves nothing:", *lines, remedy])
 
@@ -83,33 +83,33 @@ def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str,
     may be in any of the tensors, because a rank has no part of some parameters, and some gradients are zero. Of the
     values that are not tensors, only containers can be the same or empty, and only numbers can be infinite.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if x is y and isinstance(x, (Mapping, list, set)) and len(x):
-        found["same"] = ""
+        reasons["same"] = ""
     sizes, largest = [], []
     for pair in pairs:
         at = place(pair.path)
         if isinstance(pair.x, torch.Tensor) and isinstance(pair.y, torch.Tensor):
             both = local_parts(pair.x.detach(), pair.y.detach())
             if pair.x is pair.y or _share_memory(*both):
-                found.setdefault("same", at)
+                reasons.setdefault("same", at)
             sizes.append(both[0].numel())
             if sizes[-1] and not both[0].is_meta:
                 largest.append(_largest(both[0]))
                 limit = how.tolerances(both[0].dtype, both[1].dtype)["atol"]
                 if not math.isfinite(largest[-1]):
-                    found.setdefault("nonfinite", at)
+                    reasons.setdefault("nonfinite", at)
                 elif largest[-1] <= limit and 0 < max(largest[-1], _largest(both[1])) <= limit:
-                    found.setdefault("small", at)
+                    reasons.setdefault("small", at)
         elif isinstance(pair.x, float) and isinstance(pair.y, float) and not math.isfinite(pair.x):
-            found.setdefault("nonfinite", at)
+            reasons.setdefault("nonfinite", at)
     if not sizes and all(isinstance(pair.x, (set, frozenset)) and not pair.x for pair in pairs):
-        found["empty"] = ""
+        reasons["empty"] = ""
     if sizes and not any(sizes):
-        found["empty"] = ""
+        reasons["empty"] = ""
     if largest and not any(largest):
-        found["zero"] = ""
-    return found
+        reasons["zero"] = ""
+    return reasons
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -158,8 +158,8 @@ def _save(findings: Sequence[Any], version: str) -> None:
     """Store the answers for this version of torch, without the name of its build, beside those of other defects."""
     recorded, of_version = registry.recorded(), version.partition("+")[0]
     known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}
-    found = known | {each.defect.id: each.answer.value for each in findings}
-    data = {**recorded, "seen": {**recorded["seen"], of_version: found}}
+    answers = known | {each.defect.id: each.answer.value for each in findings}
+    data = {**recorded, "seen": {**recorded["seen"], of_version: answers}}
     registry.SEEN.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

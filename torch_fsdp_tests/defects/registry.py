@@ -123,13 +123,13 @@ def entry(id: str) -> Entry:
 
 def matching(patterns: Sequence[str]) -> list[str]:
     """The ids that match these names and globs. Raises ``LookupError`` for one that matches nothing."""
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for pattern in patterns:
         hits = fnmatch.filter(ids(), pattern)
         if not hits:
             raise LookupError(unknown(pattern))
-        found.update(dict.fromkeys(hits))
-    return list(found)
+        matches.update(dict.fromkeys(hits))
+    return list(matches)
 
 
 def unknown(id: str) -> str:
@@ -149,13 +149,13 @@ def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 def _known(id: str) -> dict[tuple[int, ...], Answer]:
     """Which versions have a defect, and which do not. All patch releases of a version are taken to be alike."""
-    found: dict[tuple[int, ...], Answer] = {}
+    by_version: dict[tuple[int, ...], Answer] = {}
     for versions in (recorded()["read"], recorded()["seen"]):
         for version, answers in versions.items():
             answer = Answer(answers.get(id, Answer.CANNOT_BE_TRIED))
             if answer in (Answer.PRESENT, Answer.ABSENT):
-                found[_minor(version)] = answer
-    return found
+                by_version[_minor(version)] = answer
+    return by_version
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from torch_fsdp_tests.defects.trial import Finding
 
 def line(finding: Finding) -> str:
     """The line for one finding."""
-    said = finding.answer.value if not finding.why else f"{finding.answer.value}: {finding.why}"
-    return f"{finding.defect.id}  {said}" + (f"  {finding.seconds:.1f}s" if finding.seconds else "")
+    answer = finding.answer.value if not finding.why else f"{finding.answer.value}: {finding.why}"
+    return f"{finding.defect.id}  {answer}" + (f"  {finding.seconds:.1f}s" if finding.seconds else "")
 
 
 def details(finding: Finding) -> str:
@@ -39,8 +39,8 @@ def shown(value: object) -> str:
 
 def counts(findings: Sequence[Finding]) -> str:
     """The last line: how many of each answer."""
-    found = Counter(finding.answer for finding in findings)
-    return ", ".join(f"{found[answer]} {answer.value}" for answer in Answer)
+    numbers = Counter(finding.answer for finding in findings)
+    return ", ".join(f"{numbers[answer]} {answer.value}" for answer in Answer)
 
 
 def worst_first(defects: Sequence[Defect]) -> list[Defect]:

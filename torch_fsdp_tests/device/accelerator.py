@@ -135,7 +135,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
     Raises :class:`ConfigurationError` if torch has no such device, no device is visible, or the backend is missing.
     """
-    asked, backend = backend, _checked_backend(device_type, backend)
+    requested_backend, backend = backend, _checked_backend(device_type, backend)
     if device_type == "cpu":
         # What gloo can do is known, so that no file pays for a probe.
         able = _OF_GLOO if backend == "gloo" else frozenset(_probe("cpu", backend)["capabilities"]) & _OF_THE_HOST
@@ -149,7 +149,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
             f"{DEVICE_VARIABLE}"
         )
     ranks = ranks or settings.default_ranks(count)
-    if count < ranks and asked is None and "shared_device" not in facts["capabilities"]:
+    if count < ranks and requested_backend is None and "shared_device" not in facts["capabilities"]:
         instead = _sharing_backend(device_type, backend)
         if instead is not None:
             backend, facts = instead, _probe(device_type, instead)
@@ -222,10 +222,10 @@ def environment() -> Mapping[str, str]:
 
     This is called when ranks start, after the first call of :func:`current`.
     """
-    found = {events.PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
+    variables = {events.PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
     for answer in _answers.values():
-        found |= answer.get("variables", {})
-    return found
+        variables |= answer.get("variables", {})
+    return variables
 
 
 @functools.cache
@@ -236,29 +236,29 @@ def _probe(device_type: str, backend: str) -> dict:
     some devices the probe takes many seconds, so the answer is recorded, and the dispatcher passes it to later files.
     """
     what = f"{device_type} {backend}"
-    told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
-    _answers[what] = told[what] if what in told else accelerator_probe.ask(device_type, backend)
+    known = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
+    _answers[what] = known[what] if what in known else accelerator_probe.ask(device_type, backend)
     events.record(probed=dict(_answers))
     return _answers[what]
 
 
 def _asked_ranks() -> int | None:
-    asked = settings.ranks(os.environ)
-    if asked is None:
+    requested = settings.ranks(os.environ)
+    if requested is None:
         try:
             launch = launcher.found()
         except launcher.LaunchError as error:
             raise ConfigurationError(str(error)) from error
         return None if launch is None else launch.world_size
-    return asked
+    return requested
 
 
 @functools.cache
 def _resolve(asked_type: str | None, backend: str | None, ranks: int | None) -> Accelerator:
     if asked_type is None:
         vendors.load_all()  # a package that cannot be imported is an error, and no reason to test the CPU
-        found = torch.accelerator.current_accelerator()
-        asked_type = "cpu" if found is None or not _visible(found.type, backend) else found.type
+        current = torch.accelerator.current_accelerator()
+        asked_type = "cpu" if current is None or not _visible(current.type, backend) else current.type
     vendor = vendors.load(asked_type)
     if vendor is not None and vendor.describe is not None:
         return _described(vendor, backend, ranks)
@@ -278,14 +278,14 @@ def _described(vendor: vendors.Vendor, backend: str | None, ranks: int | None) -
         remedy = "write it, or leave `describe` out of the Vendor, so that torch is asked"
         raise ConfigurationError(f"{what} cannot be imported: {in_one_line(error)}; {remedy}") from error
     try:
-        found = describe(backend=backend, ranks=ranks)
+        device = describe(backend=backend, ranks=ranks)
     except ConfigurationError as error:
         raise ConfigurationError(f"{what} reports: {error}") from error
     except Exception as error:
         raise ConfigurationError(f"{what} failed: {in_one_line(error)}") from error
-    if not isinstance(found, Accelerator):
-        raise ConfigurationError(f"{what} returned a {type(found).__name__}; it must return an {Accelerator.__name__}")
-    return found
+    if not isinstance(device, Accelerator):
+        raise ConfigurationError(f"{what} returned a {type(device).__name__}; it must return an {Accelerator.__name__}")
+    return device
 
 
 def _unknown_device(name: str) -> str:
@@ -295,8 +295,8 @@ def _unknown_device(name: str) -> str:
         return f"{unknown}; install the extension of torch that adds it, or set `describe` in its Vendor"
     if any(vendor.device_type == name for vendor in vendors.BUILT_IN):
         return f"{unknown}; install the extension of torch that adds it, or name another device with --device"
-    found = torch.accelerator.current_accelerator()
-    known = sorted({"cpu", *vendors.installed(), *([] if found is None else [found.type])})
+    current = torch.accelerator.current_accelerator()
+    known = sorted({"cpu", *vendors.installed(), *([] if current is None else [current.type])})
     return f"unknown device {name!r}: torch {torch.__version__} and the installed vendors know {', '.join(known)}"
 
 
@@ -320,8 +320,8 @@ def current() -> Accelerator:
 
 def initialised() -> bool:
     """Whether an accelerator's runtime is running in this process, so that its forks would not work."""
-    found = torch.accelerator.current_accelerator()
-    if found is None:
+    current = torch.accelerator.current_accelerator()
+    if current is None:
         return False
-    module = torch.get_device_module(found.type)
+    module = torch.get_device_module(current.type)
     return bool(getattr(module, "is_initialized", lambda: False)())

@@ -90,8 +90,8 @@ def describe(device_type: str, backend: str) -> dict:
         "premul_sum": lambda: _collective_works(device, backend, torch.float32, premul=True),
         "symmetric_memory": lambda: count > 1 and _has_symmetric_memory(device, backend),
     }
-    found = [name for name, attempt in attempts.items() if _works(attempt)]
-    return {"count": count, "capabilities": found, "variables": needed if shares else {}}
+    capabilities = [name for name, attempt in attempts.items() if _works(attempt)]
+    return {"count": count, "capabilities": capabilities, "variables": needed if shares else {}}
 
 
 def _computes_after_fork(device_type: str) -> bool:
@@ -142,15 +142,15 @@ def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
     dist.init_process_group(
         backend, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=timeout, device_id=device
     )
-    mine = torch.arange(2.0, device=device) + 10 * rank
+    own = torch.arange(2.0, device=device) + 10 * rank
     gathered, scattered = torch.empty(4, device=device), torch.empty(1, device=device)
-    dist.all_gather_into_tensor(gathered, mine)
-    dist.reduce_scatter_tensor(scattered, mine)
-    dist.all_reduce(mine)
-    dist.broadcast(mine, 0)
-    found = (gathered.tolist(), scattered.tolist(), mine.tolist())
-    if found != ([0.0, 1.0, 10.0, 11.0], [10.0 + 2 * rank], [10.0, 12.0]):
-        raise RuntimeError(f"two ranks on one device exchanged {found}")
+    dist.all_gather_into_tensor(gathered, own)
+    dist.reduce_scatter_tensor(scattered, own)
+    dist.all_reduce(own)
+    dist.broadcast(own, 0)
+    received = (gathered.tolist(), scattered.tolist(), own.tolist())
+    if received != ([0.0, 1.0, 10.0, 11.0], [10.0 + 2 * rank], [10.0, 12.0]):
+        raise RuntimeError(f"two ranks on one device exchanged {received}")
     dist.destroy_process_group()
 
 

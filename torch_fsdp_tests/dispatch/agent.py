@@ -120,10 +120,10 @@ ANSWERS = (Machine, Differences, FileEnded, FileOver, Signalled)
 
 def digests(test_directory: Path) -> dict[str, str]:
     """Return the digest of each Python file of the suite, by name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder, name in ((installation.PACKAGE, "torch_fsdp_tests"), (test_directory, "test")):
-        found |= {f"{name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*.py"))}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
+        files |= {f"{name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*.py"))}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}
 
 
 def describe(test_directory: Path) -> Machine:
@@ -137,11 +137,11 @@ def describe(test_directory: Path) -> Machine:
     )
 
 
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
     """Describe the files that differ between this machine and the other, in a few words each."""
-    missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
-    changed = [f"{name} differs" for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
-    return (*missing, *changed, *(f"{name} does not exist at rank 0" for name in sorted(mine.keys() - theirs.keys())))
+    missing = [f"{name} is missing" for name in sorted(theirs.keys() - own.keys())]
+    changed = [f"{name} differs" for name in sorted(own.keys() & theirs.keys()) if own[name] != theirs[name]]
+    return (*missing, *changed, *(f"{name} does not exist at rank 0" for name in sorted(own.keys() - theirs.keys())))
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class Agent:
                 case Describe():
                     self._rank_0.tell(describe(self._root / order.test_directory))
                 case Compare():
-                    mine = digests(self._root / order.test_directory)
-                    self._rank_0.tell(Differences(differences(mine, order.digests)))
+                    own_digests = digests(self._root / order.test_directory)
+                    self._rank_0.tell(Differences(differences(own_digests, order.digests)))
                 case StartFile():
                     self._start(order)
                 case EndFile() if self._file is None:

@@ -61,8 +61,8 @@ class Agents(Site):
         self._ended_at = 0.0  # when rank 0's part was over
         self._answers: dict[int, Any] = {}
 
-    def devices(self, found: DeviceSet) -> DeviceSet:
-        return dataclasses.replace(found, names=(), variable=None)  # each rank takes its LOCAL_RANK's
+    def devices(self, device_set: DeviceSet) -> DeviceSet:
+        return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
 
     def jobs_at_a_time(self, wanted: int) -> int:
         return 1
@@ -80,10 +80,10 @@ class Agents(Site):
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
 
     def hosts(self) -> dict[str, str]:
-        found: dict[str, list[int]] = {socket.gethostname(): [0]}
+        ranks_of: dict[str, list[int]] = {socket.gethostname(): [0]}
         for rank, peer in sorted(self._peers.of_rank.items()):
-            found.setdefault(peer.hello.host, []).append(rank)
-        return {name: ranks_in_words(ranks) for name, ranks in found.items()}
+            ranks_of.setdefault(peer.hello.host, []).append(rank)
+        return {name: ranks_in_words(ranks) for name, ranks in ranks_of.items()}
 
     def watch(self, children: Children) -> None:
         for rank, peer in self._peers.of_rank.items():
@@ -92,28 +92,28 @@ class Agents(Site):
     def _compare(self, root: Path, test_directory: Path) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         relative = _relative(root, test_directory)
-        mine = agent.describe(test_directory)
+        own = agent.describe(test_directory)
         answers = self._ask(agent.Describe(relative), sorted(self._peers.of_rank))
         differing: dict[tuple[str, str], list[int]] = {}
         suites: dict[tuple[str, str], list[int]] = {}
         for rank, machine in sorted(answers.items()):
             name = self._peers.of_rank[rank].hello.host
             for what, here, there in (
-                ("torch", mine.torch, machine.torch),
-                ("Python", mine.python, machine.python),
-                ("the commit", mine.commit, machine.commit),
+                ("torch", own.torch, machine.torch),
+                ("Python", own.python, machine.python),
+                ("the commit", own.commit, machine.commit),
             ):
                 if here and there and here != there:
                     words = f"{what} {there} on {name}, and {what} {here} at rank 0 on {socket.gethostname()}"
                     differing.setdefault((name, words), []).append(rank)
-            if machine.digest != mine.digest:
+            if machine.digest != own.digest:
                 suites.setdefault((name, machine.digest), []).append(rank)
         sentences = [f"{ranks_in_words(ranks)}: {words}" for (_, words), ranks in differing.items()]
         if suites:
             compare = agent.Compare(relative, agent.digests(test_directory))
-            told = self._ask(compare, [ranks[0] for ranks in suites.values()])
+            replies = self._ask(compare, [ranks[0] for ranks in suites.values()])
             for (name, _), ranks in suites.items():
-                words = told[ranks[0]].words
+                words = replies[ranks[0]].words
                 more = f" and {len(words) - FEW} more" if len(words) > FEW else ""
                 sentences.append(f"{ranks_in_words(ranks)}: the suite on {name}: {', '.join(words[:FEW])}{more}")
         if sentences:

@@ -55,16 +55,16 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     remarks: list[str] = []
     run, part = orders.run, orders.part
     if part.test.included:
-        found: set[int] = set()
+        included: set[int] = set()
         for wanted in sorted(part.test.included):
             matches = named(wanted, names)
-            found |= matches
+            included |= matches
             if not matches and wanted not in part.test.order and not run.failed_only:
                 import difflib  # not imported at the top: few runs have unknown names
 
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
                 remarks.append(f"{wanted!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
-        chosen &= found
+        chosen &= included
     for unwanted in part.test.excluded:
         chosen -= named(unwanted, names)
     if run.patterns:

@@ -57,12 +57,12 @@ class Difference:
     now: Test | None = None
 
     def __str__(self) -> str:
-        told = f"{self.kind}: {self.file}::{self.name}"
+        what = f"{self.kind}: {self.file}::{self.name}"
         if self.was is None or self.now is None:
-            return told
+            return what
         if self.kind in ("slower", "faster"):
-            return f"{told}: {self.was['seconds']:.1f}s, now {self.now['seconds']:.1f}s"
-        return f"{told}: {self.now['reason']}" if self.kind in _WITH_REASON else told
+            return f"{what}: {self.was['seconds']:.1f}s, now {self.now['seconds']:.1f}s"
+        return f"{what}: {self.now['reason']}" if self.kind in _WITH_REASON else what
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -90,16 +90,16 @@ def files_gone(before: Report, after: Report) -> list[str]:
 def differences(before: Report, after: Report) -> list[Difference]:
     """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
     was, now, files = _tests(before), _tests(after), set(files_gone(before, after))
-    found = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
+    differing = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
     for name in now.keys() - was.keys():
         fails = State(now[name]["outcome"]).is_bad
-        found.append(Difference("newly failing" if fails else "new", *name, None, now[name]))
+        differing.append(Difference("newly failing" if fails else "new", *name, None, now[name]))
     for name in was.keys() & now.keys():
         kind = _kind(was[name], now[name])
         if kind is not None:
-            found.append(Difference(kind, *name, was[name], now[name]))
+            differing.append(Difference(kind, *name, was[name], now[name]))
     order = list(KINDS)
-    return sorted(found, key=lambda each: (order.index(each.kind), each.file, each.name))
+    return sorted(differing, key=lambda each: (order.index(each.kind), each.file, each.name))
 
 
 def _kind(was: Test, now: Test) -> str | None:
@@ -128,21 +128,21 @@ def _is_longer(seconds: float, others: float) -> bool:
 def lines(before: Report, after: Report) -> list[str]:
     """A line for each test that changed. Files that only one of the reports has are counted."""
     added = set(files_gone(after, before))
-    found = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
+    changes = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
     for which, files in (("this", sorted(added)), ("the earlier", files_gone(before, after))):
         if files:
-            found.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")
-    return ["compared with the earlier report:", *found] if found else ["nothing differs from the earlier report"]
+            changes.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")
+    return ["compared with the earlier report:", *changes] if changes else ["nothing differs from the earlier report"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _lead(found: Sequence[Difference]) -> str:
+def _lead(differing: Sequence[Difference]) -> str:
     amounts = [
         f"<span class={KINDS[kind]}>{plural(count, 'test')} {kind}</span>"
         for kind in KINDS
-        if (count := sum(each.kind == kind for each in found))
+        if (count := sum(each.kind == kind for each in differing))
     ]
     return f"<p class=lead>{', '.join(amounts) or 'No test differs'}.</p>"
 
@@ -152,14 +152,14 @@ def _runs(before: Report, after: Report) -> str:
     sides = (before, after)
     columns = [{"verdict": html_report.verdict(side)[0], **html_report.facts(side)} for side in sides]
     counts = [html_report.counts(side) for side in sides]
-    for told, count, side in zip(columns, counts, sides):
-        told |= {
+    for facts, count, side in zip(columns, counts, sides):
+        facts |= {
             words: f"{count[state]}" for state, words in html_report.TOTALS.items() if any(c[state] for c in counts)
         }
-        told |= {"wall time": page.seconds(side["seconds"]), "files": str(len(side["files"]))}
+        facts |= {"wall time": page.seconds(side["seconds"]), "files": str(len(side["files"]))}
     rows = []
     for title in dict.fromkeys(itertools.chain(*columns)):
-        cells = [page.text(told.get(title, "")) for told in columns]
+        cells = [page.text(facts.get(title, "")) for facts in columns]
         rows.append([escape(title), *(cells if cells[0] == cells[1] else (f"<b>{cell}</b>" for cell in cells))])
     return page.table([("", "dim t"), ("before", "h"), ("after", "h")], rows)
 
@@ -171,7 +171,7 @@ def _features(before: Report, after: Report) -> str:
     kinds = {"passed": "", "failed": "bad", "known_failures": "warn", "known_defects": "warn", "skipped": ""}
     if not any(row["known_failures"] for side in rows for row in side.values()):
         del kinds["known_failures"]  # most runs have no such list
-    told = [next(side[f.name] for side in rows if f.name in side) for f in FEATURES if any(f.name in s for s in rows)]
+    shown = [next(side[f.name] for side in rows if f.name in side) for f in FEATURES if any(f.name in s for s in rows)]
 
     def cells(row: Mapping[str, Any]) -> list[str]:
         sides = [side.get(row["name"], {}) for side in rows]
@@ -182,7 +182,7 @@ def _features(before: Report, after: Report) -> str:
         return [html_report.mark(states[1]) + name, *numbers]
 
     columns = [("feature", "f"), *((what.replace("_", " "), "n") for what in kinds)]
-    return page.table(columns, html_report.grouped(told, cells), stack=True)
+    return page.table(columns, html_report.grouped(shown, cells), stack=True)
 
 
 def _changed(was: int, now: int, kind: str) -> str:
@@ -198,9 +198,9 @@ def _result(test: Test | None) -> str:
     return f"{html_report.mark(html_report.state_of(test))}{escape(test['outcome'])}{reason}"
 
 
-def _table(found: Sequence[Difference], with_times: bool) -> str:
+def _table(differing: Sequence[Difference], with_times: bool) -> str:
     rows = []
-    for each in found:
+    for each in differing:
         name = f"{page.code(each.name)}<div class='dim small'>{escape(each.file)}</div>"
         results = [each.was, each.now]
         cells = [page.seconds(test["seconds"]) if test else "" for test in results] if with_times else []
@@ -218,25 +218,23 @@ def _defects(before: Report, after: Report) -> list[Section]:
     was, now = ({defect["id"]: defect for defect in report["known_defects"]} for report in (before, after))
     parts = []
     for title, side, other in (("shown before only", was, now), ("shown now only", now, was)):
-        asked = [
-            id for id, defect in side.items() if any(test.partition("::")[0] in common for test in defect["tests"])
-        ]
-        only = [side[id] for id in asked if id not in other]
+        ids = [id for id, defect in side.items() if any(test.partition("::")[0] in common for test in defect["tests"])]
+        only = [side[id] for id in ids if id not in other]
         parts.append(Section(f"Known defects {title}", html_report.defects_table(only), len(only), holds_items=True))
     return parts
 
 
 def render(before: Report, after: Report) -> str:
     """Render the page with two runs side by side, from their ``report.json``."""
-    found = differences(before, after)
-    by_kind = {kind: [each for each in found if each.kind == kind] for kind in KINDS}
+    differing = differences(before, after)
+    by_kind = {kind: [each for each in differing if each.kind == kind] for kind in KINDS}
     titles = [html_report.title(report) for report in (before, after)]
     title = titles[0] if titles[0] == titles[1] else f"{titles[0]} and {titles[1].removeprefix('FSDP of ')}"
-    head = f"<div class=kind>Two FSDP test reports</div><h1>{page.text(title)}</h1>{_lead(found)}"
+    head = f"<div class=kind>Two FSDP test reports</div><h1>{page.text(title)}</h1>{_lead(differing)}"
     if files := files_gone(before, after):
         head += page.names("Only in the earlier report, and not compared", files)
-    states = dict.fromkeys(html_report.state_of(each.now or each.was or {}) for each in found)
-    about = {name for each in found for name in html_report.names_of_features(each.file, each.name)}
+    states = dict.fromkeys(html_report.state_of(each.now or each.was or {}) for each in differing)
+    about = {name for each in differing for name in html_report.names_of_features(each.file, each.name)}
     filters = page.filters(
         [state for state in html_report.STATES if state in states], [f.name for f in FEATURES if f.name in about]
     )
@@ -249,7 +247,7 @@ def render(before: Report, after: Report) -> str:
         ),
         *_defects(before, after),
     ]
-    return page.document(f"{title}: compared", [head, page.sections(parts, filters if found else "")])
+    return page.document(f"{title}: compared", [head, page.sections(parts, filters if differing else "")])
 
 
 def write(folder: Path, before: Report, after: Report) -> Path:

@@ -225,8 +225,8 @@ def loads_extensions(environment: Mapping[str, str]) -> bool:
     """Whether ``import torch`` will import a vendor's extension, which may define a device type."""
     import importlib.metadata
 
-    asked = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
-    return asked and bool(importlib.metadata.entry_points(group="torch.backends"))
+    is_on = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    return is_on and bool(importlib.metadata.entry_points(group="torch.backends"))
 
 
 def _variable(vendor: Vendor, environment: Mapping[str, str]) -> str | None:

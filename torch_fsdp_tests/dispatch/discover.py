@@ -26,11 +26,11 @@ class TestFile:
 
 def discover(directory: Path) -> list[TestFile]:
     """Every ``test_*.py`` below the directory, in path order. Hidden folders and caches are skipped."""
-    found = []
+    tests = []
     for folder, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in files:
             if name.startswith("test_") and name.endswith(".py"):
                 path = Path(folder, name)
-                found.append(TestFile(path.relative_to(directory).with_suffix("").as_posix(), path))
-    return sorted(found, key=lambda file: file.name)
+                tests.append(TestFile(path.relative_to(directory).with_suffix("").as_posix(), path))
+    return sorted(tests, key=lambda file: file.name)

@@ -52,13 +52,13 @@ FEATURES = tuple(_features())
 @functools.cache
 def declared() -> Mapping[str, Sequence[str]]:
     """The features of each declared ``folder``, ``folder/file``, ``folder/file::Class`` or ``::Class.test``."""
-    found: dict[str, list[str]] = {}
+    features_by_name: dict[str, list[str]] = {}
     file = ""
     for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
         name, _, features = line.partition(" = ")
         name = f"{file}::{name.strip()}" if name.startswith(" ") else (file := name)
-        found[name] = features.split("; ") if features else []
-    return found
+        features_by_name[name] = features.split("; ") if features else []
+    return features_by_name
 
 
 def names_of(file: str, test: str) -> Iterator[str]:
@@ -77,8 +77,8 @@ def names_of(file: str, test: str) -> Iterator[str]:
 
 def features_of(file: str, test: str) -> list[Feature]:
     """The features of a test. Empty for a test that is not declared."""
-    found = {feature for name in names_of(file, test) for feature in declared().get(name, ())}
-    return [feature for feature in FEATURES if feature.name in found]
+    declared_names = {feature for name in names_of(file, test) for feature in declared().get(name, ())}
+    return [feature for feature in FEATURES if feature.name in declared_names]
 
 
 def summary(files: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

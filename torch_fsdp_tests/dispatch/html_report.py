@@ -121,31 +121,31 @@ def _lead(data: Mapping[str, Any]) -> str:
     outside = counts(data)["failed"] - failed
     if failed:
         files = sum(file["failed"] for file in data["files"])
-        told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
+        sentences = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
     elif ran:
         held = ran - count["known defect"] - count["known failure"]
         did = "that should pass passed" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
-        told = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
+        sentences = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
     else:
-        told = ["No test was executed, so this run proves nothing."]
+        sentences = ["No test was executed, so this run proves nothing."]
     if outside:
         words = (
             f"{plural(outside, 'failure')} happened outside of tests: in a fixture, or in a file that could not run."
         )
-        told.insert(int(bool(failed)), words)
+        sentences.insert(int(bool(failed)), words)
     if count["known failure"]:
-        told.append(f"{plural(count['known failure'], 'test')} failed, as the list of known failures says.")
+        sentences.append(f"{plural(count['known failure'], 'test')} failed, as the list of known failures says.")
     if count["known defect"]:
         tests, defects = plural(count["known defect"], "test"), plural(len(data["known_defects"]), "known defect")
-        told.append(f"{tests} showed {defects} of this torch, as expected.")
+        sentences.append(f"{tests} showed {defects} of this torch, as expected.")
     if count["flaky"]:
-        told.append(f"{plural(count['flaky'], 'test')} passed only when run again.")
+        sentences.append(f"{plural(count['flaky'], 'test')} passed only when run again.")
     if count["skipped"]:
         were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
-        told.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
+        sentences.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
     if count["not run"]:
-        told.append(f"{plural(count['not run'], 'test')} did not run, because the file or the run ended first.")
-    return f"<p class=lead>{' '.join(told)}</p>"
+        sentences.append(f"{plural(count['not run'], 'test')} did not run, because the file or the run ended first.")
+    return f"<p class=lead>{' '.join(sentences)}</p>"
 
 
 def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -155,8 +155,8 @@ def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def hosts(data: Mapping[str, Any]) -> str:
     """List the machines, each with its ranks if a launcher distributed them."""
-    told = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
-    return ", ".join(told) or data.get("host") or ""
+    names = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
+    return ", ".join(names) or data.get("host") or ""
 
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
     ranks = " to ".join(map(str, dict.fromkeys([*sizes[:1], *sizes[-1:]])))
     if data["ranks"] and sizes != [data["ranks"]]:
         ranks = f"{ranks}{', ' * bool(ranks)}{data['ranks']} by default"
-    told = {
+    values = {
         "torch": data["torch"],
         "device": device,
         "backend": data["backend"],
@@ -185,7 +185,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
         "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
     }
-    return {title: str(value) for title, value in told.items() if value}
+    return {title: str(value) for title, value in values.items() if value}
 
 
 def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -204,11 +204,11 @@ def title(data: Mapping[str, Any]) -> str:
 def _head(data: Mapping[str, Any]) -> str:
     words, kind = verdict(data)
     ways = collections.Counter(t["outcome"] for f in data["files"] for t in f["tests"] if State(t["outcome"]).is_bad)
-    told = ", ".join(f"{escape(way)}: {count}" for way, count in ways.most_common())
+    counts = ", ".join(f"{escape(way)}: {count}" for way, count in ways.most_common())
     return (
         f"<div class=kind>FSDP test report</div><h1>{page.text(title(data))}: <span class={kind}>{words}</span></h1>"
         f"{_lead(data)}{page.sums(totals(data))}"
-        + (f"<p class=dim>{told}</p>" if ways.keys() - {State.FAILED.value} else "")
+        + (f"<p class=dim>{counts}</p>" if ways.keys() - {State.FAILED.value} else "")
         + (page.names("Files not started", data["not_started"]) if data["not_started"] else "")
         + page.facts((title, page.text(value)) for title, value in facts(data).items())
     )
@@ -227,22 +227,22 @@ def number(count: int, kind: str = "") -> str:
 
 
 def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
-    told = []
+    items = []
     for item in reasons:
         amounts = [plural(item[what], what[:-1]) for what in ("tests", "subtests") if item[what]]
-        told.append(f"<li>{page.text(item['reason'])} <span class=dim>({', '.join(amounts)})</span></li>")
-    rest = told[_REASONS:]
+        items.append(f"<li>{page.text(item['reason'])} <span class=dim>({', '.join(amounts)})</span></li>")
+    rest = items[_REASONS:]
     more = page.folded(f"{plural(len(rest), 'more reason')}", f"<ul>{''.join(rest)}</ul>") if rest else ""
-    return f"<ul class=small>{''.join(told[:_REASONS])}</ul>{more}" if told else ""
+    return f"<ul class=small>{''.join(items[:_REASONS])}</ul>{more}" if items else ""
 
 
 def grouped(rows: Iterable[Mapping[str, Any]], cells: Any) -> list[Row]:
     """Return the rows of a table of features, each group below its name."""
-    told = []
+    table = []
     for group, its in itertools.groupby(rows, key=lambda row: row["group"]):
-        told.append(Row([escape(group)]))
-        told += [Row(cells(row)) for row in its]
-    return told
+        table.append(Row([escape(group)]))
+        table += [Row(cells(row)) for row in its]
+    return table
 
 
 def feature_name(row: Mapping[str, Any]) -> str:
@@ -282,13 +282,13 @@ def _features(data: Mapping[str, Any]) -> str:
 
 
 def _capabilities(data: Mapping[str, Any]) -> str:
-    found = data.get("capabilities")
-    if found is None:
+    present = data.get("capabilities")
+    if present is None:
         return ""
     lines = [
-        f"<li>{mark('passed' if name in found else 'skipped')}<code>{escape(name)}</code>"
+        f"<li>{mark('passed' if name in present else 'skipped')}<code>{escape(name)}</code>"
         f"<span class=dim>{escape(CAPABILITIES.get(name, ''))}</span></li>"
-        for name in dict.fromkeys([*sorted(CAPABILITIES, key=lambda name: name not in found), *found])
+        for name in dict.fromkeys([*sorted(CAPABILITIES, key=lambda name: name not in present), *present])
     ]
     device = page.text(" with ".join(filter(None, [data["device"], data["backend"]])))
     words = f"The capabilities that {device} has (✓) and lacks (-). Tests that need a missing one are skipped."
@@ -325,9 +325,9 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     titles, *rows = rank_rows(ranks) or [()]
     columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
-    told = clean(tell(ranks, test["text"]))
+    story = clean(tell(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
-    inside = f"<p>{page.text(test['reason'])}</p>{table}{page.pre(told) if told else ''}{repeat}"
+    inside = f"<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 
 
@@ -469,10 +469,10 @@ def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     details = [plural(test["subtests"], "subtest")] * bool(test["subtests"])
     details += [plural(test["world_size"], "rank")] * bool(test["world_size"])
     why = f"<span class=why>{page.text(test['reason'])}</span>" if test["reason"] else ""
-    told = f"<span class='dim small'>{', '.join(details)}</span>" if details else ""
+    shown_details = f"<span class='dim small'>{', '.join(details)}</span>" if details else ""
     return (
         f"<li {_item(file, test, is_test=True)}>{mark(state_of(test))}<span class=what>{page.code(test['test'])} "
-        f"{told}{why}</span><span class=time>{page.seconds(test['seconds'])}</span></li>"
+        f"{shown_details}{why}</span><span class=time>{page.seconds(test['seconds'])}</span></li>"
     )
 
 
@@ -489,9 +489,9 @@ def _tests(data: Mapping[str, Any]) -> str:
             (number(count["known defect"], "warn"), "known defects"),
             (number(count["skipped"] + count["not run"]), "skipped"),
         ]
-        told = "".join(f'<span class="n wide small">{amount} {what}</span>' for amount, what in amounts if amount)
+        figures = "".join(f'<span class="n wide small">{amount} {what}</span>' for amount, what in amounts if amount)
         head = (
-            f"{mark(_state_of_file(file))}<span class=what>{page.code(_name(file))}</span>{told}"
+            f"{mark(_state_of_file(file))}<span class=what>{page.code(_name(file))}</span>{figures}"
             f'<span class="n small">{plural(len(_tests_of(file)), "test")}</span>'
             f'<span class="n dim small"{expected}>{page.seconds(took)}</span>'
         )

@@ -22,7 +22,7 @@ OF_FILE = "file"  # replaces the class in results about the whole file
 
 def clean(text: str) -> str:
     """Escape the characters that XML cannot hold, as in ``\\x1b``."""
-    return _FORBIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def write(folder: Path, results: Results) -> None:

@@ -65,7 +65,7 @@ def remembered(before: Sequence[str] | None, parts: Sequence[FileResult], is_nar
     ``before`` are those before the run. The run says nothing about tests that it did not select. A test that it
     selected and did not find does not exist any more. ``is_narrowed`` is true if not only names selected tests.
     """
-    failed, said = [], set()
+    failed, ran = [], set()
     for part in parts:
         for test in part.tests():
             if test.outcome.is_bad and test.scope is not Scope.TEST:
@@ -73,14 +73,14 @@ def remembered(before: Sequence[str] | None, parts: Sequence[FileResult], is_nar
             if test.outcome.is_bad or (part.is_bad and test.outcome is State.NOT_RUN):
                 failed.append(test.name)
             if part.is_bad or test.outcome is not State.NOT_RUN:
-                said.add(test.name)
+                ran.add(test.name)
     is_complete = len(parts) == parts[0].job.part.num_shards and not is_narrowed
     is_complete &= all(part.attempts[-1].matched is not None and not part.was_stopped for part in parts)
     selected = [part.job.part.test for part in parts]
     if before is not None and not before:  # the whole file had failed
         return None if is_complete and selected[0].is_whole and not failed else []
     gone = [name for name in before or () if is_complete and any(selects(part, name) for part in selected)]
-    kept = [name for name in before or () if name not in said and name not in gone]
+    kept = [name for name in before or () if name not in ran and name not in gone]
     return [*failed, *kept] or None
 
 
@@ -92,11 +92,11 @@ def selects(part: TestRun, name: str) -> bool:
 
 def narrow(selection: Sequence[TestRun], failed: Mapping[str, list[str]]) -> list[TestRun]:
     """The part of a selection that failed when it was last run."""
-    found = []
+    narrowed = []
     for test in selection:
         names = [name for name in failed.get(test.file, ()) if selects(test, name)]
         if names:
-            found.append(TestRun(test.file, frozenset(names)))
+            narrowed.append(TestRun(test.file, frozenset(names)))
         elif failed.get(test.file) == []:
-            found.append(test)
-    return found
+            narrowed.append(test)
+    return narrowed

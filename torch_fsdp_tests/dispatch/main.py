@@ -136,12 +136,12 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
 
 def _devices(run: RunTests, site: Site) -> DeviceSet:
     """The devices that may be lent."""
-    found = devices.find(run.device, run.devices, os.environ)
-    if run.devices is not None and found.lendable is None:
+    device_set = devices.find(run.device, run.devices, os.environ)
+    if run.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
-    if found.remark is not None and site.world_size is None:
-        _remark(found.remark)
-    return site.devices(found)
+    if device_set.remark is not None and site.world_size is None:
+        _remark(device_set.remark)
+    return site.devices(device_set)
 
 
 def _select(run: RunTests, files: Mapping[str, TestFile], device: str) -> list[TestRun]:
@@ -295,11 +295,11 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         if not wanted:
             return
         try:
-            said = write()
+            problem = write()
         except OSError as error:
-            complete, said = False, f"{what} cannot be written: {error}"
-        if said:
-            remarks.append(said)
+            complete, problem = False, f"{what} cannot be written: {error}"
+        if problem:
+            remarks.append(problem)
 
     attempt(
         "the logs" if run.logs_by_option else "the logs (because CI is set)",

@@ -65,8 +65,8 @@ def names(what: str, names: Sequence[str]) -> str:
 
 def item(state: str = "", features: Iterable[str] = (), is_test: bool = False) -> str:
     """The attributes of an element that the filter may hide. Only tests are counted, each one once per page."""
-    told = {"item": "test" if is_test else "more", "state": state, "features": "|".join(features)}
-    return " ".join(f'data-{name}="{escape(value)}"' for name, value in told.items() if value)
+    attributes = {"item": "test" if is_test else "more", "state": state, "features": "|".join(features)}
+    return " ".join(f'data-{name}="{escape(value)}"' for name, value in attributes.items() if value)
 
 
 HOLDER = "data-holder"  # the attribute of an element that is hidden together with the last item in it
@@ -125,17 +125,17 @@ def parts(counts: Mapping[str, int]) -> str:
 
 def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
     """The large numbers at the top of a page: the number, what it counts, and its class."""
-    told = "".join(f"<div><b{f' class={kind}' * bool(kind)}>{number}</b>{words}</div>" for number, words, kind in boxes)
-    return f"<div class=sums>{told}</div>"
+    html = "".join(f"<div><b{f' class={kind}' * bool(kind)}>{number}</b>{words}</div>" for number, words, kind in boxes)
+    return f"<div class=sums>{html}</div>"
 
 
-def facts(told: Iterable[tuple[str, str]]) -> str:
+def facts(facts: Iterable[tuple[str, str]]) -> str:
     """The facts about a run: titles, and values in HTML. A long value has a line of its own."""
     return (
         "<dl class=facts>"
         + "".join(
             f"<div{' class=long' * (len(value) > 90)}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
-            for title, value in told
+            for title, value in facts
         )
         + "</dl>"
     )
@@ -175,9 +175,9 @@ class Section:
         return escape(self.title) + (f"<span class=count> {self.count}</span>" if self.count is not None else "")
 
 
-def sections(told: Iterable[Section], before: str = "") -> str:
+def sections(sections: Iterable[Section], before: str = "") -> str:
     """The sections that have something to show, below a list of them. ``before`` stands between the two."""
-    full = [section for section in told if section.content]
+    full = [section for section in sections if section.content]
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in full)
     return f'<nav aria-label="Sections">{links}</nav>{before}' + "".join(
         f'<section id="{section.id}"{f" {HOLDER}" * section.holds_items}>'

@@ -169,13 +169,13 @@ def estimate(
         wanted.setdefault(_class_of(name), set()).add(name.partition(".")[2])
     seconds, left = 0.0, sorted(wanted.keys() - test.excluded)
     for cls in left:
-        found = [cls] if cls in by_class else fnmatch.filter(by_class, cls)
-        if not found:
+        classes = [cls] if cls in by_class else fnmatch.filter(by_class, cls)
+        if not classes:
             return None
         tests = [each for name in known if fnmatch.fnmatchcase(name, cls) for each in known[name]]
         chosen = {each for each in tests for name in wanted[cls] if stands_for(each, name)}
         share = len(chosen) / len(tests) if chosen and "" not in wanted[cls] else 1
-        seconds += share * sum(by_class[each] for each in found)
+        seconds += share * sum(by_class[each] for each in classes)
     return seconds if left else None
 
 

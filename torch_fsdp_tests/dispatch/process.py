@@ -146,7 +146,7 @@ class TestProcess:
             self._stop = Ending(How.TIMED_OUT, self.limit)
         code = os.waitstatus_to_exitcode(wait_status)
         ending = self._stop or (Ending(How.EXITED, code) if code >= 0 else Ending(How.KILLED, host.signal_name(-code)))
-        notes = [note for found in self._notes.values() for note in found]
+        notes = [note for of_one in self._notes.values() for note in of_one]
         notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
@@ -208,8 +208,8 @@ class TestProcess:
 
 
 def _tail(output: str, lines: int = 60) -> str:
-    found = output.rstrip().splitlines()
-    return "\n".join([f"... {len(found) - lines} lines left out ..."] * (len(found) > lines) + found[-lines:])
+    whole = output.rstrip().splitlines()
+    return "\n".join([f"... {len(whole) - lines} lines left out ..."] * (len(whole) > lines) + whole[-lines:])
 
 
 def _about_file(state: State, reason: str, text: str = "") -> TestResult:

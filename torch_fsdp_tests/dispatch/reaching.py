@@ -36,25 +36,25 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
     try:
         known = ReachMap.load(run.map or shipped(version or "", SHIPPED))
         changes = Changes(known, root)
-        found = [changes.find(what) for what in run.reaching]
+        found_changes = [changes.find(what) for what in run.reaching]
         if run.changed:
-            found.append(changes.since_recorded())
+            found_changes.append(changes.since_recorded())
     except (UnknownChange, MalformedMap) as error:
         raise UnknownTest(str(error)) from error
     except RecursionError as error:
         raise UnknownTest(f"{run.map or 'the map'} is nested too deeply to be read") from error
     except OSError as error:
         raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
-    edits = [edit for change in found for edit in change.edits]
+    edits = [edit for change in found_changes for edit in change.edits]
     texts = {test.file: _text(run.test_directory / f"{test.file}.py") for test in selection}
     order = Order(known, texts, noticed_in(run.reports / MUTANTS))
-    used = {name for change in found for name in change.used}
+    used = {name for change in found_changes for name in change.used}
     using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
-    names = (name for change in found for name in change.names)
+    names = (name for change in found_changes for name in change.names)
     chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
     tests = keep(selection, chosen.tests)
     unmapped = {test.file for test in selection} - {test.file for test in known.tests}
-    return tests, list(_remarks(found, chosen, tests, known, version, unmapped))
+    return tests, list(_remarks(found_changes, chosen, tests, known, version, unmapped))
 
 
 def _text(path: Path) -> str:
@@ -72,15 +72,15 @@ def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRu
             chosen = set[int]().union(*(named(each, inside) for each in part.included))
         chosen = chosen.difference(*(named(each, inside) for each in part.excluded))
         kept |= {(file, inside[index]) for index in chosen}
-    found = []
+    narrowed = []
     for batch in batches(test for test in wanted if (test.file, test.test) in kept):
         file, names = batch[0].file, tuple(test.test for test in batch)
-        found.append(TestRun(file, frozenset(names), parts[file].excluded, names))
-    return found
+        narrowed.append(TestRun(file, frozenset(names), parts[file].excluded, names))
+    return narrowed
 
 
 def _remarks(
-    found: Sequence[Change],
+    found_changes: Sequence[Change],
     chosen: Selection,
     tests: Sequence[TestRun],
     known: ReachMap,
@@ -89,7 +89,7 @@ def _remarks(
 ) -> Iterable[str]:
     if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # all builds of a version have the same FSDP
         yield f"the map was recorded with torch {known.torch}, but torch {version} is installed"
-    for change in found:
+    for change in found_changes:
         yield from change.remarks
     yield from chosen.remarks
     if not chosen.functions:

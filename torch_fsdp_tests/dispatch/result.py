@@ -92,14 +92,14 @@ class FileResult:
 
     def history(self) -> dict[str, list[TestResult]]:
         """The results of each test, first attempt first."""
-        found: dict[str, list[TestResult]] = {}
+        results_of: dict[str, list[TestResult]] = {}
         for attempt in self.attempts:
             for test in attempt.tests:
-                found.setdefault(test.name, []).append(test)
+                results_of.setdefault(test.name, []).append(test)
         # Only a later process can show that the failure of a class or the file was chance.
         if len(self.attempts) > 1 and not self.attempts[-1].is_bad:
-            return {name: results for name, results in found.items() if results[0].scope is Scope.TEST}
-        return found
+            return {name: results for name, results in results_of.items() if results[0].scope is Scope.TEST}
+        return results_of
 
     def tests(self) -> list[TestResult]:
         """The result of each test that counts: its last one."""

@@ -45,8 +45,8 @@ class Results:
 
     def failures(self) -> dict[State, int]:
         """The number of tests by kind of failure, the most frequent first."""
-        found = collections.Counter(test.outcome for _, test in self.tests() if test.outcome.is_bad)
-        return dict(found.most_common())
+        numbers = collections.Counter(test.outcome for _, test in self.tests() if test.outcome.is_bad)
+        return dict(numbers.most_common())
 
     @property
     def executed(self) -> int:
@@ -54,12 +54,12 @@ class Results:
 
     def known_failures(self) -> list[dict[str, Any]]:
         """The tests that failed as a list says, each with the list's reason."""
-        found = []
+        failures = []
         for file, test in self.tests():
             if test.outcome is State.KNOWN_FAILURE:
                 listed = self.entries[file.attempts[-1].known[test.name]].words
-                found.append({"test": f"{file.job.part.name}::{test.name}", "listed": listed})
-        return found
+                failures.append({"test": f"{file.job.part.name}::{test.name}", "listed": listed})
+        return failures
 
     def known_defects(self) -> list[dict[str, Any]]:
         """The defects of torch that tests have shown, each with the names of those tests."""
@@ -70,19 +70,19 @@ class Results:
         return self._by_defect("repaired_defects", State.PASSED, State.KNOWN_DEFECT)
 
     def _by_defect(self, fact: str, *outcomes: State) -> list[dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        rows: dict[str, dict[str, Any]] = {}
         for file, test in self.tests():
             for defect in test.facts.get(fact, ()) if test.outcome in outcomes else ():
-                entry = found.setdefault(defect["id"], {**defect, "places": [], "tests": []})
+                entry = rows.setdefault(defect["id"], {**defect, "places": [], "tests": []})
                 entry["places"] += defect.get("places", ())
                 entry["tests"].append(f"{file.job.part.name}::{test.name}")
-        return [found[id] for id in sorted(found)]
+        return [rows[id] for id in sorted(rows)]
 
     def unlike_release(self) -> list[str]:
         """How the installed torch differs from the release of its version, as the facts show that tests asked for."""
-        told = [attempt.facts for file in self.files for attempt in file.attempts]
-        told += [test.facts for _, test in self.tests()]
-        return sorted({difference for facts in told for difference in facts.get("unlike_release", ())})
+        all_facts = [attempt.facts for file in self.files for attempt in file.attempts]
+        all_facts += [test.facts for _, test in self.tests()]
+        return sorted({difference for facts in all_facts for difference in facts.get("unlike_release", ())})
 
     def unknown(self) -> list[str]:
         """Names inside files that match nothing."""
@@ -119,10 +119,10 @@ class Results:
 
     def skips_by_kind(self) -> dict[str, int]:
         """The number of tests for each kind of reason to skip, the most frequent first."""
-        found: collections.Counter[str] = collections.Counter()
+        numbers: collections.Counter[str] = collections.Counter()
         for row in self.skips():
-            found[row["kind"]] += row["tests"]
-        return dict(found.most_common())
+            numbers[row["kind"]] += row["tests"]
+        return dict(numbers.most_common())
 
     def is_left_empty(self) -> bool:
         """Whether this shard got only parts of long files, and too few tests were selected to fill them."""
@@ -130,8 +130,8 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """The facts about torch and the device: from the first file that reports each, or else as expected."""
-        said = (attempt.facts for file in self.files for attempt in file.attempts)
-        return dict(collections.ChainMap(*said, dict(self.under_test)))
+        facts = (attempt.facts for file in self.files for attempt in file.attempts)
+        return dict(collections.ChainMap(*facts, dict(self.under_test)))
 
     def list_remarks(self) -> list[str]:
         """Remarks on entries of the lists that match nothing, or whose test now passes."""

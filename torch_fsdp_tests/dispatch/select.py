@@ -101,8 +101,8 @@ def _from_here(text: str, directory: Path) -> str | None:
     path, root = Path(os.path.abspath(text.strip())), directory.resolve()
     if path == root or (path in root.parents and _is_there(text)):
         return "."
-    found = _inside_of(directory, text.strip())
-    return None if found is None else found.as_posix().removesuffix(".py")
+    inside = _inside_of(directory, text.strip())
+    return None if inside is None else inside.as_posix().removesuffix(".py")
 
 
 def _inside_of(directory: Path, text: str) -> Path | None:

@@ -23,9 +23,9 @@ class Site:
     lost: str | None = None  # what happened to the first process of the launch that was found gone, in a sentence
     lost_process = ""  # that process
 
-    def devices(self, found: DeviceSet) -> DeviceSet:
+    def devices(self, device_set: DeviceSet) -> DeviceSet:
         """Return the devices that may be lent here."""
-        return found
+        return device_set
 
     def jobs_at_a_time(self, wanted: int) -> int:
         """Return how many files may run at a time."""

@@ -49,10 +49,10 @@ def load(paths: Iterable[Path], environment: Mapping[str, str]) -> Times:
     classes: dict[str, Mapping[str, float]] = {}
     needs: dict[str, Needs] = {}
     remarks = []
-    asked = list(paths)
-    for path in [*(RECORDED / name for name in (FILE_TIMES, CLASS_TIMES, NEEDS)), *asked]:
+    requested = list(paths)
+    for path in [*(RECORDED / name for name in (FILE_TIMES, CLASS_TIMES, NEEDS)), *requested]:
         if not path.exists():
-            if path in asked:
+            if path in requested:
                 remarks.append(f"{path} does not exist; the recorded times of the project are used")
             continue
         for name, value in _configured(path, environment).items():

@@ -69,14 +69,14 @@ def by_parameter(osd: StateDict) -> StateDict:
     """
     if "state" not in osd:
         return osd
-    found = {f"state.{name}.{key}": value for name, state in osd["state"].items() for key, value in state.items()}
+    entries = {f"state.{name}.{key}": value for name, state in osd["state"].items() for key, value in state.items()}
     names = [name for group in osd["param_groups"] for name in group["params"]]
     if len(set(names)) < len(names):
         raise ValueError(f"a parameter is in two groups: {names}")
     for group in osd["param_groups"]:
         settings = {key: value for key, value in group.items() if key != "params"}
-        found |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
-    return found
+        entries |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return entries
 
 
 def named_osd(model: nn.Module, optim: torch.optim.Optimizer, osd: StateDict | None = None) -> StateDict:
@@ -99,9 +99,9 @@ class VerifyStateDictMixin(_Base):
         """Compare a value with the full value of a distributed one. ``kwargs`` are those of ``assertEqual``."""
         if offload_to_cpu and isinstance(dist_tensor, torch.Tensor):
             self.assertEqual(dist_tensor.device, _HOST)
-        found = whole(dist_tensor)
-        self.assertIs(isinstance(found, torch.Tensor), isinstance(orig_tensor, torch.Tensor))
-        self.assertEqual(found, orig_tensor, **kwargs)
+        gathered = whole(dist_tensor)
+        self.assertIs(isinstance(gathered, torch.Tensor), isinstance(orig_tensor, torch.Tensor))
+        self.assertEqual(gathered, orig_tensor, **kwargs)
 
     def _compare_dicts(self, wanted: StateDict, found: StateDict, offload_to_cpu: bool = False, **kwargs: Any) -> None:
         """Compare the full values of a distributed dict by their names. There must be at least one."""

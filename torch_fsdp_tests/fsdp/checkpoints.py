@@ -234,8 +234,8 @@ class Run:
         if not self.takes_part:
             return {}
         state = self.state_dict()
-        found = {name: full(value).detach().cpu().clone() for name, value in self._tensors(state).items()}
-        return {**found, "steps": torch.tensor(step_counts(state["optim"]))}
+        values = {name: full(value).detach().cpu().clone() for name, value in self._tensors(state).items()}
+        return {**values, "steps": torch.tensor(step_counts(state["optim"]))}
 
     def _tensors(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {**state["model"], **moments(state["optim"])}

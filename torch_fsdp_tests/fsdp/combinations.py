@@ -34,8 +34,8 @@ def pairwise(
         """The pairs of values in a combination, as a bit set, because thousands of combinations are compared many
         times.
         """
-        found = itertools.combinations(enumerate(indices), 2)
-        return sum(1 << bits.setdefault(pair, len(bits)) for pair in found)
+        pairs_of_values = itertools.combinations(enumerate(indices), 2)
+        return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of_values)
 
     every = [
         indices for indices in itertools.product(*map(range, map(len, config.values()))) if valid(**case_of(indices))

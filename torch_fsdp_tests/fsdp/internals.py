@@ -208,9 +208,9 @@ def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
 
 def flat_param_of(module: nn.Module) -> FlatParam:
     """The flat parameter of this FSDP1 instance, which must manage parameters."""
-    found = handle(module)
-    assert found is not None, f"{type(module).__name__} manages no parameters"
-    return found.flat_param
+    own_handle = handle(module)
+    assert own_handle is not None, f"{type(module).__name__} manages no parameters"
+    return own_handle.flat_param
 
 
 def managing_instances(model: nn.Module) -> list[FSDP]:

@@ -48,13 +48,13 @@ def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[V
 
 def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[str, nn.Parameter]:
     """The parameters by their names in the plain model, without the parts that FSDP, checkpoints and DDP add."""
-    found = {}
+    params = {}
     for name, param in model.named_parameters():
         name = internals.clean_name(name)
         for wrapper in wrappers:
             name = name.removeprefix(wrapper)
-        found[name] = param
-    return found
+        params[name] = param
+    return params
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,5 +103,5 @@ def check_defaults(test: unittest.TestCase, interface: Mapping[Callable[..., Any
     """Functions and dataclasses have these defaults. Arguments that are not named may have any: torch adds some."""
     for function, expected in interface.items():
         parameters = inspect.signature(function).parameters
-        found = {name: parameters[name].default for name in expected}
-        test.assertEqual(found, dict(expected), msg=function.__qualname__)
+        defaults = {name: parameters[name].default for name in expected}
+        test.assertEqual(defaults, dict(expected), msg=function.__qualname__)

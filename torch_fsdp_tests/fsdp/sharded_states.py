@@ -87,9 +87,9 @@ def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range,
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         parts = [source.get_input(generator).to(device) for _ in range(PARTS)]
-        mine = parts[rank * PARTS // size : (rank + 1) * PARTS // size] if size > 1 else parts
+        share = parts[rank * PARTS // size : (rank + 1) * PARTS // size] if size > 1 else parts
         optim.zero_grad()
-        losses.append(backward(model(torch.cat(mine)).sum().div(len(mine))))
+        losses.append(backward(model(torch.cat(share)).sum().div(len(share))))
         optim.step()
     check_losses(losses)
 

@@ -21,8 +21,8 @@ def shard_largest_dim(param: nn.Parameter) -> Shard:
 
 def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torch.Tensor:
     """The chunk with this index that ``torch.chunk`` returns along a dimension, or an empty one if there are fewer."""
-    found = whole.chunk(chunks, dim)
-    return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
+    all_chunks = whole.chunk(chunks, dim)
+    return all_chunks[index] if index < len(all_chunks) else whole.narrow(dim, 0, 0)
 
 
 def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:

@@ -399,10 +399,10 @@ def reduce_scatter_name() -> str:
 
 
 def _first_in_dist(*names: str) -> str:
-    found = [name for name in names if _has("torch.distributed", name)()]
-    if not found:
+    present = [name for name in names if _has("torch.distributed", name)()]
+    if not present:
         raise torch_names.name_is_gone(f"torch.distributed has none of {', '.join(names)}: update torch_facts.py")
-    return found[0]
+    return present[0]
 
 
 # These modules are imported before the first rank is forked, so that no rank has to import them. ``fully_shard``

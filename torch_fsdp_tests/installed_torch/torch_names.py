@@ -95,9 +95,9 @@ def set_attribute(owner: Any, name: str, value: object) -> None:
 
 def patched(owner: Any, name: str, *replacement: Any, **kwargs: Any) -> Any:
     """Like ``mock.patch.object``, but raises :class:`NameIsGone` if torch has renamed the attribute."""
-    found = owner if isinstance(owner, _LateModule) else None
-    if found is not None:
-        getattr(found, name)
+    late = owner if isinstance(owner, _LateModule) else None
+    if late is not None:
+        getattr(late, name)
     elif not hasattr(owner, name):
         raise _gone(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}", _caller())
     return mock.patch.object(owner, name, *replacement, **kwargs)
@@ -121,17 +121,17 @@ def name_is_gone(reason: str, kind: SkipKind = SkipKind.NAME) -> NameIsGone:
 @functools.cache
 def _names_in_fsdp() -> frozenset[str]:
     """Every name that the code of torch's FSDP mentions."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name, loaded in list(sys.modules.items()):
         if f"{name}.".startswith("torch.distributed.fsdp.") and loaded is not None:
-            _collect(loaded.__spec__.loader.get_code(name), found)  # type: ignore[union-attr]
-    return frozenset(found)
+            _collect(loaded.__spec__.loader.get_code(name), names)  # type: ignore[union-attr]
+    return frozenset(names)
 
 
-def _collect(code: CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
+def _collect(code: CodeType, names: set[str]) -> None:
+    names.update(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            _collect(constant, found)
+            _collect(constant, names)
         elif isinstance(constant, str):  # the names of annotated attributes, and setattr(flat_param, "_mp_shard", ...)
-            found.add(constant)
+            names.add(constant)

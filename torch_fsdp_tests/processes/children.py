@@ -39,7 +39,7 @@ class Child:
         self.due = limit  # the time, as of time.monotonic(), at which it is asked to end, or is killed
         self.reached_limit = False
         self.is_gone = False
-        self._asked = False
+        self._asked_to_end = False
 
     @property
     def output(self) -> Path:
@@ -47,9 +47,9 @@ class Child:
 
     def ask_to_end(self) -> bool:
         """Send SIGTERM. Returns False if it has been sent before, or the child is gone."""
-        if self._asked or self.is_gone:
+        if self._asked_to_end or self.is_gone:
             return False
-        self._asked, self.due = True, time.monotonic() + self.grace
+        self._asked_to_end, self.due = True, time.monotonic() + self.grace
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         return True
@@ -62,7 +62,7 @@ class Child:
         """Do what is due."""
         if time.monotonic() < self.due:
             return
-        if self._asked:
+        if self._asked_to_end:
             self.kill()
             self.due = math.inf
         else:

@@ -108,10 +108,10 @@ def address_of(interface: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError:
             return ""
-    return socket.inet_ntoa(told[20:24])
+    return socket.inet_ntoa(answer[20:24])
 
 
 def interface_of(address: str) -> str:
@@ -156,20 +156,20 @@ def children() -> list[int]:
     The kernel lists children by the thread that forked them. When a thread ends, another one gets its children, and
     that one's list may have been read before. So one reading can miss them, but two equal readings cannot.
     """
-    found, before = _children_by_thread(), None
-    while found != before:
-        found, before = _children_by_thread(), found
-    return sorted(found)
+    pids, before = _children_by_thread(), None
+    while pids != before:
+        pids, before = _children_by_thread(), pids
+    return sorted(pids)
 
 
 def _children_by_thread() -> set[int]:
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:
-            found.update(map(int, task.read_text().split()))
+            pids.update(map(int, task.read_text().split()))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def has_ended(pid: int) -> bool:
@@ -217,8 +217,8 @@ def head_and_tail(path: Path, limit: int, start: int = 0) -> str:
 def ended_children(options: int = 0) -> Iterator[tuple[int, int]]:
     """The process id and wait status of every child that has ended, or with these options has stopped."""
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG | options)) != (0, 0):
-            yield found
+        while (ended := os.waitpid(-1, os.WNOHANG | options)) != (0, 0):
+            yield ended
 
 
 def exit_status(leaving: SystemExit) -> int:

@@ -114,8 +114,8 @@ def _from_slurm(environment: Mapping[str, str], is_meant: bool) -> dict[str, str
 
 def first_host(nodes: str) -> str:
     """Return the first name in a Slurm list, such as ``a1`` in ``a[1-3,5],b7``."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0] if found else "")
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else "")
 
 
 @functools.cache

@@ -47,12 +47,12 @@ def decode(line: bytes, expected: Iterable[type]) -> Any:
         name, fields = json.loads(line)
     except (ValueError, TypeError) as error:
         raise MessageError(f"this is not a message: {line[:200]!r}") from error
-    found = next((each for each in expected if each.__name__ == name), None)
-    if found is None:
+    cls = next((each for each in expected if each.__name__ == name), None)
+    if cls is None:
         names = ", ".join(each.__name__ for each in expected)
         raise MessageError(f"a message of the type {name!r} was not expected here (expected: {names})")
     try:
-        return from_data(found, fields)
+        return from_data(cls, fields)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise MessageError(f"this is not a valid message of the type {name}: {line[:200]!r} ({error})") from error
 
@@ -167,10 +167,10 @@ class Connection:
         count = len(getattr(message, "descriptors", ()))
         if not count:
             return message
-        mine, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
-        if len(mine) < count:
+        own, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
+        if len(own) < count:
             raise MessageError(f"a message of the type {type(message).__name__} came without its descriptors")
-        return dataclasses.replace(message, descriptors=mine)
+        return dataclasses.replace(message, descriptors=own)
 
 
 def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:

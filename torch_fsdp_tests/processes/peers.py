@@ -215,9 +215,9 @@ def own_address(launch: Launch) -> str:
     if named:
         return named
     for goal in (launch.address, _ELSEWHERE):
-        found = _source_towards(goal)
-        if found and not _is_loopback(found):
-            return found
+        source = _source_towards(goal)
+        if source and not _is_loopback(source):
+            return source
     raise NoWay(
         f"no address is known at which other machines can reach this one, because no network interface leads to "
         f"{launch.address}; name the interface in {INTERFACE_VARIABLE}"

@@ -77,8 +77,8 @@ def _record_facts() -> None:
     except accelerator.ConfigurationError:
         return
     facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
-    found = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
-    events.record(torch=torch.__version__, shared=device.is_shared, **facts, **found)
+    about_device = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
+    events.record(torch=torch.__version__, shared=device.is_shared, **facts, **about_device)
 
 
 def _close() -> None:
@@ -94,9 +94,9 @@ def _take_sigterm() -> None:
     The ranks end when this process ends. If the file ignores the signal, nothing happens.
     """
     global _files_handler
-    found = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is threading.main_thread() and (found is signal.SIG_DFL or callable(found)):
-        _files_handler = found if callable(found) else None
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and (handler is signal.SIG_DFL or callable(handler)):
+        _files_handler = handler if callable(handler) else None
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 

@@ -140,7 +140,7 @@ class RankGroup:
         active.append(self)  # this comes first, because a signal may end this process at any moment
         try:
             self._place.start(protocol.Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
-            self._asked = time.monotonic()
+            self._start_began = time.monotonic()
             self._enter(Stage.STARTING)
         except BaseException:
             self._release()
@@ -153,7 +153,7 @@ class RankGroup:
 
     def begin(self, test: str) -> None:
         """Start one more test in ranks that stay. :meth:`wait` returns its reports."""
-        self._hear_until(lambda: self._stage is not Stage.STARTING, self._asked + START_LIMIT)
+        self._hear_until(lambda: self._stage is not Stage.STARTING, self._start_began + START_LIMIT)
         self._check_started()
         self._late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
         self._enter(Stage.RUNNING)
@@ -211,8 +211,8 @@ class RankGroup:
                 pass
         except HarnessError as error:
             self._late_deaths.append(str(error))
-        well = self._bad_since is None and not self._late_deaths and not any(each.leaving for each in self.processes)
-        return well and self._stage in (Stage.STARTING, Stage.IDLE)
+        is_fine = self._bad_since is None and not self._late_deaths and not any(each.leaving for each in self.processes)
+        return is_fine and self._stage in (Stage.STARTING, Stage.IDLE)
 
     def late_deaths(self) -> list[str]:
         """Describe what went wrong in ranks that stay after they passed their last test. The group must be closed."""
@@ -267,7 +267,7 @@ class RankGroup:
 
     def _deadline(self, limit: float) -> float:
         if self._stage is Stage.STARTING:
-            return self._asked + START_LIMIT
+            return self._start_began + START_LIMIT
         deadline = max(self._started) + limit
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
@@ -367,15 +367,15 @@ class RankGroup:
             self._bad_since = time.monotonic()
 
     def _ask_for_stacks(self) -> None:
-        asked = [process for process in self.processes if process.ending is None and not process.stopped]
-        if not asked or self._stage in (Stage.NEW, Stage.OVER):
+        running = [process for process in self.processes if process.ending is None and not process.stopped]
+        if not running or self._stage in (Stage.NEW, Stage.OVER):
             return
         if self._stage < Stage.LATE:
             self._enter(Stage.LATE)
         self._place.ask_for_stacks()
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
-            complete = all(process.wrote_stacks or process.ending for process in asked)
+            complete = all(process.wrote_stacks or process.ending for process in running)
             if not self._hear(min(left, STACKS_QUIET) if complete else left) and complete:
                 break
 
@@ -410,15 +410,16 @@ class RankGroup:
                 # threads, ranks that stay, and ranks that wait for the others.
                 done = outcome is not None and outcome.kind in (Kind.PASSED, Kind.SKIPPED)
                 spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
-                mine = Ending(code=0) if done and spared else ending
-                well = done and mine.code == 0
+                own_ending = Ending(code=0) if done and spared else ending
+                is_fine = done and own_ending.code == 0
+                last_heard = self._elapsed(process.heard.get(rank, process.at))
                 yield RankReport(
                     rank,
                     outcome,
-                    mine,
-                    at=elapsed if outcome is None and mine.ours else self._elapsed(process.heard.get(rank, process.at)),
-                    stacks="" if well else written[process.index].stacks,
-                    output=written[process.index].output if keep or not well else "",
+                    own_ending,
+                    at=elapsed if outcome is None and own_ending.ours else last_heard,
+                    stacks="" if is_fine else written[process.index].stacks,
+                    output=written[process.index].output if keep or not is_fine else "",
                     host=process.host,
                 )
 

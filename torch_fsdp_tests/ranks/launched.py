@@ -96,17 +96,17 @@ class Seats:
 
     def hear(self, seat: _Seat) -> list[Any]:
         """Return the messages of a process, in this machine's time. Print the first process that is gone on stderr."""
-        said = []
+        heard = []
         for message in seat.connection.arrived():
             if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
                 message = in_time_of(seat.peer, message)
             if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))
-            said.append(message)
+            heard.append(message)
         if seat.connection.closed and self.lost is None:
             self.lost = f"{seat.peer} is gone, so the rest of this file does not run"
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
-        return said
+        return heard
 
     def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[_Seat]) -> protocol.StartRank:
         """Return the order that tells the seats to start their ranks, with the changes to this process' environment."""
@@ -222,10 +222,10 @@ class LaunchedRanks:
                 self._all.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
         if self._all.lost is not None and not close:
             raise HarnessError(self._all.lost)
-        told = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
+        collected = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
         return protocol.Collected(
-            tuple(remains for each in told for remains in each.remains),
-            tuple(leak for each in told for leak in each.leaks),
+            tuple(remains for each in collected for remains in each.remains),
+            tuple(leak for each in collected for leak in each.leaks),
         )
 
 

@@ -58,12 +58,12 @@ def find(module: str, qualname: str) -> Any:
     if (module, qualname) in _classes:
         return _classes[module, qualname]
     try:
-        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        owner: Any = sys.modules.get(module) or importlib.import_module(module)
         for name in qualname.split("."):
-            found = getattr(found, name)
+            owner = getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise LookupError(f"a rank cannot find the test class {module}.{qualname}: {error}") from error
-    return found
+    return owner
 
 
 class Assignment:

@@ -109,11 +109,11 @@ class Server(forkserver.ForkServer):
 
     def _end(self, start: int) -> None:
         """Kill what is left of a start, including processes that its ranks started and lost, and report those."""
-        mine = self._starts.get(start, {})
-        for pid in mine:
+        pids = self._starts.get(start, {})
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         give_up = time.monotonic() + KILL_LIMIT
-        while mine and (left := give_up - time.monotonic()) > 0:
+        while pids and (left := give_up - time.monotonic()) > 0:
             select.select([self.wakeup], [], [], left)
             self.collect()
         # If a rank is gone, its descendants are children of the server now.
@@ -249,7 +249,7 @@ def start_method() -> str:
 
     Raises :class:`~torch_fsdp_tests.device.accelerator.ConfigurationError` for an invalid value of the variable.
     """
-    asked = settings.start(os.environ)
-    if asked is not None:
-        return asked
+    requested = settings.start(os.environ)
+    if requested is not None:
+        return requested
     return "fork" if host.can_fork() and accelerator.current().has("fork") else "spawn"

@@ -119,11 +119,11 @@ class Changes:
 
     def _inside(self, names: Iterable[str]) -> Change:
         """Functions stand for themselves. Classes, modules and packages stand for their functions, if they have any."""
-        found = set[str]()
+        functions = set[str]()
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
-            found |= {name} if self._map.is_function(name) or not held else held
-        return Change.of(found, (), self._whole(found))
+            functions |= {name} if self._map.is_function(name) or not held else held
+        return Change.of(functions, (), self._whole(functions))
 
     def _whole(self, names: Collection[str]) -> Iterator[Edit]:
         """All of these functions as edits, with their source if they are few."""
@@ -147,8 +147,8 @@ class Changes:
             below = [n for n in self._all_names if not head or n.startswith(f"{head}.") or n == head]
             if below and not tail:
                 return (head,)
-            if found := [name for name in below if name.endswith(f".{tail}")]:
-                return tuple(sorted(found))
+            if matches := [name for name in below if name.endswith(f".{tail}")]:
+                return tuple(sorted(matches))
             if head in self._map.modules and self._defines(head, text):
                 return (text,)  # newer than the map
         raise UnknownChange(f"{text!r} is not a name in the map, a file or a folder{self._nearest(text)}")
@@ -492,8 +492,8 @@ class Code:
 
     def text(self, name: str) -> str:
         """The source of a function; nothing for a class or a module, whose functions are not its own."""
-        found = (part for part in self._parts if part.name == name and part.body is not None)
-        return "\n".join(line for part in found for line in self._lines[part.first - 1 : part.last])
+        parts = (part for part in self._parts if part.name == name and part.body is not None)
+        return "\n".join(line for part in parts for line in self._lines[part.first - 1 : part.last])
 
 
 def messages(node: ast.stmt) -> str:

@@ -89,11 +89,11 @@ def _inside(scope: ast.AST, prefix: str, digest_of: Callable[[_Scope], str]) -> 
 def statements_in(tree: ast.Module, module: str) -> list[tuple[ast.stmt, Statement]]:
     """The statements in functions of a module, with their nodes. A nested function's statements are its own."""
     counts: collections.Counter[str] = collections.Counter()
-    found: list[tuple[ast.stmt, Statement]] = []
+    statements: list[tuple[ast.stmt, Statement]] = []
 
     def visit(node: ast.AST, function: str | None, prefix: str) -> None:
         if isinstance(node, ast.stmt) and function is not None:
-            found.append((node, Statement(function, counts[function], node.lineno, _header_end(node))))
+            statements.append((node, Statement(function, counts[function], node.lineno, _header_end(node))))
             counts[function] += 1
         if isinstance(node, _SCOPES) and not isinstance(node, ast.Module):
             name = prefix + node.name
@@ -104,7 +104,7 @@ def statements_in(tree: ast.Module, module: str) -> list[tuple[ast.stmt, Stateme
                 visit(child, function, prefix)
 
     visit(tree, None, f"{module}.")
-    return found
+    return statements
 
 
 def _header_end(statement: ast.stmt) -> int:
@@ -154,19 +154,19 @@ def owners(functions: Iterable[Function]) -> dict[int, str]:
 
     The lines of an inner function do not belong to the outer one, but its header and decorators do.
     """
-    found: dict[int, str] = {}
+    owner_of: dict[int, str] = {}
     # An inner function comes after the outer one, and so replaces its entries.
     for function in sorted((each for each in functions if each.body is not None), key=lambda each: each.first):
-        found.update(dict.fromkeys(range(function.body or 0, function.last + 1), function.name))
-    return found
+        owner_of.update(dict.fromkeys(range(function.body or 0, function.last + 1), function.name))
+    return owner_of
 
 
 def digests(functions: Iterable[Function]) -> dict[str, str]:
     """The digest of each name. If several functions share a name, it combines theirs."""
-    found: dict[str, str] = {}
+    digest_of: dict[str, str] = {}
     for function in functions:
-        found[function.name] = "+".join(filter(None, (found.get(function.name), function.digest)))
-    return found
+        digest_of[function.name] = "+".join(filter(None, (digest_of.get(function.name), function.digest)))
+    return digest_of
 
 
 def digest(content: bytes) -> str:

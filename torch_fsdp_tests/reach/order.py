@@ -58,7 +58,7 @@ def noticed_in(record: Path) -> dict[str, set[tuple[str, str]]]:
 
     The record is that of ``python -m torch_fsdp_tests.tools.mutants``.
     """
-    found: dict[str, set[tuple[str, str]]] = {}
+    tests_of: dict[str, set[tuple[str, str]]] = {}
     lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
     for line in lines:
         with contextlib.suppress(ValueError):  # the last line can be cut short
@@ -66,8 +66,8 @@ def noticed_in(record: Path) -> dict[str, set[tuple[str, str]]]:
             if finding.get("by"):
                 module, function, *_ = finding["id"].split(":")
                 file, _, test = finding["by"].partition("::")
-                found.setdefault(f"{module}.{function}", set()).add((file, test))
-    return found
+                tests_of.setdefault(f"{module}.{function}", set()).add((file, test))
+    return tests_of
 
 
 class Order:
@@ -127,8 +127,8 @@ class Order:
 
     def _running(self, edit: Edit) -> int:
         """The tests that run any changed statement, as bits. All of the function, if these are not known."""
-        found = functools.reduce(int.__or__, (self._map.running(edit.name, each) for each in edit.statements), 0)
-        return found or self._map.bits_of(edit.name)
+        bits = functools.reduce(int.__or__, (self._map.running(edit.name, each) for each in edit.statements), 0)
+        return bits or self._map.bits_of(edit.name)
 
     @functools.cached_property
     def _rarity(self) -> Mapping[str, float]:
@@ -179,19 +179,19 @@ class _File:
     @functools.cached_property
     def _parts(self) -> Mapping[str, str]:
         """The text of each function, method and class header by its name. Those of one name are joined."""
-        found: dict[str, list[str]] = {}
+        lines_of: dict[str, list[str]] = {}
         part, decorators = list[str](), list[str]()
         for line in self._source.splitlines():
             start = _START.match(line)
             if start and start["name"]:
-                part = found.setdefault(start["name"], [])
+                part = lines_of.setdefault(start["name"], [])
                 part += [*decorators, line]
                 decorators = []
             elif start or decorators:
                 decorators.append(line)
             else:
                 part.append(line)
-        return {name: "\n".join(lines) for name, lines in found.items()}
+        return {name: "\n".join(lines) for name, lines in lines_of.items()}
 
     @functools.cache  # noqa: B019 (there is one object in a run)
     def definition(self, test: str) -> str:
@@ -223,19 +223,19 @@ def words(text: str) -> frozenset[str]:
 @functools.cache
 def _words_in(identifier: str) -> frozenset[str]:
     identifier = identifier.strip("_")
-    found = {part.lower().removesuffix("s") for part in _WORD.findall(identifier)}
-    return frozenset(found | {identifier} if "_" in identifier else found)
+    words = {part.lower().removesuffix("s") for part in _WORD.findall(identifier)}
+    return frozenset(words | {identifier} if "_" in identifier else words)
 
 
 def _wanted(edits: Iterable[Edit]) -> dict[str, float]:
     """The words of a change with their weights."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for edit in edits:
         name = edit.name.rpartition(".")[2]
         for text, weight in ((f"{edit.text} {edit.messages}", CHANGED), (name, NAMED), (edit.around, AROUND)):
             for word in words(text):
-                found[word] = max(weight, found.get(word, 0.0))
-    return found
+                weights[word] = max(weight, weights.get(word, 0.0))
+    return weights
 
 
 def _class_of(test: Reached) -> str:

@@ -74,7 +74,7 @@ class ReachMap:
                 raise MalformedMap(f"{path} has format {data['format']!r}, and this version reads {FORMAT}; {remedy}")
             return cls(
                 torch=data["torch"],
-                tests=tuple(Reached(file, *told) for file in data["tests"] for told in data["tests"][file]),
+                tests=tuple(Reached(file, *fields) for file in data["tests"] for fields in data["tests"][file]),
                 reached=_unpack(data["reached"]),
                 modules={
                     module: Module(whole, *({module + name: part for name, part in parts.items()} for parts in kinds))
@@ -90,8 +90,8 @@ class ReachMap:
     def as_json(self) -> dict[str, Any]:
         """The map as it is written: a few hundred kilobytes for some thousand tests and functions."""
         tests: dict[str, list[Any]] = {}
-        for file, *told in self.tests:
-            tests.setdefault(file, []).append(told)
+        for file, *fields in self.tests:
+            tests.setdefault(file, []).append(fields)
 
         def relative(module: str, names: Mapping[str, str]) -> dict[str, str]:
             return {name.removeprefix(module): names[name] for name in names}
@@ -128,11 +128,11 @@ class ReachMap:
 
     def bits_of(self, name: str) -> int:
         """The tests that enter a function or one inside of it, or any function of a class, module or package."""
-        found = self.reached.get(name, 0)
+        bits = self.reached.get(name, 0)
         start, end = (bisect.bisect_left(self._names, name + after) for after in (".", "/"))  # "/" comes next to "."
         for each in self._names[start:end]:
-            found |= self.reached[each]
-        return found
+            bits |= self.reached[each]
+        return bits
 
     def running(self, function: str, statement: int) -> int:
         """The tests that run a statement of a function."""
@@ -163,8 +163,8 @@ class ReachMap:
 
     def in_order(self, tests: int) -> list[Reached]:
         """A set of tests in order: the most specific first, and the fastest among equals."""
-        found = [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
-        return sorted(found, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
+        reached = [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
+        return sorted(reached, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
 
 
 class MapBuilder:
@@ -222,21 +222,21 @@ def _enclosing(name: str) -> Iterator[str]:
 
 def _by_tests(statements: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
     """Each function's statements that the same tests run under one name, such as ``torch.f#3,4``."""
-    found: dict[str, int] = {}
+    rows: dict[str, int] = {}
     for function, tests in statements.items():
         for same in dict.fromkeys(tests.values()):
             numbers = ",".join(str(number) for number, each in tests.items() if each == same)
-            found[f"{function}#{numbers}"] = same
-    return found
+            rows[f"{function}#{numbers}"] = same
+    return rows
 
 
 def _by_function(rows: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """The opposite of :func:`_by_tests`."""
-    found: dict[str, dict[int, int]] = {}
+    tests_of: dict[str, dict[int, int]] = {}
     for name, tests in rows.items():
         function, _, numbers = name.partition("#")
-        found.setdefault(function, {}).update(dict.fromkeys(map(int, numbers.split(",")), tests))
-    return {function: dict(sorted(tests.items())) for function, tests in found.items()}
+        tests_of.setdefault(function, {}).update(dict.fromkeys(map(int, numbers.split(",")), tests))
+    return {function: dict(sorted(tests.items())) for function, tests in tests_of.items()}
 
 
 def _pack(reached: Mapping[str, int], count: int) -> list[Any]:

@@ -34,8 +34,8 @@ def select(
     entering = sum(1 << number for number, test in enumerate(known.tests) if test.file in also)
     around = 0
     unreached, instead = list[str](), dict[str, list[str]]()
-    asked = list(dict.fromkeys(names))
-    for name in asked:
+    requested = list(dict.fromkeys(names))
+    for name in requested:
         if known.is_function(name):
             here = known.bits_of(name)
             entering |= here
@@ -53,4 +53,4 @@ def select(
     if instead:
         new = shown(name for names in instead.values() for name in names)
         remarks = (f"not in the map: {new}; the tests of {shown(instead)} run instead",)
-    return Selection(tests, len(asked), tuple(unreached), remarks)
+    return Selection(tests, len(requested), tuple(unreached), remarks)

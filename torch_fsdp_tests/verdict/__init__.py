@@ -119,8 +119,8 @@ COUNTED = (
 
 def tally(outcomes: Iterable[State | str]) -> dict[State, int]:
     """The number of tests that count as each of ``COUNTED``, from their outcomes."""
-    found = collections.Counter(State(outcome).counted_as for outcome in outcomes)
-    return {state: found[state] for state in COUNTED}
+    numbers = collections.Counter(State(outcome).counted_as for outcome in outcomes)
+    return {state: numbers[state] for state in COUNTED}
 
 
 def closing_line(counts: Mapping[State, int]) -> str:
@@ -160,16 +160,16 @@ def joined(ranks: Iterable[Sequence[DefectBlock]]) -> list[DefectBlock]:
 
     A rank that enters a block several times in one place has several blocks, which are matched by their order.
     """
-    found: dict[tuple[str, str, int], DefectBlock] = {}
+    by_place: dict[tuple[str, str, int], DefectBlock] = {}
     for blocks in ranks:
         turns: collections.Counter[tuple[str, str]] = collections.Counter()
         for block in blocks:
             name = block.defect["id"], block.place
             turns[name] += 1
             key = (*name, turns[name])
-            if key not in found or not found[key].raised:
-                found[key] = block
-    return list(found.values())
+            if key not in by_place or not by_place[key].raised:
+                by_place[key] = block
+    return list(by_place.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,13 +217,13 @@ class RankResult:
             return f"{self.state.value}: {self.message}" if self.message else self.state.value
         if self.raised:
             return "raised"
-        told = f"reported that {it} {self.said} and then " if self.said else ""
+        report = f"reported that {it} {self.said} and then " if self.said else ""
         if self.killed:
-            found = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
+            end_state = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
             limit = "" if self.limit is None else f" (the limit is {self.limit:g} s)"
-            return f"{told}{found} after {self.at:.1f} s{limit}, and {was} killed"
+            return f"{report}{end_state} after {self.at:.1f} s{limit}, and {was} killed"
         end = f"{was} killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
-        return told + end + ("" if self.said else " before reporting anything")
+        return report + end + ("" if self.said else " before reporting anything")
 
     def in_one_line(self, plural: bool = False) -> str:
         """What the rank did, with the first line of its exception."""

@@ -95,8 +95,8 @@ def check_returned(value: object) -> None:
     """Raise ``TypeError`` if a test returned anything but None: perhaps it did not run, and nobody checks it."""
     check_ran(value)
     if value is not None:
-        found = f"a value of type {type(value).__qualname__}"
-        raise TypeError(f"the test returned {found}, which nobody checks: assert what should hold, and return nothing")
+        what = f"a value of type {type(value).__qualname__}"
+        raise TypeError(f"the test returned {what}, which nobody checks: assert what should hold, and return nothing")
 
 
 _ASYNC = "write `def`, and run the coroutine with asyncio.run()"

@@ -71,9 +71,9 @@ class TestResult:
     @property
     def skip_kinds(self) -> dict[str, SkipKind]:
         """The kind of each reason to skip the test or subtests of it."""
-        found = self.kinds | {reason: SkipKind(kind) for reason, kind in self.facts.get("skip_kinds", {}).items()}
+        kinds = self.kinds | {reason: SkipKind(kind) for reason, kind in self.facts.get("skip_kinds", {}).items()}
         reasons = [*[self.reason] * (self.outcome is State.SKIPPED), *self.skipped_subtests]
-        return {reason: found.get(reason, SkipKind.OTHER) for reason in reasons}
+        return {reason: kinds.get(reason, SkipKind.OTHER) for reason in reasons}
 
     @property
     def requirements_not_met(self) -> list[str]:
@@ -193,8 +193,8 @@ def send(message: Message) -> None:
 
 def plain(facts: dict[str, Any]) -> dict[str, Any]:
     """The facts with their ``str`` in place of values that JSON cannot represent."""
-    found: dict[str, Any] = json.loads(json.dumps(facts, default=str))
-    return found
+    data: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return data
 
 
 # --- the dispatcher's end ---------------------------------------------------------------------------------------------
@@ -210,10 +210,10 @@ class Reader:
     def feed(self, data: bytes) -> list[Message]:
         """Return the messages that are complete with these bytes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        found = []
+        received = []
         for line in lines:
             try:
-                found.append(messages.decode(line, Message.__args__))
+                received.append(messages.decode(line, Message.__args__))
             except messages.MessageError:
                 self.garbage.append(line)
-        return found
+        return received

@@ -217,8 +217,8 @@ class ProcessLocalGroup(dist.ProcessGroup):
         self._channel.board.forget(self._token)
 
     def _work(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        asked = getattr(opts, "timeout", None)
-        seconds = asked.total_seconds() if asked is not None else -1
+        timeout = getattr(opts, "timeout", None)
+        seconds = timeout.total_seconds() if timeout is not None else -1
         return ThreadedWork(pendings, outputs, min(self._limit, seconds) if seconds > 0 else self._limit)
 
     def _join(
@@ -256,10 +256,10 @@ class ProcessLocalGroup(dist.ProcessGroup):
         meeting = self._channel.join(self._rank, self._next(), call)
         return self._work([meeting], [tensor for part in parts for tensor in part.outs], opts)
 
-    def _expect(self, name: str, what: str, found: int, wanted: int) -> None:
+    def _expect(self, name: str, what: str, actual: int, wanted: int) -> None:
         """Refuse at once what is wrong on this rank, whatever the other ranks do."""
-        if found != wanted:
-            raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {found}")
+        if actual != wanted:
+            raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {actual}")
 
     def _expect_lists(self, name: str, what: str, lists: Lists, present: bool = True) -> Sequence[Tensor]:
         """Return the only list in a list of lists. It has one tensor per rank, or is empty if `present` is False."""

@@ -58,8 +58,8 @@ def _drawn_jobs(draw: random.Random, recorded: Sequence[Job], count: int) -> lis
 
 def _row(name: str, suites: Sequence[Sequence[Job]], devices: int) -> None:
     pairs = [_compare(jobs, devices) for jobs in suites]
-    mine, upstream = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
-    print(f"{name:38s} {statistics.median(mine):7.3f} {max(mine):7.3f} {statistics.median(upstream):20.2f}")
+    own, upstream = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+    print(f"{name:38s} {statistics.median(own):7.3f} {max(own):7.3f} {statistics.median(upstream):20.2f}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,35 +70,35 @@ def main(argv: Sequence[str]) -> int:
     add("--test-directory", type=Path, default=Path("test"), metavar="DIR", help="where the tests are (default: test)")
     words = "read recorded times from this file; may be repeated"
     add("--test-times", type=Path, action="append", default=[], metavar="FILE", help=words)
-    asked = parser.parse_args(argv)
-    if asked.devices < 1:
+    options = parser.parse_args(argv)
+    if options.devices < 1:
         parser.error("--devices must be 1 or more")
-    if not asked.test_directory.is_dir():
-        parser.error(f"the test directory {asked.test_directory} does not exist; name one with --test-directory")
+    if not options.test_directory.is_dir():
+        parser.error(f"the test directory {options.test_directory} does not exist; name one with --test-directory")
     try:
-        known = times.load(asked.test_times, os.environ)
+        known = times.load(options.test_times, os.environ)
     except MalformedList as error:
         parser.error(str(error))
     for remark in known.remarks:
         print(f"benchmarks: {remark}", file=sys.stderr)
-    print(f"makespan on {asked.devices} devices, as a multiple of the lower bound (1.00 is perfect)")
+    print(f"makespan on {options.devices} devices, as a multiple of the lower bound (1.00 is perfect)")
     print(f"{'files':38s} {'median':>7s} {'worst':>7s} {'one after the other':>20s}")
-    recorded = _recorded_jobs(asked.test_directory, asked.devices, known)
+    recorded = _recorded_jobs(options.test_directory, options.devices, known)
     if recorded:
-        _row(f"{len(recorded)} with recorded times", [recorded], asked.devices)
+        _row(f"{len(recorded)} with recorded times", [recorded], options.devices)
         for count in DRAWN:
             draw = random.Random(count)
             suites = [_drawn_jobs(draw, recorded, count) for _ in range(ROUNDS)]
-            _row(f"{count} drawn from these, {ROUNDS} suites", suites, asked.devices)
+            _row(f"{count} drawn from these, {ROUNDS} suites", suites, options.devices)
     else:
         print(
             "no file there has a recorded time: run_test.py --save-times DIR records them, and --test-times reads them"
         )
     for count in (54, 200, 1000):
         draw = random.Random(count)
-        suites = [_random_jobs(draw, count, asked.devices) for _ in range(ROUNDS)]
-        _row(f"{count} random, {ROUNDS} suites", suites, asked.devices)
-    seconds = _planning_seconds(10_000, 256, asked.devices)
+        suites = [_random_jobs(draw, count, options.devices) for _ in range(ROUNDS)]
+        _row(f"{count} random, {ROUNDS} suites", suites, options.devices)
+    seconds = _planning_seconds(10_000, 256, options.devices)
     print(f"planning 10,000 files onto 256 shards, and ordering each of these: {seconds:.2f} s")
     return 0
 

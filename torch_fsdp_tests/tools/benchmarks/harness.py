@@ -103,16 +103,16 @@ class Run:
 
     def tests(self) -> list[dict[str, float]]:
         """Seconds of each stage of each test, up to the slowest rank's end of the stage, in order."""
-        found: list[dict[str, float]] = []
+        stages: list[dict[str, float]] = []
         latest: dict[str, float] = {}
         for stage, _, at in self._stamps:
             latest[stage] = float(at)
             if stage == "end":
                 edges = [latest[name] for name in ("begin", "entered", "connected", "stepped", "end")]
-                found.append(dict(zip(STAGES, (late - early for early, late in itertools.pairwise(edges)))))
-                found[-1]["test"] = edges[-1] - edges[0]
+                stages.append(dict(zip(STAGES, (late - early for early, late in itertools.pairwise(edges)))))
+                stages[-1]["test"] = edges[-1] - edges[0]
                 latest = {}
-        return found
+        return stages
 
 
 def _further(run: Run) -> float:

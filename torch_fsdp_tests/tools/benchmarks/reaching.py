@@ -90,10 +90,10 @@ def until(order: Sequence[tuple[str, str]], first: tuple[str, str], seconds: dic
     return sum(seconds[test] for test in order[: order.index(first) + 1])
 
 
-def summary(found: dict[str, list[float | None]]) -> str:
+def summary(seconds_of: dict[str, list[float | None]]) -> str:
     """A line for each half: how many were noticed, the median, and the 90th percentile."""
     lines = ["| changes | noticed | median | 90th percentile |", "|---|---|---|---|"]
-    for half, values in found.items():
+    for half, values in seconds_of.items():
         if not values:
             continue
         known = sorted(float("inf") if value is None else value for value in values)
@@ -111,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
         "--only", action="append", help="only the changes whose ids begin like this, such as F2 or F1-07"
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a change counts as not noticed")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     edits = read(CHANGES)
-    for name in asked.only or ():
+    for name in options.only or ():
         if not any(edit.id.startswith(name) for edit in edits):
             parser.error(f"no change has an id that begins with {name}")
     torch = devices.torch_folder()
@@ -121,20 +121,20 @@ def main(argv: Sequence[str]) -> int:
         parser.error("install torch, and run this command in the checkout of the suite")
     known = ReachMap.load(reaching.shipped(devices.torch_version() or "", reaching.SHIPPED))
     seconds = {(test.file, test.test): test.seconds for test in known.tests}
-    found: dict[str, list[float | None]] = {half: [] for half in HALVES}
+    seconds_of: dict[str, list[float | None]] = {half: [] for half in HALVES}
     print("| | change | noticed by | seconds of tests | seconds |\n|---|---|---|---|---|", flush=True)
     for edit in edits:
-        if asked.only and not edit.id.startswith(tuple(asked.only)):
+        if options.only and not edit.id.startswith(tuple(options.only)):
             continue
         with _changed(torch, edit) as (site, diff):
-            jobs = json.loads(_run(site, diff, asked.limit, "--dry-run", "--json"))["jobs"]
+            jobs = json.loads(_run(site, diff, options.limit, "--dry-run", "--json"))["jobs"]
             order = [(job["file"], test) for job in jobs for test in job["tests"]]
             began = time.monotonic()
-            failed = _TOLD.search(_run(site, diff, asked.limit))
+            failed = _TOLD.search(_run(site, diff, options.limit))
         spent = None if failed is None else until(order, (failed["file"], failed["test"]), seconds)
-        found[edit.half].append(spent)
+        seconds_of[edit.half].append(spent)
         by = "nothing" if failed is None else f"`{failed['test']}`"
         shown = "" if spent is None else f"{spent:.1f}"
         print(f"| {edit.id} | {edit.what} | {by} | {shown} | {time.monotonic() - began:.0f} |", flush=True)
-    print(f"\n{summary(found)}")
+    print(f"\n{summary(seconds_of)}")
     return 0

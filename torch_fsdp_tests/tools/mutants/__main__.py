@@ -49,24 +49,24 @@ def main(argv: Sequence[str]) -> ExitStatus:
         return ExitStatus.BROKEN
 
 
-def _main(asked: Options) -> ExitStatus:
+def _main(options: Options) -> ExitStatus:
     device = devices.find(None, None, os.environ)
-    found = list(mutant.all_of(asked.package, device.type == devices.HOST, asked.module))
-    chosen, excluded = _choose(asked, found), Counter(each.excluded for each in found if each.excluded)
-    tests = Tests(ReachMap.load(asked.map), _sources(asked), noticed_in(asked.output / report.RECORD))
-    if asked.sample is not None:
+    mutants = list(mutant.all_of(options.package, device.type == devices.HOST, options.module))
+    chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
+    tests = Tests(ReachMap.load(options.map), _sources(options), noticed_in(options.output / report.RECORD))
+    if options.sample is not None:
         run = [each for each in chosen if tests.is_run(each)]
         excluded["code that no test runs"] += len(chosen) - len(run)
-        chosen = mutant.draw(run, asked.sample, asked.seed)
+        chosen = mutant.draw(run, options.sample, options.seed)
     if not chosen:
         raise ValueError("no mutant is selected")
-    if asked.list:
+    if options.list:
         for each in chosen:
             print(f"{each.id}  line {each.site.line}, {plural(len(tests.for_mutant(each)), 'test')}\n{each.change}")
         return ExitStatus.OK
-    facts = _facts(asked, device.type)
-    record = Record(asked.output / report.RECORD, facts)
-    if asked.resume:
+    facts = _facts(options, device.type)
+    record = Record(options.output / report.RECORD, facts)
+    if options.resume:
         findings = record.resume()
     else:
         findings = []
@@ -75,9 +75,9 @@ def _main(asked: Options) -> ExitStatus:
     findings = [each for each in findings if each.id in wanted]
     began = time.monotonic()
     trials = Trials(
-        _setting(asked, device.type), tests, mutant.equivalents(asked.equivalent, device.type == devices.HOST)
+        _setting(options, device.type), tests, mutant.equivalents(options.equivalent, device.type == devices.HOST)
     )
-    _say(f"{plural(len(chosen), 'mutant')} of {len(found)}, {asked.jobs} at a time; {len(findings)} tried already")
+    _say(f"{plural(len(chosen), 'mutant')} of {len(mutants)}, {options.jobs} at a time; {len(findings)} tried already")
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
@@ -89,47 +89,47 @@ def _main(asked: Options) -> ExitStatus:
         _say("interrupted; the same command with --resume continues")
         status = ExitStatus.INTERRUPTED
     finally:
-        data = report.as_json(facts, findings, excluded, asked.command, len(chosen))
-        report.write(asked.output, data)
+        data = report.as_json(facts, findings, excluded, options.command, len(chosen))
+        report.write(options.output, data)
     print(report.text(data))
-    _say(f"report: {os.path.relpath(asked.output / report.PAGE)}")
+    _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
     return status
 
 
-def _choose(asked: Options, found: Sequence[Mutant]) -> list[Mutant]:
-    if not asked.ids:
-        return [each for each in found if each.excluded is None]
-    by_id = {each.id: each for each in found}
-    for id in asked.ids:
+def _choose(options: Options, mutants: Sequence[Mutant]) -> list[Mutant]:
+    if not options.ids:
+        return [each for each in mutants if each.excluded is None]
+    by_id = {each.id: each for each in mutants}
+    for id in options.ids:
         if id not in by_id:
-            raise NoPackage(f"{asked.package} has no mutant {id}; --list shows all")
-    return [by_id[id] for id in asked.ids]
+            raise NoPackage(f"{options.package} has no mutant {id}; --list shows all")
+    return [by_id[id] for id in options.ids]
 
 
-def _sources(asked: Options) -> dict[str, str]:
+def _sources(options: Options) -> dict[str, str]:
     """Return the sources of the test files that may run."""
-    files = {file.name: file for file in discover(asked.test_directory)}
-    chosen = select([*files.values()], asked.include, (), asked.test_directory, lambda name: files[name].source())
+    files = {file.name: file for file in discover(options.test_directory)}
+    chosen = select([*files.values()], options.include, (), options.test_directory, lambda name: files[name].source())
     return {test.file: files[test.file].source() for test in chosen}
 
 
-def _facts(asked: Options, device: str) -> dict[str, Any]:
+def _facts(options: Options, device: str) -> dict[str, Any]:
     """Return the facts that must not change between runs, so that their findings can be combined."""
     version = devices.torch_version()
-    return {"torch": version, "python": platform.python_version(), "device": device, "package": asked.package}
+    return {"torch": version, "python": platform.python_version(), "device": device, "package": options.package}
 
 
-def _setting(asked: Options, device: str) -> Setting:
-    run = RunTests(asked.test_directory, asked.test_directory, fail_fast=True)
+def _setting(options: Options, device: str) -> Setting:
+    run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
     return Setting(
-        package=asked.package,
+        package=options.package,
         run=run,
         environment={**os.environ, **installation.on_path(os.environ), settings.SEED_VARIABLE: str(run.seed)},
         device=device,
         may_fork=device == devices.HOST and host.can_fork(),
-        at_a_time=asked.jobs,
-        patience=asked.patience,
-        budget=asked.budget,
+        at_a_time=options.jobs,
+        patience=options.patience,
+        budget=options.budget,
     )
 
 

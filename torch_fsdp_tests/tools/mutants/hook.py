@@ -117,9 +117,9 @@ def forget(package: str) -> dict[str, ModuleType]:
     Other modules may refer to them, as torch's compiler does, so each remains the same object, but empty. Modules that
     refer to a class or function of the package are imported again too.
     """
-    mine = {name for name in sys.modules if _is_in(package, name)}
-    mine |= {name for name, module in list(sys.modules.items()) if module and _holds(module, package)}
-    forgotten = {name: sys.modules.pop(name) for name in mine}
+    names = {name for name in sys.modules if _is_in(package, name)}
+    names |= {name for name, module in list(sys.modules.items()) if module and _holds(module, package)}
+    forgotten = {name: sys.modules.pop(name) for name in names}
     for module in forgotten.values():
         vars(module).clear()
     gc.collect()  # the last reference also removes what the package registered in torch's operator libraries

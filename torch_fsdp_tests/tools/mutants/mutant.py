@@ -129,10 +129,10 @@ class Tests:
     def of(self, function: str, statement: int | None = None) -> list[Reached]:
         """The tests of a function or of one of its statements, in no particular order."""
         if statement is not None and self._map.is_function(function):
-            found = self._map.in_order(self._map.running(function, statement))
+            tests = self._map.in_order(self._map.running(function, statement))
         else:
-            found = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
-        return [test for test in found if test.file in self._sources]
+            tests = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
+        return [test for test in tests if test.file in self._sources]
 
     @functools.cache  # noqa: B019
     def _code(self, module: str, path: Path) -> Code:

@@ -178,10 +178,10 @@ def _place(node: ast.AST, field: str, outer: Place) -> Place:
 
 def _first_bound(scope: ast.AST) -> Mapping[str, int]:
     """The names that a function, class or module binds, with their first lines. Parameters come before all lines."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg):
-            found[node.arg] = 0
+            lines[node.arg] = 0
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found[node.id] = min(node.lineno, found.get(node.id, node.lineno))
-    return found
+            lines[node.id] = min(node.lineno, lines.get(node.id, node.lineno))
+    return lines

@@ -108,11 +108,11 @@ class Trials:
 
     def _story(self, mutant: Mutant) -> Story:
         """A generator that yields a mutant's work, and returns its finding."""
-        told = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
-        told = dataclasses.replace(told, line=mutant.site.line, change=mutant.change)
+        finding = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
+        finding = dataclasses.replace(finding, line=mutant.site.line, change=mutant.change)
         argued = self._argued.get(mutant.id)
-        if argued is not None and argued["change"] == told.change:
-            return dataclasses.replace(told, outcome=Outcome.EQUIVALENT, why=argued["why"])
+        if argued is not None and argued["change"] == finding.change:
+            return dataclasses.replace(finding, outcome=Outcome.EQUIVALENT, why=argued["why"])
         executed: list[str] = []
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
@@ -122,27 +122,27 @@ class Trials:
                 attempt = yield Work(mutant.id, batch)
                 seconds += attempt.seconds
                 executed += [f"{batch[0].file}::{test.name}" for test in attempt.tests if test.outcome.is_executed]
-                told = dataclasses.replace(told, seconds=round(seconds, 1), executed=len(executed))
+                finding = dataclasses.replace(finding, seconds=round(seconds, 1), executed=len(executed))
                 if (problem := self._problem(mutant, attempt)) is not None:
-                    return dataclasses.replace(told, why=problem)
+                    return dataclasses.replace(finding, why=problem)
                 bad = next((test for test in attempt.tests if test.outcome.is_bad), None)
                 if bad is None:
                     break
                 if (yield from self._passes_unchanged(batch, bad)):
                     by = f"{batch[0].file}::{bad.name}"
                     how, why = bad.outcome.value, bad.reason
-                    return dataclasses.replace(told, outcome=Outcome.NOTICED, by=by, how=how, why=why)
+                    return dataclasses.replace(finding, outcome=Outcome.NOTICED, by=by, how=how, why=why)
                 # The test says nothing about the change. The tests after it still have to run.
                 batch = _after(batch, bad, attempt)
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
             why = "no test runs the statement" if not reaching else "the tests of its function are skipped here"
-            return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why)
+            return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why)
         if not self._reached(mutant.id).exists():
             why = f"none of the tests runs the statement{left_out}"
-            return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
+            return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
         why = f"of {len(reaching)} tests the first {len(chosen)} ran" if left_out else ""
-        return dataclasses.replace(told, outcome=Outcome.MISSED, why=why, tests=tuple(executed))
+        return dataclasses.replace(finding, outcome=Outcome.MISSED, why=why, tests=tuple(executed))
 
     def _problem(self, mutant: Mutant, attempt: Attempt) -> str | None:
         """The reason why an attempt says nothing about the mutant, or None."""

@@ -77,10 +77,10 @@ def main(argv: Sequence[str]) -> ExitStatus:
     """Run the versions that the arguments name, and show the table of all results."""
     host.refuse_unsupported()
     cut = list(argv).index("--") if "--" in argv else len(argv)
-    asked = _parser().parse_args(argv[:cut])
+    options = _parser().parse_args(argv[:cut])
     try:
-        problems = _run_all(asked, argv[cut + 1 :])
-        return _tell(asked, table.read(asked.output, problems))
+        problems = _run_all(options, argv[cut + 1 :])
+        return _tell(options, table.read(options.output, problems))
     except Refusal as refusal:
         _say(str(refusal))
         return ExitStatus.REFUSED
@@ -101,13 +101,13 @@ def _say(words: str) -> None:
     print(f"versions: {words}", file=sys.stderr, flush=True)
 
 
-def _run_all(asked: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str, str]:
+def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str, str]:
     """Run each version. Returns the versions that have no new report, and why."""
-    versions = [environments.parse(text) for text in asked.versions]
+    versions = [environments.parse(text) for text in given.versions]
     labels = [version.label for version in versions]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise Refusal(f"two versions are called {twice[0]}; give one of them a name: NAME=VERSION")
-    options = {"-i": asked.include, "-x": asked.exclude, "-k": asked.k}
+    options = {"-i": given.include, "-x": given.exclude, "-k": given.k}
     selection = [word for option, values in options.items() for value in values for word in (option, value)]
     if not versions:
         if selection or handed_on:
@@ -120,7 +120,7 @@ def _run_all(asked: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
     if listed.returncode:  # it has said why
         raise SystemExit(listed.returncode)
     problems = {}
-    with Children("versions-", (signal.SIGINT, *host.ending_signals())) as children, _alone(asked.output):
+    with Children("versions-", (signal.SIGINT, *host.ending_signals())) as children, _alone(given.output):
 
         def command(words: Sequence[str]) -> int:
             """Run a command with its output on stderr, and return its status."""
@@ -129,9 +129,9 @@ def _run_all(asked: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
                 raise Stopped(children.signals[0])
             return status
 
-        maker = Maker(asked.environments.absolute(), installation.ROOT, asked.python, asked.index_url, command)
+        maker = Maker(given.environments.absolute(), installation.ROOT, given.python, given.index_url, command)
         for version in versions:
-            if problem := _run(version, maker, suite, asked.output.absolute() / version.label):
+            if problem := _run(version, maker, suite, given.output.absolute() / version.label):
                 _say(f"{version.label}: {problem}")
                 problems[version.label] = problem
     return problems
@@ -161,15 +161,15 @@ def _alone(output: Path) -> Iterator[None]:
         yield
 
 
-def _tell(asked: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
+def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
     if not rows:
-        raise Refusal(f"no version is named, and there are no results in {asked.output}")
-    found = table.Table(rows)
-    print("\n".join(found.lines()), file=sys.stderr, flush=True)
-    if asked.markdown:
-        print(found.block(), flush=True)
-    write_text(asked.output / PAGE, found.page())
-    _say(f"the whole table is in {os.path.relpath(asked.output / PAGE)}")
+        raise Refusal(f"no version is named, and there are no results in {options.output}")
+    results = table.Table(rows)
+    print("\n".join(results.lines()), file=sys.stderr, flush=True)
+    if options.markdown:
+        print(results.block(), flush=True)
+    write_text(options.output / PAGE, results.page())
+    _say(f"the whole table is in {os.path.relpath(options.output / PAGE)}")
     if any(row.data and row.data["exit_code"] == ExitStatus.FAILED for row in rows):
         return ExitStatus.FAILED
     if any(row.problem for row in rows):

@@ -100,6 +100,6 @@ def uv() -> list[str]:
     """The command that starts uv. Raises :class:`Refusal` if there is none."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
-    if found := shutil.which("uv"):
-        return [found]
+    if program := shutil.which("uv"):
+        return [program]
     raise Refusal("uv makes the environments and is not installed: pip install uv, or name existing environments")

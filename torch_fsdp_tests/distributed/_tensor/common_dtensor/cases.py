@@ -78,8 +78,8 @@ class DTensorTestMixin(_Base):
             return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
 
         expected = op_call(*tree_map(full, args), **tree_map(full, kwargs))
-        found = tree_leaves(op_call(*args, **kwargs))
-        self.assertEqual([each.full_tensor() for each in found], tree_leaves(expected))
+        results = tree_leaves(op_call(*args, **kwargs))
+        self.assertEqual([each.full_tensor() for each in results], tree_leaves(expected))
 
 
 class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
@@ -105,7 +105,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
     def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
         """Make the default group with :attr:`backend` or the given one. ``eager_init`` connects its ranks at once."""
         device = accelerator.current()
-        mine = device.bind(self.rank)
+        own_device = device.bind(self.rank)
         substitutes.install(device)
         dist.init_process_group(
             self.backend if backend is None else backend,
@@ -113,7 +113,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
             world_size=int(self.world_size),
             rank=self.rank,
             timeout=timedelta(seconds=self.collective_timeout),
-            device_id=mine if eager_init and mine.index is not None else None,
+            device_id=own_device if eager_init and own_device.index is not None else None,
         )
 
     def destroy_pg(self, device_id: int | None = None) -> None:
