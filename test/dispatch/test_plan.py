@@ -8,7 +8,6 @@ import json
 import random
 import re
 import tempfile
-import time
 import unittest
 import unittest.mock
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
-from torch_fsdp_tests.dispatch import devices, expectations, last_failures, main, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, last_failures, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -98,20 +97,6 @@ class TestShards(unittest.TestCase):
                 self.assertEqual(plan.estimate(TestRun("f", frozenset(included)), {}, times, names), seconds)
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A*.test_1"])), {}, times), 8.0)
 
-    def test_run_algebra(self):
-        whole, a, b = TestRun("f"), TestRun("f", frozenset("A")), TestRun("f", frozenset("B"))
-        self.assertEqual(a | b, TestRun("f", frozenset("AB")))
-        self.assertEqual(a | whole, whole)
-        self.assertEqual(whole - a, TestRun("f", excluded=frozenset("A")))
-        rest = whole - a
-        assert rest is not None
-        self.assertEqual(rest - b, TestRun("f", excluded=frozenset("AB")))
-        self.assertEqual((a | b) - a, b)
-        self.assertIsNone(a - a)
-        self.assertIsNone(a - whole)
-        with self.assertRaises(ValueError):
-            a | TestRun("g")
-
     def test_parts_by_what_they_run(self):
         """Parts are compared as sets of tests: nothing is lost, and nothing is added if an exact part exists."""
         universe = {f"{cls}.{test}" for cls in "AB" for test in ("t1", "t2")}
@@ -177,15 +162,6 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(plan.make_jobs([part], {"f": 8}, None), [Job(part, 0, 1)])
         self.assertEqual(plan.make_jobs([part], {"f": 8}, 0), [Job(part, 8, 1)])
 
-    def test_ten_thousand_files(self):
-        draw = random.Random(1)
-        tests = [TestRun(f"t{number:05d}") for number in range(10_000)]
-        times = {test.file: draw.expovariate(1 / 40) for test in tests}
-        before = time.process_time()
-        for _, parts in calculate_shards(256, tests, times):
-            plan.order(plan.make_jobs(parts, dict.fromkeys(times, 2), 8), 8, 60)
-        self.assertLess(time.process_time() - before, 4)  # half of the time on an idle machine
-
 
 class TestPool(unittest.TestCase):
     """Without it, two files could get the same device at the same time, or a device could be lost for the run."""
@@ -200,15 +176,6 @@ class TestPool(unittest.TestCase):
             held = [slot for lent in out for slot in lent]
             self.assertEqual(len(held), len(set(held)))
             self.assertEqual(len(held) + pool.free, 8)
-
-    def test_refusals(self):
-        pool = DevicePool(["0", "1"])
-        lent = pool.lend(2)
-        with self.assertRaises(ValueError):
-            pool.lend(1)
-        pool.give_back(lent)
-        with self.assertRaises(ValueError):
-            pool.give_back(lent)
 
 
 class TestDevices(unittest.TestCase):
@@ -290,19 +257,6 @@ class TestDevices(unittest.TestCase):
             unknown = find("foo", None, {})
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
-
-    def test_plan_of_devices_that_are_lent_whole(self):
-        with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
-            for names, status, words in (
-                ((), ExitStatus.OK, "each file gets all 3 of them"),
-                (("--devices", "0"), ExitStatus.REFUSED, "leave the option out"),
-            ):
-                arguments = ["--device", "foo", *names, "-i", "dispatch/test_plan", "--dry-run", "--json"]
-                with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-                    self.assertEqual(main.main(arguments, ROOT), status)
-                self.assertIn(words, err.getvalue())
-                if status is ExitStatus.OK:
-                    self.assertEqual([job["devices"] for job in json.loads(out.getvalue())["jobs"]], [3])
 
     def test_a_package_that_declares_no_vendor(self):
         """The CPU is not tested instead, unless somebody names it."""
@@ -420,10 +374,6 @@ class TestDevices(unittest.TestCase):
                     ConfigurationError, "^torch cannot be imported: OSError: libfoo.so: no such"
                 ):
                     devices._ask_torch(None, None, None, only_whether_it_loads=True)
-
-    def test_by_hand(self):
-        device_set = find("npu", ("0", "1"), {})
-        self.assertEqual(device_set.environment((1,)), {"ASCEND_RT_VISIBLE_DEVICES": "1"})
 
     def test_an_extension_that_torch_imports_may_bring_a_device(self):
         with unittest.mock.patch("importlib.metadata.entry_points", lambda group: [group]):

@@ -17,14 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed._tensor import common_dtensor
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     DTensorContinuousTestBase,
     DTensorTestBase,
-    Experts,
-    MLPModule,
     ModelArgs,
-    RMSNormPython,
     Transformer,
     skip_if_lt_x_gpu,
     skip_unless_torch_gpu,
@@ -48,46 +44,6 @@ def tokens(length: int = TOKENS[1]) -> torch.Tensor:
 
 class TestModels(TestCase):
     """Without it, a model could ignore its mask, dropout or checkpointing, and tests of these would prove nothing."""
-
-    def test_rms_norm(self):
-        norm = RMSNormPython(4)
-        x = torch.randn(3, 4)
-        with torch.no_grad():
-            norm.weight.copy_(torch.arange(4.0))
-        self.assertEqual(norm(x), nn.functional.rms_norm(x, (4,), norm.weight, eps=1e-6))
-
-    def test_mlps(self):
-        first, second = MLPModule(None), MLPModule(None)
-        self.assertEqual(first.net1.weight, second.net1.weight, rtol=0, atol=0)
-        torch.manual_seed(5)
-        self.assertEqual(first.net1.weight, nn.Linear(10, 16).weight, rtol=0, atol=0)
-        x = torch.randn(2, 10)
-        self.assertEqual(first(x), first.net2(torch.relu(first.net1(x))))
-        first.reset_parameters()
-        self.assertNotEqual(first.net2.weight, second.net2.weight)
-        self.assertIsNone(MLPModule(None, bias=False).net2.bias)
-
-    def test_names_of_the_transformer(self):
-        names = {name: tuple(param.shape) for name, param in transformer().named_parameters()}
-        block = "layers.0."
-        self.assertEqual(
-            list(names)[:3], ["tok_embeddings.weight", "pos_embeddings.weight", f"{block}attention_norm.weight"]
-        )
-        self.assertEqual(names[f"{block}attention.wq.weight"], (16, 16))
-        self.assertEqual(names[f"{block}feed_forward.w1.bias"], (64,))
-        self.assertNotIn("output.weight", names)
-        self.assertIn("output.weight", dict(transformer(weight_tying=False).named_parameters()))
-        experts = dict(transformer(num_experts=2).named_parameters())
-        self.assertEqual(tuple(experts[f"{block}expert_layer.experts.w1"].shape), (2, 64, 16))
-
-    def test_outputs(self):
-        model = transformer(max_seq_len=8)
-        logits = model(tokens())
-        self.assertEqual((tuple(logits.shape), logits.dtype), ((*TOKENS, 8), torch.float32))
-        with self.assertRaisesRegex(ValueError, "9 tokens"):
-            model(tokens(9))
-        with self.assertRaisesRegex(ValueError, "3 heads"):
-            transformer(n_heads=3)
 
     def test_mask_hides_later_positions(self):
         x = tokens()
@@ -118,12 +74,6 @@ class TestModels(TestCase):
             gradients.append([param.grad for param in model.parameters()])
         once, twice = gradients
         self.assertEqual(once, twice)
-
-    def test_experts_are_summed(self):
-        experts = Experts(dim=3, hidden_dim=5, num_experts=2)
-        x = torch.randn(7, 3)
-        expected = sum(nn.functional.gelu(x @ experts.w1[e].T) @ experts.w2[e].T for e in range(2))
-        self.assertEqual(experts(x), expected)
 
 
 class TestParallelModels(DTensorTestBase):
@@ -219,10 +169,6 @@ class TestProcesses(DTensorTestBase):
         self.assertEqual((self.mesh.size(), self.mesh.device_type), (2, accelerator.current().type))
         self.mesh = None  # upstream's tests assign it
 
-    @with_comms(eager_init=True)
-    def test_eager(self):
-        self.assertEqual(dist.get_world_size(), 2)
-
     @skip_if_lt_x_gpu(2)
     @skip_unless_torch_gpu
     @with_comms(backend="fake")
@@ -243,12 +189,6 @@ class TestProcesses(DTensorTestBase):
         init_pg.assert_called_once_with(True, "some")
         destroy_pg.assert_not_called()
 
-    def test_a_case_without_init_pg_is_passed_through(self):
-        body = mock.Mock(__name__="body")
-        case = object()
-        with_comms(body)(case, 1)
-        body.assert_called_once_with(case, 1)
-
     @with_comms
     def test_op_on_dtensor(self):
         x = distribute_tensor(torch.arange(6.0).view(2, 3), self.mesh, [Shard(0)])
@@ -261,10 +201,6 @@ class TestProcesses(DTensorTestBase):
         if not isinstance(x, DTensor):
             return x + x.sum()
         return DTensor.from_local(x.to_local() + x.to_local().sum(), self.mesh, [Shard(0)])
-
-    @with_comms
-    def test_each_rank_is_a_process(self):
-        self.assertFalse(self.is_local_tensor_enabled)
 
 
 class TestContinuous(DTensorContinuousTestBase):
@@ -285,17 +221,6 @@ class TestContinuous(DTensorContinuousTestBase):
 
     def test_second(self):
         self.check()
-
-
-class TestNames(TestCase):
-    """Without it, names such as ``NUM_DEVICES`` could describe another device than the one under test."""
-
-    def test_lazy_names(self):
-        current = accelerator.current()
-        self.assertEqual(common_dtensor.NUM_DEVICES, min(4, current.ranks))
-        self.assertEqual((common_dtensor.DEVICE_TYPE, common_dtensor.PG_BACKEND), (current.type, current.backend))
-        with self.assertRaises(AttributeError):
-            common_dtensor.NO_SUCH_NAME  # noqa: B018
 
 
 if __name__ == "__main__":

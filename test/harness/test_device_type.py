@@ -68,17 +68,6 @@ class DeviceTypeTest(TestCase):
                 self.assertEqual(run(cls, FOO).errors, [])
             self.assertEqual(cls.calls, ["bare", (1, device), (2, device)])
 
-    def test_a_class_derived_earlier_keeps_what_it_inherits(self):
-        generic = type("TestX", (Recording,), {"calls": [], "test_y": lambda self: self.calls.append("y")})
-        derived: Any = type("TestDerived", (generic,), {"test_z": lambda self: self.calls.append("z")})
-        scope = {"TestX": generic, "TestDerived": derived}
-        with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
-            instantiate_device_type_tests(generic, scope)
-        self.assertEqual(sorted(scope), ["TestDerived", "TestXFOO"])
-        self.assertEqual((self.names(scope["TestXFOO"]), self.names(derived)), (["test_y_foo"], ["test_y", "test_z"]))
-        self.assertTrue(run(derived, FOO).wasSuccessful())
-        self.assertEqual(derived.calls, ["y", "z"])
-
     def test_the_device_under_test(self):
         under_test = accelerator.current()
 
@@ -90,29 +79,6 @@ class DeviceTypeTest(TestCase):
         self.assertEqual(self.names(cls), [f"test_y_{under_test.type}"])
         self.assertTrue(run(cls, under_test).wasSuccessful())
         self.assertEqual(cls.calls, [under_test.type])
-
-    def test_classes_with_a_constructor_that_replaces_the_method(self):
-        class Replacing(Recording):
-            def __init__(self, method_name="runTest", methodName="runTest"):
-                super().__init__(methodName if methodName != "runTest" else method_name)
-                test = getattr(self, self._testMethodName)
-
-                def replacement():
-                    self.calls.append("before")
-                    test()
-
-                setattr(self, self._testMethodName, replacement)
-
-            calls = []
-
-            def test_y(self, device):
-                self.calls.append(device)
-
-        scope = {"Replacing": Replacing}
-        instantiate_device_type_tests(Replacing, scope)
-        (cls,) = scope.values()
-        self.assertTrue(run(cls, accelerator.current()).wasSuccessful())
-        self.assertEqual(cls.calls, ["before", str(accelerator.current().device(0))])
 
     def test_devices_left_out_skip_and_say_why(self):
         body = {"test_y": lambda self, device: None}

@@ -124,14 +124,6 @@ class TestFakeWorld(MultiProcessTestCase):
     def test_fully_shard_of_a_rank_without_rows(self):
         self.check_shards(rank=1023, local_rows=0)
 
-    def test_hybrid_mesh(self):
-        self.fake(rank=130)
-        mesh = init_device_mesh(self.device().type, (8, 128), mesh_dim_names=("replicate", "shard"))
-        self.assertEqual(mesh.get_coordinate(), [1, 2])
-        model = self.fully_sharded(130, mesh=mesh)
-        # 1,030 rows over 128 ranks: chunks of 9.
-        self.assertEqual(model.weight.to_local().shape, (9, COLUMNS))
-
     def test_fsdp1_flat_parameter(self):
         self.fake(rank=1)
         model = FSDP(nn.Linear(COLUMNS, ROWS, bias=False).to(self.device()), device_id=self.device())

@@ -341,20 +341,6 @@ class TestArithmetic(ThreadsTestCase):
         values = [torch.tensor([1.0 + rank]).to(torch.float8_e4m3fn) for rank in range(4)]
         self.check_sum(values, [dist.ReduceOp.SUM] * 4, torch.tensor([10.0]).to(torch.float8_e4m3fn))
 
-    def test_inputs_survive(self):
-        """gloo may overwrite the tensors of ranks other than the root."""
-
-        def body(rank):
-            value = sample(rank, torch.float32, 4)
-            inputs = [value.clone() for _ in range(3)]
-            dist.reduce(inputs[0], 1)
-            dist.reduce_scatter_tensor(torch.zeros(2), inputs[1])
-            dist.reduce_scatter(torch.zeros(2), list(inputs[2].chunk(2)))
-            for tensor in inputs if rank != 1 else inputs[1:]:
-                self.assertEqual(tensor, value)
-
-        self.assertEqual(results_of(2, body), [None, None])
-
     def test_meaningless_reductions_are_refused_by_name(self):
         def body(rank):
             for op, dtype in (
@@ -466,20 +452,6 @@ class TestWork(ThreadsTestCase):
             return future.then(lambda done: (dist.get_rank(), done.value()[0].item())).wait()
 
         self.assertEqual(results_of(3, body), [(rank, 3.0) for rank in range(3)])
-
-    def test_receive_from_any_rank(self):
-        def body(rank):
-            if rank:
-                dist.send(torch.tensor([float(rank)]), 0)
-                return None
-            seen = {}
-            for _ in range(2):
-                tensor = torch.zeros(1)
-                sender = dist.recv(tensor)
-                seen[sender] = tensor.item()
-            return seen
-
-        self.assertEqual(results_of(3, body)[0], {1: 1.0, 2: 2.0})
 
     def test_autograd_does_not_see_the_write(self):
         def body(rank):
@@ -660,16 +632,6 @@ class TestFailures(ThreadsTestCase):
         self.assertIsNone(absent)
         self.assertIsInstance(timeout, CollectiveTimeout)
         self.assertRegex(str(timeout), r"all_reduce.*ranks \[0\] wait for ranks \[1\].* within 0\.05 s")
-
-    def test_limits_come_from_the_environment_and_the_group(self):
-        def body(rank, timeout):
-            dist.init_process_group("threaded", rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
-            return dist.group.WORLD._limit
-
-        with unittest.mock.patch.dict("os.environ", DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="7"):
-            for seconds, wanted in ((3, 3.0), (900, 7.0)):
-                limited = functools.partial(body, timeout=timedelta(seconds=seconds))
-                self.assertEqual(in_threads(1, limited, init=False), [wanted])
 
     def test_all_threads_are_bound_to_one_device(self):
         """Otherwise a DeviceMesh would choose one by rank, in threads that come before the device's runtime starts."""

@@ -1,4 +1,4 @@
-"""Parametrization: the tests that a class gets, with their names and arguments."""
+"""Parametrization: the tests that a class gets, with their names and arguments, and the combinations of subtests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import enum
 import unittest
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtests
+from torch_fsdp_tests.common_distributed.case import run_in_rank
 from torch_fsdp_tests.common_utils import (
     TestCase,
     decorateIf,
@@ -17,6 +20,7 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
     subtest,
 )
+from torch_fsdp_tests.ranks import Kind, Outcome
 
 
 class Color(enum.Enum):
@@ -120,6 +124,47 @@ class NamesTest(TestCase):
         self.assertEqual(tests_of(again), ["test_x_a_1"])
         self.assertTrue(run(again).wasSuccessful())
         self.assertEqual(calls, [{"a": 1}])
+
+
+class SubtestsTest(TestCase):
+    """Without it, a combination of values could be left out in silence.
+
+    ``run_subtests`` in a rank.
+    """
+
+    VALUES = {"a": [1, 2], "b": [3, 4, 5]}
+
+    def in_rank(self, body: Callable[..., object], values: dict[str, list[int]] = VALUES) -> Outcome:
+        class Case(MultiProcessTestCase):
+            def test_it(self):
+                pass
+
+        case = Case("test_it")
+        case.rank = 0
+        return run_in_rank(0, lambda: run_subtests(case, values, body, "first", d=6))
+
+    def test_every_combination_once_in_order(self):
+        calls = []
+        outcome = self.in_rank(lambda *given, **chosen: calls.append((given, chosen)))
+        self.assertEqual(calls, [(("first",), {"d": 6, "a": a, "b": b}) for a in (1, 2) for b in (3, 4, 5)])
+        self.assertEqual((outcome.kind, outcome.subtests), (Kind.PASSED, 6))
+
+    def test_first_failure_ends_the_test_and_is_named(self):
+        body = mock.Mock(side_effect=[None, AssertionError("no")])
+        outcome = self.in_rank(body)
+        self.assertEqual((outcome.kind, outcome.subtests, body.call_count), (Kind.FAILED, 1, 2))
+        self.assertTrue(outcome.text.startswith("in the subtest (a=1, b=4)\n"), outcome.text)
+
+    def test_skips_end_only_their_subtest_and_are_counted(self):
+        skip = unittest.SkipTest("why")
+        some = self.in_rank(mock.Mock(side_effect=[None, skip, None, None, skip, None]))
+        self.assertEqual((some.kind, some.subtests, some.skipped_subtests), (Kind.PASSED, 4, ("why", "why")))
+        self.assertIs(self.in_rank(mock.Mock(side_effect=skip)).kind, Kind.SKIPPED)
+
+    def test_parameter_without_values_is_an_error(self):
+        outcome = self.in_rank(mock.Mock(), self.VALUES | {"c": []})
+        self.assertIs(outcome.kind, Kind.ERROR)
+        self.assertIn("no subtest to run: c has no values", outcome.text)
 
 
 if __name__ == "__main__":
