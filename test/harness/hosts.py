@@ -12,8 +12,6 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from slow_link import SlowLink
-
 NAMES = ("hosta", "hostb")
 MARK = "fsdp"  # before the process id in the names of namespaces
 NAMESPACES = Path("/run/netns")  # where ip keeps them
@@ -51,8 +49,8 @@ class TwoHosts:
             self.close()
             if isinstance(error, unittest.SkipTest):
                 raise
-            said = error.stderr.decode().strip()
-            raise unittest.SkipTest(f"needs network namespaces, which this process may not make: {said}") from None
+            reason = error.stderr.decode().strip()
+            raise unittest.SkipTest(f"needs network namespaces, which this process may not make: {reason}") from None
 
     def _make(self) -> None:
         for tool in ("ip", "unshare"):
@@ -72,11 +70,6 @@ class TwoHosts:
         """Take the link up, if a test has taken it down."""
         for device in self.devices:
             ip("-n", device, "link", "set", device, "up")
-
-    def slow_link(self, network: str, delay: float, lost_of: int) -> SlowLink:
-        """Connect the hosts by another network as well, with other addresses."""
-        names = [f"{device}s" for device in self.devices]
-        return SlowLink(self.devices, names, (f"{network}.1", f"{network}.2"), delay, lost_of)
 
     def prefix(self, host: int) -> list[str]:
         """Return what to put before a command that is to run on a host."""

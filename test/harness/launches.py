@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = Path(__file__).parent / "inputs" / "launched_suite"
+FILE = Path(__file__).parent / "inputs" / "launched_suite.py"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
 START_LIMIT = 200  # seconds for it to reach a certain test
@@ -33,7 +33,7 @@ class Node:
     checkout: Path = ROOT
 
 
-# The outcomes of the tests in inputs/launched_suite/ranks_fail.py.
+# The outcomes of the tests of some files.
 RANKS_FAIL = {
     "TestRanks.test_1_raises": "error",
     "TestRanks.test_2_exits": "crashed",
@@ -41,7 +41,9 @@ RANKS_FAIL = {
     "TestRanks.test_4_hangs": "timed out",
     "TestRanks.test_5_passes": "passed",
 }
-# The outcomes of the tests in inputs/launched_suite/well.py.
+LOST = {"TestMachine.test_1_is_lost": "crashed", "TestMachine.test_2_comes_after": "not run"}
+TWO_RANKS = {"TestTwo.test_passes": "passed"}
+WAITS = {"TestWaits.test_waits": "not run"}
 WELL = dict.fromkeys(
     ("TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"), "passed"
 )
@@ -50,7 +52,7 @@ WELL = dict.fromkeys(
 class SuiteRun:
     """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
 
-    ``files`` are names of files in ``inputs/launched_suite``.
+    ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
     """
 
     def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
@@ -58,7 +60,7 @@ class SuiteRun:
         tree = self.scratch / "test" / "distributed"
         tree.mkdir(parents=True)
         for number, name in enumerate(files):
-            shutil.copy(FILES / f"{name}.py", tree / f"test_{number}_{name}.py")
+            shutil.copy(FILE, tree / f"test_{number}_{name}.py")
         self.started = self.scratch / "started"
         self.started.mkdir()
         self._report = self.scratch / "report"
@@ -127,8 +129,8 @@ class SuiteRun:
             self.seconds_after_fault = path.stat().st_mtime - fault.stat().st_mtime if fault.exists() else None
         self.stop()
         shutil.rmtree(self.scratch, ignore_errors=True)
-        found = re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", "\n".join(self.texts))
-        self.ranks_codes = {int(rank): int(code) for rank, code in found}
+        codes = re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", "\n".join(self.texts))
+        self.ranks_codes = {int(rank): int(code) for rank, code in codes}
         return self
 
     def _left(self) -> list[str]:
@@ -155,7 +157,7 @@ class SuiteRun:
         return json.dumps(self.of_file(file), ensure_ascii=False)
 
     def of_file(self, file: str) -> dict[str, Any]:
-        found = [each for each in self.report.get("files", ()) if each["file"].endswith(f"_{file}")]
-        if not found:
+        files = [each for each in self.report.get("files", ()) if each["file"].endswith(f"_{file}")]
+        if not files:
             raise AssertionError(f"{file} is not in the report; the nodes said:\n{self.texts}")
-        return found[0]
+        return files[0]

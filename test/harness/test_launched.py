@@ -1,7 +1,6 @@
 """Ranks that torchrun made, and the behaviour of a test file with them, seen from outside.
 
-Three launches run ``inputs/launched.py`` at the same time: one machine with every fault, two nodes without faults, and
-a launch that loses a process.
+Two launches run ``inputs/launched.py`` at the same time: two nodes with every fault, and a launch that loses a process.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ FILE = Path(__file__).parent / "inputs" / "launched.py"
 LIMIT = 300  # seconds for a launch
 TEST_LIMIT = 60  # seconds for one of its tests
 GONE = 2  # seconds after the end of a launch in which the ranks of a killed process must disappear
-WELL = ["TestAll.test_passes", "TestFewer", "TestMore", "TestStaying.test_1_begins", "TestStaying.test_2_same_ranks"]
+TESTS = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]
 
 
 class Launch:
@@ -79,24 +78,20 @@ class Launch:
             self.outcomes.setdefault(f"{cls}.{test}", []).append(outcome)
         self.words = {}
         for section in self.text.split("=" * 70 + "\n")[1:]:
-            found = re.match(rf"[A-Z ]+: {name}", section)
-            if found:
-                self.words[f"{found[2]}.{found[1]}"] = section
+            title = re.match(rf"[A-Z ]+: {name}", section)
+            if title:
+                self.words[f"{title[2]}.{title[1]}"] = section
         return self
 
 
 @functools.cache
 def started() -> dict[str, Launch]:
-    node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{find_free_port()}"]
-    show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
+    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{find_free_port()}"]
+    ranks = (["--node-rank", "0", "--nproc-per-node", "2"], ["--node-rank", "1", "--nproc-per-node", "1"])
+    first, second = (Launch([*nodes, *own], [*TESTS, "TestAlone"], TORCH_FSDP_TESTS_SHOW_OUTPUT="1") for own in ranks)
     patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end tests that nothing else ended
-    faults = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]
-    return {
-        "faults": Launch(["--standalone", "--nproc-per-node", "3"], [*faults, "TestAlone"]),
-        "node 0": Launch([*node, "--node-rank", "0"], WELL, **show),
-        "node 1": Launch([*node, "--node-rank", "1"], WELL, **show),
-        "loss": Launch(["--standalone", "--nproc-per-node", "2"], ["TestLoss"], **patient),
-    }
+    loss = Launch(["--standalone", "--nproc-per-node", "2"], ["TestLoss"], **patient)
+    return {"first": first, "second": second, "loss": loss}
 
 
 @functools.cache
@@ -109,12 +104,12 @@ def tearDownModule():
         launch.stop()
 
 
-class TestOneMachine(TestCase):
+class TestTwoNodes(TestCase):
     """Without it, the failure of one rank under torchrun could be lost, and torchrun could end with status 0."""
 
     def test_every_test_is_reported_once_by_rank_0(self):
         self.assertEqual(
-            launched("faults").outcomes,
+            launched("first").outcomes,
             {
                 "TestAll.test_asks_first": ["skipped 'known before any rank starts'"],
                 "TestAll.test_dies": ["ERROR"],
@@ -150,52 +145,34 @@ class TestOneMachine(TestCase):
         ],
     )
     def test_tracebacks_travel_to_rank_0(self, test, words):
-        text = launched("faults").words[test]
+        text = launched("first").words[test]
         for each in words:
             self.assertIn(each, text)
         self.assertEqual(re.findall(r"^(?:\S+: )?ranks? (\d)", text, re.MULTILINE)[0], words[0].split()[1])
 
     @parametrize("cls", ["TestAll", "TestHeardAtTheLimit"])
     def test_ranks_that_wait_for_one_that_hangs_are_not_said_to_run(self, cls):
-        text = launched("faults").words[f"{cls}.test_hangs"]
+        text = launched("first").words[f"{cls}.test_hangs"]
         self.assertEqual(re.findall(r"(\d+) of 3 \w+ still running", text), ["1"])
 
+    def test_ranks_of_both_nodes_run_every_test(self):
+        for rank, local_rank in enumerate([0, 1, 0]):
+            self.assertIn(f"rank {rank} of 3 at {local_rank}, launcher's variables: []", launched("first").text)
+        second = launched("second")
+        self.assertEqual((second.outcomes, second.left), ({}, []))
+        self.assertNotIn("Ran ", second.text)
+
     def test_fixtures_and_single_process_tests_run_once(self):
-        self.assertEqual(launched("faults").text.count("class fixture of TestAll"), 1)
-        self.assertEqual(launched("faults").text.count("one process"), 1)
+        self.assertEqual(launched("first").text.count("class fixture of TestAll"), 1)
+        self.assertEqual(launched("first").text.count("one process"), 1)
 
     def test_every_process_leaves_with_the_status_that_rank_0_earned(self):
-        launch = launched("faults")
+        launch = launched("first")
         self.assertEqual(launch.code, 1)
         self.assertIn("FAILED (failures=1, errors=5, skipped=3, expected failures=1)", launch.text)
         codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", launch.text)
         self.assertIn(("0", "1"), codes)  # the launcher did not cut it short
         self.assertEqual(launch.left, [])
-
-
-class TestTwoNodes(TestCase):
-    """Without it, a launch on two nodes could leave a node's ranks without work, or report each test twice."""
-
-    def test_ranks_of_both_nodes_run_every_test(self):
-        first, second = launched("node 0"), launched("node 1")
-        self.assertEqual((first.code, second.code), (0, 0))
-        self.assertEqual(
-            first.outcomes,
-            {
-                "TestAll.test_passes": ["ok"],
-                "TestFewer.test_ends_together": ["ok"],
-                "TestFewer.test_passes": ["ok"],
-                "TestFewer.test_passes_again": ["ok"],
-                "TestMore.test_is_left_out": ["skipped 'needs 5 ranks, but the launcher made 4'"],
-                "TestStaying.test_1_begins": ["ok"],
-                "TestStaying.test_2_same_ranks": ["ok"],
-            },
-        )
-        for rank, local_rank in enumerate([0, 1, 0, 1]):
-            self.assertIn(f"rank {rank} of 4 at {local_rank}, launcher's variables: []", first.text)
-        self.assertEqual(second.outcomes, {})
-        self.assertNotIn("Ran ", second.text)
-        self.assertEqual(first.left + second.left, [])
 
 
 class TestLoss(TestCase):
@@ -223,10 +200,10 @@ SLURM = {
 
 
 def launch_of(environment: Mapping[str, str]) -> launcher.Launch:
-    found = launcher.from_environment(environment)
-    if found is None:
+    launch = launcher.from_environment(environment)
+    if launch is None:
         raise AssertionError(f"no launch is found in {environment}")
-    return found
+    return launch
 
 
 class TestRule(TestCase):
@@ -236,8 +213,8 @@ class TestRule(TestCase):
     """
 
     def test_torchrun_is_known_by_its_own_variable(self):
-        found = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        self.assertEqual(found, launcher.Launch(1, 4, 1, "here", 29500, agent_store=True))
+        launch = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        self.assertEqual(launch, launcher.Launch(1, 4, 1, "here", 29500, agent_store=True))
 
     @parametrize("left", [FULL, {"RANK": "0", "WORLD_SIZE": "8"}, {"TORCHELASTIC_RUN_ID": "none"}, {}])
     def test_leftover_variables_of_a_shell_are_no_launch(self, left):
@@ -248,9 +225,9 @@ class TestRule(TestCase):
         self.assertIsNone(launcher.from_environment(ELASTIC | {"TORCH_FSDP_TESTS_LAUNCHED": "0"}))
 
     def test_srun_is_known_by_the_variables_of_its_step(self):
-        found = launch_of(SLURM)
-        self.assertEqual(found, launcher.Launch(3, 8, 1, "a07", found.port))
-        self.assertIn(found.port, range(20000, 30000))
+        launch = launch_of(SLURM)
+        self.assertEqual(launch, launcher.Launch(3, 8, 1, "a07", launch.port))
+        self.assertIn(launch.port, range(20000, 30000))
         others = {launch_of(SLURM | {"SLURM_JOB_ID": str(77 + n)}).port for n in range(5)}
         self.assertEqual(len(others), 5)
         self.assertTrue(launch_of(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).one_host)
@@ -319,15 +296,18 @@ class TestRule(TestCase):
             launcher.from_environment(ELASTIC | wrong)
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
-        found = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
-        with unittest.mock.patch.object(launcher, "found", found), contextlib.redirect_stderr(io.StringIO()) as stderr:
+        find_launch = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
+        with (
+            unittest.mock.patch.object(launcher, "found", find_launch),
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
             with self.assertRaises(SystemExit) as leaving:
                 main.run_tests(["test_x.py"])
         self.assertEqual(leaving.exception.code, 2)
         self.assertRegex(stderr.getvalue(), r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
 
 
-instantiate_parametrized_tests(TestOneMachine)
+instantiate_parametrized_tests(TestTwoNodes)
 instantiate_parametrized_tests(TestRule)
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 The launcher's store is a dictionary here. The processes of other ranks are threads of this process.
 """
 
+import dataclasses
 import json
 import resource
+import select
 import socket
 import threading
 import time
@@ -90,11 +92,11 @@ class TestStrangers(PeersCase):
         self.assertEqual(self.gather(1), [])
         self.assertEqual(self.peers.of_rank[1].hello.local_rank, 1)
         rank_0.send(agent.Signalled(15))
-        (said,) = self.peers.of_rank[1].connection.arrived()
-        self.assertEqual(said.signal, 15)
+        (message,) = self.peers.of_rank[1].connection.arrived()
+        self.assertEqual(message.signal, 15)
 
     def test_peer_without_the_secret_is_refused(self):
-        for told in (
+        for greeting in (
             self.hello(secret="guessed"),
             self.hello(rank=0),
             self.hello(rank=3),
@@ -103,9 +105,9 @@ class TestStrangers(PeersCase):
             b'["Hello", {}]\n',
             b'["Signalled", {"signal": 9}]\n',
         ):
-            with self.subTest(told=told):
+            with self.subTest(greeting=greeting):
                 end = self.stranger()
-                end.sendall(told)
+                end.sendall(greeting)
                 self.assertEqual(self.gather(1), [1])
                 self.assertTrue(self.is_closed(end))
 
@@ -124,6 +126,8 @@ class TestStrangers(PeersCase):
         self.assertTrue(self.is_closed(second))
 
     def test_silent_connections_delay_nobody_and_are_closed(self):
+        self.addCleanup(mock.patch.stopall)
+        mock.patch.object(peers, "HELLO_LIMIT", 2.0).start()
         silent = [self.stranger() for _ in range(20)]
         self.assertEqual(self.gather(1), [1])
         self.stranger().sendall(self.hello())
@@ -142,6 +146,32 @@ class TestStrangers(PeersCase):
             self.assertTrue(self.is_closed(ends[0]))
             ends[1].sendall(self.hello())
             self.assertEqual(self.gather(1, seconds=10), [])
+
+
+class TestDismissal(PeersCase):
+    """Without it, a run that is refused could end with another status at each rank, or leave ranks that wait."""
+
+    def test_agents_that_connect_late_leave_with_the_status_of_rank_0(self):
+        agents = Agents(self.launch(0))
+        self.close_later(agents._peers)
+        first, _ = peers.join(self.launch(1), agent.ORDERS)
+        dismissing = threading.Thread(target=agents.dismiss, args=[2])
+        dismissing.start()
+        last, _ = peers.join(self.launch(2), agent.ORDERS)
+        dismissing.join()
+        for end in (first, last):
+            select.select([end], [], [], 10)
+            self.assertEqual(list(end.arrived()), [peers.Dismiss(2)])
+            end.close()
+
+
+class TestAddress(PeersCase):
+    """Without it, the other machines could be told an address that they do not reach."""
+
+    def test_interface_that_the_user_names_gives_the_address(self):
+        launch = dataclasses.replace(self.launch(0), address="192.0.2.1", one_host=False)  # no machine has this address
+        with mock.patch.dict("os.environ", {peers.INTERFACE_VARIABLE: host.loopback_interface()}):
+            self.assertEqual(peers.own_address(launch), host.LOOPBACK)
 
 
 class TestIdleRanks(PeersCase):
