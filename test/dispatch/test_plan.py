@@ -325,7 +325,7 @@ class TestDevices(unittest.TestCase):
         """
         foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
         gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
-        for found, device, backend, asks in (
+        for device_set, device, backend, asks in (
             (host, None, None, False),
             (host, "cpu", "gloo", False),  # the CPU is the subject
             (host, "cpu", "mpi", True),  # the CPU is the subject
@@ -340,8 +340,11 @@ class TestDevices(unittest.TestCase):
         ):
             declared = self.declared({"foo": Vendor("foo")}, autoload="0")
             with self.subTest(device=device, backend=backend), self.built_for("xpu"), declared:
-                with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.nodes(int(found is not gone)):
-                    devices.check(found, device, backend, None)
+                with (
+                    unittest.mock.patch.object(devices, "_ask_torch") as ask_torch,
+                    self.nodes(int(device_set is not gone)),
+                ):
+                    devices.check(device_set, device, backend, None)
                 self.assertEqual(ask_torch.called, asks)
         with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.built_for("xpu"), self.nodes(0):
             devices.check(there, "xpu", None, None)  # its variable names a device that does not exist

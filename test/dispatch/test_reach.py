@@ -76,9 +76,9 @@ class TestFunctions(unittest.TestCase):
     """Without it, a change could count for the wrong function, and the tests of the right one would not run."""
 
     def test_names_and_lines(self):
-        found = [(f.name, f.first, f.last, f.body) for f in functions_in(SOURCE.encode(), "m")]
+        spans = [(f.name, f.first, f.last, f.body) for f in functions_in(SOURCE.encode(), "m")]
         self.assertEqual(
-            found,
+            spans,
             [
                 ("m", 1, 35, None),
                 ("m.outer", 7, 14, 9),
@@ -101,10 +101,10 @@ class TestFunctions(unittest.TestCase):
                 self.assertEqual([f.name for f in functions_of(file, root)], [name, f"{name}.f"])
 
     def test_lines_that_run_only_in_a_function(self):
-        found = owners(functions_in(SOURCE.encode(), "m"))
-        self.assertEqual({line for line, name in found.items() if name == "m.outer"}, {9, 10, 11, 13, 14})
-        self.assertEqual(found[12], "m.outer.<locals>.inner")  # line 11, its header, runs in the outer one
-        self.assertEqual({found.get(line) for line in (4, 7, 8, 17, 18, 28, 32)}, {None})
+        owner_of_line = owners(functions_in(SOURCE.encode(), "m"))
+        self.assertEqual({line for line, name in owner_of_line.items() if name == "m.outer"}, {9, 10, 11, 13, 14})
+        self.assertEqual(owner_of_line[12], "m.outer.<locals>.inner")  # line 11, its header, runs in the outer one
+        self.assertEqual({owner_of_line.get(line) for line in (4, 7, 8, 17, 18, 28, 32)}, {None})
 
     def test_layout_and_words_are_no_change(self):
         for old, new in {
@@ -162,9 +162,9 @@ class TestStatements(unittest.TestCase):
     """Without it, the map could name the wrong tests for a statement, and a change would run those first."""
 
     def test_numbers_and_lines(self):
-        found = [(s.function, s.number, s.first, s.last) for _, s in statements_in(ast.parse(STATEMENTS), "m")]
+        spans = [(s.function, s.number, s.first, s.last) for _, s in statements_in(ast.parse(STATEMENTS), "m")]
         self.assertEqual(
-            found,
+            spans,
             [
                 ("m.f", 0, 2, 3),
                 ("m.f", 1, 4, 5),
@@ -186,12 +186,12 @@ class TestStatements(unittest.TestCase):
         for test in range(4):
             builder.add("a", f"T.t{test}", ["p.f"], test)
             builder.add_statements("a", f"T.t{test}", known[: 2 if test else 4])
-        found = builder.build("2.0", statements=known)
-        self.assertEqual(found.statements, {"p.f": {2: 1, 3: 1, 4: 0}})
-        self.assertEqual([found.running("p.f", number) for number in (0, 3, 4)], [0b1111, 1, 0])
+        reach_map = builder.build("2.0", statements=known)
+        self.assertEqual(reach_map.statements, {"p.f": {2: 1, 3: 1, 4: 0}})
+        self.assertEqual([reach_map.running("p.f", number) for number in (0, 3, 4)], [0b1111, 1, 0])
         with tempfile.TemporaryDirectory() as folder:
-            found.save(path := Path(folder, "map.json"))
-            self.assertEqual(ReachMap.load(path), found)
+            reach_map.save(path := Path(folder, "map.json"))
+            self.assertEqual(ReachMap.load(path), reach_map)
 
 
 def a_map() -> ReachMap:
@@ -336,8 +336,8 @@ class TestChanges(SourcesCase):
         for step, reverse in itertools.product((replaced, added), (False, True)):
             for options in ([], ["-U0"], ["--no-prefix"]):
                 with self.subTest(step=step, reverse=reverse, options=options):
-                    found = self.change(self.diff(*options, reverse=reverse, _core=step))
-                    self.assertEqual(found, Change((f"{CORE}.Unit.step",)))
+                    change = self.change(self.diff(*options, reverse=reverse, _core=step))
+                    self.assertEqual(change, Change((f"{CORE}.Unit.step",)))
 
     def test_what_is_known_about_the_changed_code(self):
         """The order of tests is made from it."""
@@ -367,11 +367,11 @@ class TestChanges(SourcesCase):
             -    return 1
             +    return 2
             """
-        found = Changes(self.map, self.root).of_diff(textwrap.dedent(text), "it")
-        self.assertEqual((found.names, found.used), ((f"{CORE}.shard",), {"_inner", "outer"}))
-        self.assertEqual([edit.name for edit in found.edits], ["torch.distributed._utils._inner"])
-        self.assertRegex(found.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
-        selected = select(found.names, self.map, also=["test_b"]).tests
+        change = Changes(self.map, self.root).of_diff(textwrap.dedent(text), "it")
+        self.assertEqual((change.names, change.used), ((f"{CORE}.shard",), {"_inner", "outer"}))
+        self.assertEqual([edit.name for edit in change.edits], ["torch.distributed._utils._inner"])
+        self.assertRegex(change.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
+        selected = select(change.names, self.map, also=["test_b"]).tests
         self.assertEqual({test.test for test in selected}, {"TestA.test_shard", "TestA.test_step", "TestB.test_place"})
 
     def test_the_errors_on_which_a_change_decides(self):
@@ -390,9 +390,9 @@ class TestChanges(SourcesCase):
         diff = self.diff("-U0", _core=("x += LIMIT", "x -= LIMIT"))
         file = self.root / "distributed/fsdp/_core.py"
         file.write_text(file.read_text().replace("x += LIMIT", "x *= LIMIT"))
-        found = self.change(diff)
-        self.assertEqual(found.names, (f"{CORE}.shard",))
-        self.assertRegex(found.remarks[0], "does not fit the installed torch/distributed/fsdp/_core.py")
+        change = self.change(diff)
+        self.assertEqual(change.names, (f"{CORE}.shard",))
+        self.assertRegex(change.remarks[0], "does not fit the installed torch/distributed/fsdp/_core.py")
 
     def test_words_and_layout_of_a_diff_are_no_change(self):
         self.assertEqual(self.change(self.diff(_core=("return 2", "# two\n\n        return (2)"))), Change(()))
@@ -415,9 +415,9 @@ class TestChanges(SourcesCase):
             -    keep = False
             """
         (self.folder / "d.patch").write_text(textwrap.dedent(text))
-        found = self.change(str(self.folder / "d.patch"))
-        self.assertEqual(set(found.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
-        self.assertEqual(found.remarks, ("ignored, because the map does not cover them: torch/nn/linear.py",))
+        change = self.change(str(self.folder / "d.patch"))
+        self.assertEqual(set(change.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
+        self.assertEqual(change.remarks, ("ignored, because the map does not cover them: torch/nn/linear.py",))
 
     def test_standard_input(self):
         text = Path(self.diff(_core=("return 2", "return 3"))).read_bytes()
@@ -433,17 +433,17 @@ class TestChanges(SourcesCase):
             with self.subTest(place=place):
                 self.assertEqual(self.change(str(place)), expected)
         (tree / "torch/distributed/fsdp/_core.py").write_text("def (")
-        found = self.change(str(tree))
-        self.assertIn(CORE, found.names)
-        self.assertRegex(found.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
+        change = self.change(str(tree))
+        self.assertIn(CORE, change.names)
+        self.assertRegex(change.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
 
     def test_what_has_changed_since_it_was_recorded(self):
         self.assertEqual(Changes(self.map, self.root).since_recorded(), Change(()))
         write_sources(self.root.parent, _core=("x += LIMIT", "x -= LIMIT"), unused=("1", "2"))
         (self.root / "distributed/fsdp/_new.py").write_text("")
         (self.root / "distributed/fsdp/api.py").unlink()
-        found = Changes(self.map, self.root).since_recorded()
-        self.assertEqual(set(found.names), {f"{CORE}.shard", "torch.distributed.fsdp._new", API})
+        change = Changes(self.map, self.root).since_recorded()
+        self.assertEqual(set(change.names), {f"{CORE}.shard", "torch.distributed.fsdp._new", API})
 
     def test_what_means_nothing(self):
         no_diff = self.folder / "words"
@@ -493,9 +493,9 @@ class TestSelection(SourcesCase):
                 self.assertEqual(self.names(*changed), tests)
 
     def test_what_is_said(self):
-        found = select([f"{CORE}.shard", f"{CORE}.gather", f"{CORE}.new", "elsewhere.f", f"{CORE}.shard"], self.map)
-        self.assertEqual((found.functions, found.unreached), (4, (f"{CORE}.gather", "elsewhere.f")))
-        self.assertEqual(found.remarks, (f"not in the map: {CORE}.new; the tests of {CORE} run instead",))
+        selection = select([f"{CORE}.shard", f"{CORE}.gather", f"{CORE}.new", "elsewhere.f", f"{CORE}.shard"], self.map)
+        self.assertEqual((selection.functions, selection.unreached), (4, (f"{CORE}.gather", "elsewhere.f")))
+        self.assertEqual(selection.remarks, (f"not in the map: {CORE}.new; the tests of {CORE} run instead",))
 
     def test_parts_of_files_in_the_order_of_their_first_test(self):
         names = ["b B.1", "a A.1", "b C.1", "b B.2", "c D.1"]

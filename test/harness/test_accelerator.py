@@ -171,30 +171,22 @@ class TestSharing(TestCase):
         ):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
-    def test_the_devices_own_backend_is_preferred(self):
-        device, probed = self.chosen(count=1, own=True, gloo=True)
-        self.assertEqual((device.backend, device.ranks, device.is_shared, probed), ("xccl", 2, True, ["xccl"]))
-
-    def test_backend_that_can_share_a_device_is_chosen(self):
-        device, probed = self.chosen(count=1, own=False, gloo=True)
-        self.assertEqual((device.backend, device.is_shared, probed), ("gloo", True, ["xccl", "gloo", "gloo"]))
-        self.assertIsNone(device.lacks_room_for(4))
-
-    def test_neither_shares(self):
-        device, _ = self.chosen(count=1, own=False, gloo=False)
-        self.assertEqual(device.backend, "xccl")
-        self.assertIn("needs 2 xpu devices, but sees only 1; ranks that share", device.lacks_room_for(2))
-
-    def test_a_wish_is_not_overruled(self):
-        device, probed = self.chosen(count=1, own=False, gloo=True, backend="xccl")
-        self.assertEqual((device.backend, probed), ("xccl", ["xccl"]))
-        self.assertIn("needs 2 xpu devices", device.lacks_room_for(2))
-
-    def test_devices_enough(self):
-        device, probed = self.chosen(count=8, own=False, gloo=True)
-        self.assertEqual((device.backend, device.ranks, device.is_shared, probed), ("xccl", 8, False, ["xccl"]))
-        device, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
-        self.assertEqual((device.backend, device.ranks, device.is_shared), ("gloo", 16, True))
+    def test_backend_of_ranks_that_share_a_device(self):
+        """The own backend of the device if it can share, or else gloo if that can. A wish is not overruled."""
+        no_room = "needs 2 xpu devices, but sees only 1; ranks that share"
+        for count, own, gloo, wishes, backend, ranks, probed, lacking in (
+            (1, True, True, {}, "xccl", 2, ["xccl"], None),
+            (1, False, True, {}, "gloo", 2, ["xccl", "gloo", "gloo"], None),
+            (1, False, False, {}, "xccl", 2, ["xccl", "gloo"], no_room),
+            (1, False, True, {"backend": "xccl"}, "xccl", 2, ["xccl"], no_room),
+            (8, False, True, {}, "xccl", 8, ["xccl"], None),  # there are enough devices
+            (8, False, True, {"ranks": 16}, "gloo", 16, ["xccl", "gloo", "gloo"], None),
+        ):
+            with self.subTest(count=count, own=own, gloo=gloo, wishes=wishes):
+                device, probed_backends = self.chosen(count=count, own=own, gloo=gloo, **wishes)
+                self.assertEqual((device.backend, device.ranks, probed_backends), (backend, ranks, probed))
+                self.assertEqual(device.is_shared, ranks > count)
+                self.assertRegex(device.lacks_room_for(2) or "", lacking or "^$")
 
 
 class Module:

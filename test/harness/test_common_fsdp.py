@@ -613,8 +613,8 @@ class TestSubstitutes(TwoRanks):
             grad /= 2
         for strategy in STRATEGIES:
             for no_sync, times in ((False, 1), (True, 2)):
-                found = self.offloaded_gradients(no_sync, sharding_strategy=strategy, use_orig_params=True)
-                self.assertEqual(found, [times * grad for grad in once], msg=f"{strategy}, no_sync={no_sync}")
+                gradients = self.offloaded_gradients(no_sync, sharding_strategy=strategy, use_orig_params=True)
+                self.assertEqual(gradients, [times * grad for grad in once], msg=f"{strategy}, no_sync={no_sync}")
         (flat,) = self.offloaded_gradients(False, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
         self.assertEqual(flat, torch.cat([grad.flatten() for grad in once]))
 

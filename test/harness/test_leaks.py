@@ -1,6 +1,6 @@
 """What tests leave behind, and what remains after the test process ends, seen from outside.
 
-The real command runs the leaks of ``inputs/faults.py`` in all three kinds of ranks, and the 500 tests of
+The real command runs the leaks of ``inputs/faults.py`` in all three kinds of ranks, and the tests of
 ``inputs/many.py`` at the same time.
 """
 
@@ -159,13 +159,13 @@ class TestChildren(TestCase):
 class TestManyTests(TestCase):
     """Without it, a long file could slowly use up memory, file descriptors or threads.
 
-    500 tests in one file. The first test of each kind does not count, because it imports and caches much.
+    276 tests in one file. The first tests of each kind do not count, because they import and cache much.
     """
 
     def test_nothing_grows(self):
         run = ended("many")
         self.assertEqual(run.code, 0, run.text[-2000:])
-        self.assertIn("Ran 500 tests", run.text)
+        self.assertIn("Ran 276 tests", run.text)
         measured: dict[tuple[str, ...], dict[int, int]] = {}
         for kind, who, what, number, value in re.findall(r"^(\w+) (\w+) (\w+) (\d+) (\d+)$", run.stdout, re.M):
             measured.setdefault((kind, who, what), {})[int(number)] = int(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.two_tensor import TwoTensor
@@ -41,25 +40,6 @@ class TwoTensorTest(TestCase):
         self.assertEqual([a[1:].sum(), b[1:].sum()], [0.0, 0.0])
         for view in (two[1:], two.view(-1), two.detach()):
             self.assertTrue(torch._C._is_alias_of(view, two))
-
-    def test_gradients(self):
-        a, b = (part.requires_grad_() for part in self.parts)
-        self.assertTrue(TwoTensor(a, b).requires_grad)
-        two = TwoTensor(a.detach(), b.detach()).requires_grad_()
-        weight = torch.rand(5, 3)
-        F.linear(two, weight).square().sum().backward()
-        for part in (a, b):
-            F.linear(part, weight).square().sum().backward()
-        self.assertParts(two.grad, a.grad, b.grad)
-
-    def test_parameters_and_optimizers(self):
-        parameter = torch.nn.Parameter(TwoTensor(*(part.clone() for part in self.parts)))
-        self.assertIsInstance(parameter, torch.nn.Parameter)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        parameter.sum().backward()
-        optimizer.step()
-        self.assertEqual(parameter.detach().a, self.parts[0] - 1)
-        self.assertEqual(parameter.detach().b, self.parts[1] - 1)
 
     def test_flatten_and_unflatten(self):
         two = TwoTensor(*self.parts)

@@ -29,7 +29,7 @@ from torch_fsdp_tests.common_distributed import (
     MultiThreadedTestCase,
     run_subtests,
 )
-from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
+from torch_fsdp_tests.common_fsdp import FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import RankGroup, server
@@ -84,10 +84,6 @@ class Connected(Case):
 
     def connect(self) -> None:
         pass
-
-
-class FsdpProcesses(Connected, Timed, FSDPTest):
-    pass
 
 
 class FsdpThreads(Connected, Timed, FSDPTestMultiThread):
@@ -441,10 +437,6 @@ class Essentials(Case):
     test_j_passes = test_a_passes
 
 
-class FsdpHangs(Case):
-    test_hang_in_python = Hangs.test_hang_in_python
-
-
 # --- each of the faults in each kind of ranks -------------------------------------------------------------------------
 
 
@@ -458,9 +450,6 @@ def define(kind: str, base: type, *faults: type) -> None:
 define("Process", Processes, Words, Meeting, Flood, Skips, Hangs, Fixtures, ClassFixture)
 define("Thread", Threads, Words, Flood, Skips, Hangs, ClassFixture, Leaks)
 define("Staying", Staying, Words, Flood, Skips, Hangs, Fixtures, ClassFixture)
-define("Process", FsdpProcesses, FsdpHangs)
-define("Thread", FsdpThreads, FsdpHangs)
-define("Staying", FsdpStaying, FsdpHangs)
 
 
 # --- faults in processes of one test ----------------------------------------------------------------------------------
@@ -531,14 +520,6 @@ class ProcessGroupLeak(Processes):
 
     def test_the_group(self):
         self.connect()
-
-
-class ProcessFsdp(Essentials, FsdpProcesses):
-    def test_k_groups(self):
-        dist.new_group([0, 1])
-
-    def test_l_own_group(self):
-        dist.destroy_process_group()
 
 
 class ProcessNone(MultiProcessTestCase):
@@ -739,7 +720,7 @@ HANGING = [name for cls in (Hangs, ProcessCodesHangs) for name in vars(cls) if n
 TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
 # The base classes must not run as tests themselves.
-for base in (Processes, Threads, Staying, FsdpProcesses, FsdpThreads, FsdpStaying):
+for base in (Processes, Threads, Staying, FsdpThreads, FsdpStaying):
     assert not unittest.defaultTestLoader.getTestCaseNames(base)
 
 if __name__ == "__main__":
