@@ -1,4 +1,4 @@
-"""Blocks of tests that show known defects of torch: how they are joined over ranks, and how a run reports them."""
+"""Tests and blocks that show known defects of torch: how they are joined over ranks, and how a run reports them."""
 
 import json
 import subprocess
@@ -22,6 +22,8 @@ SHOWN = "fsdp2_extension_gets_one_payload"
 OTHER = "fsdp2_uneven_rows_shown_wrong"
 
 TEST_FILE = f"""
+import os
+
 import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed import MultiThreadedTestCase
@@ -69,6 +71,22 @@ class Bodies:
             self.assertEqual(0.75, 1.5)
         self.fail()
 
+    @torch_defect("{SHOWN}")
+    def test_decorated_is_shown(self):
+        self.assertEqual(0.75, 1.5)
+
+    @torch_defect("{SHOWN}")
+    def test_decorated_passes(self):
+        pass
+
+    @torch_defect("{SHOWN}")
+    def test_decorated_raises_something_else(self):
+        raise ValueError("on purpose")
+
+    @torch_defect("{OTHER}", "{SHOWN}")
+    def test_decorated_shows_one_of_two(self):
+        self.assertEqual(0.75, 1.5)
+
 
 class TestPlain(Bodies, TestCase):
     pass
@@ -98,6 +116,10 @@ class OfRanks(Bodies):
 class TestProcesses(OfRanks, FSDPTest):
     world_size = 2
 
+    @torch_defect("{SHOWN}")
+    def test_decorated_crashes(self):
+        os._exit(7)
+
 
 class TestThreads(OfRanks, MultiThreadedTestCase):
     world_size = 2
@@ -120,6 +142,10 @@ STATES = {
     "test_some_subtests": "known defect",
     "test_too_few_subtests": "known defect",
     "test_block_in_a_decorated_test": "known defect",
+    "test_decorated_is_shown": "known defect",
+    "test_decorated_passes": "passed",
+    "test_decorated_raises_something_else": "error",
+    "test_decorated_shows_one_of_two": "known defect",
 }
 OF_RANKS = {
     "test_shown_on_one_rank": "known defect",
@@ -134,11 +160,15 @@ WANTED = {
         for cls in ("TestProcesses", "TestThreads")
         for test, state in (STATES | OF_RANKS).items()
     },
+    "TestProcesses.test_decorated_crashes": "crashed",
 }
 
 
 class TestInARun(TestCase):
-    """Without it, a block could hide a failure in the rest of its test, or nobody would see that torch is repaired."""
+    """Without it, a known defect could fail the run, or hide a failure with another cause, or a repair go unnoticed.
+
+    These defects are in every version so far.
+    """
 
     def _run(self, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -148,31 +178,37 @@ class TestInARun(TestCase):
             places = ["--test-directory", tests, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
             done = run_beside(INPUTS, ROOT / "run_test.py", *places, "--keep-going", *arguments)
             report = json.loads(Path(folder, "report", "report.json").read_text())
+            self.page = Path(folder, "report", "report.html").read_text()
         states = {test["test"]: test["outcome"] for file in report["files"] for test in file["tests"]}
         return done, report, states
 
     def test_outcomes(self):
         """A block that shows its defect in one rank lets the test go on, and the rest of the test must pass."""
         done, report, states = self._run()
-        self.assertEqual(states, WANTED)
+        self.assertEqual((done.returncode, states), (1, WANTED))
         shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
         known = sorted(f"test_it::{test}" for test, state in WANTED.items() if state == "known defect")
         self.assertEqual(sorted(shown[SHOWN]), known)
-        self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if "decorated" in test])
-        self.assertIn("2 known defects of torch shown", done.stdout)
+        of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
+        self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
+        self.assertIn("2 known defects of torch shown (python -m torch_fsdp_tests.defects)\n", done.stdout)
+        self.assertIn("Known defects of this torch", self.page)
 
         (repaired,) = report["repaired_defects"]
-        missed = {"test_not_shown", "test_too_few_subtests"}
+        missed = {"test_not_shown", "test_too_few_subtests", "test_decorated_passes"}
+        self.assertIn(f"repaired in this torch: {SHOWN} (An all-gather extension that sends", done.stdout)
         self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, missed)
         self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
         self.assertNotIn(" (number=1)", "".join(repaired["places"]))
 
     def test_strict(self):
-        """With ``--strict-defects``, a block that passes in all ranks despite its defect fails the run."""
-        _, report, states = self._run("--strict-defects", "-k", "not_shown", "-k", "few_subtests", "-k", "one_rank")
+        """With ``--strict-defects``, a test or a block that passes in all ranks despite its defect fails the run."""
+        chosen = [word for name in ("not_shown", "few_subtests", "one_rank", "passes") for word in ("-k", name)]
+        done, report, states = self._run("--strict-defects", *chosen)
+        self.assertEqual(done.returncode, 1)
         self.assertEqual(states["TestProcesses.test_shown_on_one_rank"], "known defect")
         missed = {test: state for test, state in states.items() if "one_rank" not in test}
-        self.assertEqual((len(missed), set(missed.values())), (6, {"unexpected success"}))
+        self.assertEqual((len(missed), set(missed.values())), (9, {"unexpected success"}))
         reasons = [test["reason"] for file in report["files"] for test in file["tests"] if "few" in test["test"]]
         for reason in reasons:
             self.assertRegex(
@@ -218,8 +254,8 @@ class TestBlocks(TestCase):
         second = [block("b", ""), block("a", ""), block("a", ""), block("a", "", "there")]
         wanted = [("a", "here", ""), ("a", "here", "x"), ("a", "there", ""), ("b", "here", "")]
         for ranks in ([first, second], [second, first]):
-            found = [(each.defect["id"], each.place, each.raised) for each in joined(ranks)]
-            self.assertEqual(sorted(found), wanted)
+            blocks = [(each.defect["id"], each.place, each.raised) for each in joined(ranks)]
+            self.assertEqual(sorted(blocks), wanted)
         self.assertEqual(joined([]), [])
 
 

@@ -13,15 +13,13 @@ import sys
 import tempfile
 import unittest
 import unittest.mock
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import __main__ as command
-from torch_fsdp_tests.defects import registry, texts, trial
+from torch_fsdp_tests.defects import launch, registry, texts, trial
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -82,11 +80,11 @@ class TestRegistry(TestCase):
                     self.assertEqual(answers, [Answer.PRESENT, Answer.ABSENT])
 
     def test_no_expected_failure_is_without_a_defect(self):
-        found = []
+        files = []
         for path in sorted((ROOT / "test" / "distributed").rglob("*.py")):
             if re.search(r"expectedFailure|xfailIf", path.read_text(encoding="utf-8")):
-                found.append(path.name)
-        self.assertEqual(found, [])
+                files.append(path.name)
+        self.assertEqual(files, [])
 
     def test_every_defect_says_what_it_is(self):
         for id in registry.ids():
@@ -182,11 +180,11 @@ class TestCommand(TestCase):
 
     def test_package_that_is_missing(self):
         defect = registry.entry("fsdp2_extension_gets_one_payload").defect
-        found = [
+        obstacles = [
             trial._obstacle(dataclasses.replace(defect, package=package), accelerator.current())
             for package in ("no_such_package", "json")
         ]
-        self.assertEqual(found, ["it needs the package no_such_package", ""])
+        self.assertEqual(obstacles, ["it needs the package no_such_package", ""])
 
     def test_fail_on_present(self):
         self.assertEqual(self.printed(SHOWN, "--fail-on", "present")[0], 1)
@@ -234,7 +232,7 @@ class TestCommand(TestCase):
 class TestScripts(TestCase):
     """Without it, a script for a bug report could need this suite, or not show its defect.
 
-    The scripts of ``--show`` need only torch. One script is tested here, or all if slow tests are requested.
+    The scripts of ``--show`` need only torch. One is tested here, or all with torchrun too if slow tests are requested.
     """
 
     def _ids(self) -> list[str]:
@@ -265,8 +263,21 @@ class TestScripts(TestCase):
                 if defect.package and importlib.util.find_spec(defect.package) is None:
                     continue
                 self.assertEqual(self._run(id), expected is Answer.PRESENT)
-                torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(defect.world_size))
-                self.assertEqual(self._run(id, *torchrun), expected is Answer.PRESENT)
+                if TEST_WITH_SLOW:
+                    ranks = ("--standalone", "--nproc-per-node", str(defect.world_size))
+                    self.assertEqual(self._run(id, "-m", "torch.distributed.run", *ranks), expected is Answer.PRESENT)
+
+    def test_rank_that_torchrun_made_takes_its_place(self):
+        for world_size, tells in (("2", [unittest.mock.call(1, 2, "env://", len)]), ("3", [])):
+            variables = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": world_size}
+            with (
+                unittest.mock.patch.dict(os.environ, variables),
+                unittest.mock.patch.object(launch, "tell", side_effect=SystemExit) as tell,
+                self.assertRaises(SystemExit) as leaving,
+            ):
+                launch.launch(len, 2)
+            self.assertEqual(tell.mock_calls, tells)
+        self.assertIn("torchrun --nproc-per-node 2", str(leaving.exception))
 
 
 class TestRepairs(TestCase):
@@ -285,107 +296,6 @@ class TestRepairs(TestCase):
         tried = {id: answers[id] for id in present if answers[id] != Answer.CANNOT_BE_TRIED.value}
         self.assertGreater(len(tried), 40)
         self.assertEqual(set(tried.values()), {Answer.ABSENT.value}, str(tried))
-
-
-TEST_FILE = """
-from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import torch_defect
-
-
-class Bodies:
-    @torch_defect("fsdp2_extension_gets_one_payload")
-    def test_shown(self):
-        self.assertEqual(0.75, 1.5)
-
-    @torch_defect("fsdp2_extension_gets_one_payload")
-    def test_repaired(self):
-        pass
-
-    @torch_defect("fsdp2_extension_gets_one_payload")
-    def test_fails_in_another_way(self):
-        raise ValueError("on purpose")
-
-    @torch_defect("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_extension_gets_one_payload")
-    def test_shows_one_of_two(self):
-        self.assertEqual(0.75, 1.5)
-
-
-class TestRanks(Bodies, FSDPTest):
-    world_size = 2
-
-    @torch_defect("fsdp2_extension_gets_one_payload")
-    def test_crashes(self):
-        import os
-
-        os._exit(7)
-
-
-class TestPlain(Bodies, TestCase):
-    pass
-
-
-if __name__ == "__main__":
-    run_tests()
-"""
-
-
-class TestInTheSuite(TestCase):
-    """Without it, a known defect could fail the run, or hide a failure that has another cause.
-
-    How a run reports tests that show defects. These defects are in every version so far.
-    """
-
-    def _run(
-        self, *arguments: str, patterns: Sequence[str] = ()
-    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
-        with tempfile.TemporaryDirectory() as folder:
-            tests = Path(folder, "tests")
-            tests.mkdir()
-            (tests / "test_it.py").write_text(TEST_FILE)
-            chosen = [word for pattern in patterns for word in ("-k", pattern)]
-            places = ["--test-directory", tests, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
-            done = run_beside(INPUTS, ROOT / "run_test.py", *places, *chosen, *arguments)
-            report = json.loads(Path(folder, "report", "report.json").read_text())
-            self.page = Path(folder, "report", "report.html").read_text()
-        states = {test["test"]: test["outcome"] for file in report["files"] for test in file["tests"]}
-        return done, report, states
-
-    def test_known_defects_do_not_count_as_failures(self):
-        done, report, states = self._run("--keep-going")
-        self.assertEqual(done.returncode, 1)
-        outcomes = {
-            "test_shown": "known defect",
-            "test_repaired": "passed",
-            "test_shows_one_of_two": "known defect",
-            "test_fails_in_another_way": "error",
-        }
-        wanted = {f"{cls}.{test}": state for cls in ("TestRanks", "TestPlain") for test, state in outcomes.items()}
-        self.assertEqual(states, wanted | {"TestRanks.test_crashes": "crashed"})
-        self.assertRegex(
-            done.stdout, r"\d known defects? of torch shown \(python -m torch_fsdp_tests.defects\)\n2 passed, 3 failed"
-        )
-        self.assertIn(f"repaired in this torch: {SHOWN} (An all-gather extension that sends", done.stdout)
-        defect = next(each for each in report["known_defects"] if each["id"] == SHOWN)
-        self.assertEqual(defect["consequence"], "silently wrong")
-        self.assertIn("test_it::TestRanks.test_shown", defect["tests"])
-        (repaired,) = report["repaired_defects"]
-        self.assertEqual(repaired["tests"], ["test_it::TestPlain.test_repaired", "test_it::TestRanks.test_repaired"])
-        self.assertIn("Known defects of this torch", self.page)
-
-    def test_strict(self):
-        """With ``--strict-defects``, a test that passes despite its defect fails the run."""
-        done, _, states = self._run("--strict-defects", patterns=["repaired"])
-        self.assertEqual(done.returncode, 1)
-        self.assertEqual(set(states.values()), {"unexpected success"})
-
-    @of_this_source
-    def test_a_repaired_torch_leaves_the_suite_green(self):
-        """A whole class of the suite passes on a torch with a defect that is repaired in memory."""
-        name = "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1"
-        done = run_beside(REPAIRED, ROOT / "run_test.py", "-i", name, REPAIRED_DEFECTS="fsdp2_divides_twice")
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("repaired in this torch: fsdp2_divides_twice", done.stdout)
 
 
 if __name__ == "__main__":

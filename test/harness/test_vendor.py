@@ -49,29 +49,25 @@ class TestNewDevice(TestCase):
     """Without it, a vendor would have to change this project before it could test its device."""
 
     def test_whole_file_runs_on_the_vendors_device(self):
-        """Every test of a file that was written before the device existed. The vendor binds each rank to a device."""
+        """Every test of a file that was written before the device existed. The vendor binds each rank to the device
+        that the dispatcher lends by the vendor's own variable.
+        """
         variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1"}
-        done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v", **variables)
+        options = ("--device", NAME, "--devices", 1, "--ranks", 3, "-i", FILE, "-v")
+        done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 3, devices shared", done.stdout)
         (passed,) = re.findall(r"^(\d+) passed, 0 failed, 0 skipped$", done.stdout, re.MULTILINE)
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
         self.assertGreaterEqual(int(passed), written)
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
-        self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})
-
-    def test_dispatcher_lends_what_its_vendor_counts(self):
-        """This uses the vendor's own variable, and no torch."""
-        found = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
-        found += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
-        done = run_beside(VENDOR, "-c", found, NAME)
-        self.assertEqual(done.stdout, "('0', '1') False\n", done.stderr)
-        options = ("--device", NAME, "--devices", 1, "-i", FILE, "-k", "FourRanks")
-        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1"}
-        done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
         self.assertEqual(bound, {(rank, "1") for rank in "0123"})
+
+    def test_dispatcher_finds_what_its_vendor_counts_without_torch(self):
+        code = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
+        code += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
+        done = run_beside(VENDOR, "-c", code, NAME)
+        self.assertEqual(done.stdout, "('0', '1') False\n", done.stderr)
 
     def test_nothing_else_knows_its_name(self):
         knows = [
@@ -92,11 +88,11 @@ class TestNewDevice(TestCase):
 
     def test_reasons_to_skip_use_the_vendors_name(self):
         with installed(TORCH_FSDP_TESTS_DEVICE=NAME):
-            found = accelerator.current()
-        self.assertEqual((found.name, found.count, found.ranks, found.is_shared), (NAME, 2, 2, False))
-        self.assertFalse(found.is_host)
-        self.assertEqual(found.device(3), torch.device(found.type))
-        self.assertIn(f"{NAME} with gloo does not have it", found.lacks("streams"))
+            device = accelerator.current()
+        self.assertEqual((device.name, device.count, device.ranks, device.is_shared), (NAME, 2, 2, False))
+        self.assertFalse(device.is_host)
+        self.assertEqual(device.device(3), torch.device(device.type))
+        self.assertIn(f"{NAME} with gloo does not have it", device.lacks("streams"))
 
 
 class TestWishes(TestCase):
@@ -123,8 +119,8 @@ class TestWishes(TestCase):
     def test_the_harness_obeys_the_variables(self):
         variables = {f"TORCH_FSDP_TESTS_{name.upper()}": str(value) for name, value in WISHES.items()}
         with installed(**variables):
-            found = accelerator.current()
-        self.assertEqual({"device": found.name, "backend": found.backend, "ranks": found.ranks}, WISHES)
+            device = accelerator.current()
+        self.assertEqual({"device": device.name, "backend": device.backend, "ranks": device.ranks}, WISHES)
         with installed(**dict.fromkeys(variables, "")):
             unset = accelerator.current()
         with installed():
