@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -132,9 +132,9 @@ class SubtestsTest(TestCase):
     ``run_subtests`` in a rank.
     """
 
-    VALUES = {"a": [1, 2], "b": [3, 4, 5]}
+    VALUES: dict[str, Sequence[int]] = {"a": [1, 2], "b": [3, 4, 5]}
 
-    def in_rank(self, body: Callable[..., object], values: dict[str, list[int]] = VALUES) -> Outcome:
+    def in_rank(self, body: Callable[..., object], values: dict[str, Sequence[int]] = VALUES) -> Outcome:
         class Case(MultiProcessTestCase):
             def test_it(self):
                 pass
