@@ -8,16 +8,17 @@ only its rows of the batch.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import itertools
 import math
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,263 +59,41 @@ from torch_fsdp_tests.fsdp.references import average, average_gradients, full_pa
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.optim_states import (
+    FULL,
+    FULL_EVERYWHERE,
+    FULL_ON_RANK_0,
+    SCATTER_FULL,
+    SHARD_FULL,
+    SHARDED,
+    SHARDS,
+    Group,
+    NestedModel,
+    TestDummyModel,
+    Training,
+    Trio,
+    TwoBlocks,
+    Way,
+    broadcast,
+    by_full_state,
+    by_settings,
+    by_shards,
+    full_of_original_parameters,
+    group_of,
+    load_into,
+    moments_of,
+    normal,
+    set_state_dict_type,
+)
+
 optimizers = torch_names.module("torch.distributed.optim")
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
 
-Group: TypeAlias = "dist.ProcessGroup | None"
-
 BATCH = 8
-
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-FULL_EVERYWHERE = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-FULL_ON_RANK_0 = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True))
-SHARDS = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
 MANY_GROUPS = parametrize("use_multiple_param_groups", [False, True])
 TYPES = parametrize("state_dict_type", [FULL, SHARDED])
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Random numbers from a separate generator: ``torch.manual_seed`` records the stack of each of its many calls."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Bias(nn.Module):
-    """Adds a vector."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(normal(0, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias
-
-
-class _Block(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bias_module1(F.relu(self.bias_module0(x @ self.weight)))
-
-
-class BlockA(_Block):
-    """Registers its weight between its biases."""
-
-    def __init__(self, in_dim: int, out_dim: int) -> None:
-        super().__init__()
-        self.bias_module0 = Bias(out_dim)
-        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
-        self.bias_module1 = Bias(out_dim)
-
-
-class BlockB(_Block):
-    """Registers its weight first."""
-
-    def __init__(self, in_dim: int, out_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
-        self.bias_module0 = Bias(out_dim)
-        self.bias_module1 = Bias(out_dim)
-
-
-class NestedModel(nn.Module):
-    """Blocks of odd sizes that can be wrapped in several ways, and one parameter outside every FSDP instance."""
-
-    features = 5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block0 = BlockB(5, 3)
-        self.block1 = BlockB(3, 7)
-        self.bias = nn.Parameter(normal(0, 5))
-        self.block2 = nn.Sequential(BlockA(7, 9), BlockA(9, 9), BlockB(9, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (self.block0, self.block1, self.block2):
-            x = F.relu(block(x))
-        return x + self.bias
-
-    def wrap(self, ignore: bool = False, **kwargs: Any) -> None:
-        self.block1.bias_module0 = FSDP(self.block1.bias_module0, **kwargs)
-        self.block1 = FSDP(self.block1, **kwargs)
-        middle, last = self.block2[1], self.block2[2]
-        middle.bias_module0 = FSDP(middle.bias_module0, **kwargs)
-        middle.bias_module1 = FSDP(middle.bias_module1, **kwargs)
-        self.block2[1] = FSDP(middle, **kwargs)
-        self.block2[2] = FSDP(last, ignored_modules=[last.bias_module0] if ignore else None, **kwargs)
-
-    def wrap_alt(self, **kwargs: Any) -> None:
-        self.block0.bias_module0 = FSDP(self.block0.bias_module0, **kwargs)
-        self.block0 = FSDP(self.block0, **kwargs)
-
-    def wrap_with_unmanaged_params(self, add_to_fsdp_module: bool, **kwargs: Any) -> None:
-        """Register a parameter that has no saved state, in an FSDP instance or in the root, and then ``wrap``."""
-        self.unmanaged = nn.Parameter(torch.randn(5, 5, device=self.bias.device))
-        (self.block2[2] if add_to_fsdp_module else self).register_parameter("unmanaged_param", self.unmanaged)
-        del self.unmanaged
-        self.wrap(**kwargs)
-
-    def optim_input(self, multiple_groups: bool, reverse: bool) -> list[Any]:
-        """All parameters, or two groups without the root's own bias. ``reverse`` reverses each list."""
-        order = reversed if reverse else iter
-        if not multiple_groups:
-            return list(order(list(self.parameters())))
-        second = [*self.block2.parameters(), *self.block0.parameters()]
-        return [
-            {"params": list(order(list(self.block1.parameters())))},
-            {"params": list(order(second)), "weight_decay": 0.9},
-        ]
-
-
-class TwoBlocks(nn.Sequential):
-    """One block is in FSDP. Of the other, only one bias is. Four ranks cannot share any part of it evenly."""
-
-    features = 5
-
-    def __init__(self) -> None:
-        super().__init__(BlockB(5, 3), BlockA(3, 5))
-
-    def wrap(self, **kwargs: Any) -> None:
-        self[0] = FSDP(self[0], **kwargs)
-        self[1].bias_module0 = FSDP(self[1].bias_module0, **kwargs)
-
-
-class TestDummyModel(nn.Module):
-    """Four small linear layers. ``no_grad`` freezes the first one."""
-
-    __test__ = False
-    features = 8
-
-    def __init__(self, no_grad: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-        self.net1[0].requires_grad_(not no_grad)
-        self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
-        self.net3 = nn.Linear(32, 64)
-        self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net4(self.net3(self.net2(self.net1(x))))
-
-
-@dataclasses.dataclass
-class Training:
-    """A model, its optimizer, the parameters or groups given to the optimizer, and the iterations so far."""
-
-    model: nn.Module
-    optim: torch.optim.Optimizer
-    optim_input: list[Any] = dataclasses.field(default_factory=list)
-    iteration: int = 0
-
-    def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
-        """The argument that tells FSDP's older functions about the optimizer: the optimizer itself, or its input."""
-        return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
-
-
-class Interface:
-    """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
-
-    rank0_only = False  # whether the other ranks save nothing
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}: {vars(self)}"
-
-    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class OptimStateDict(Interface):
-    """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
-
-    def __init__(self, settings: StateDictSettings) -> None:
-        self.settings = settings
-        self.rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
-
-    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
-        set_state_dict_type(training.model, self.settings)
-        return FSDP.optim_state_dict(training.model, training.optim, group=group)
-
-    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=group)
-
-
-class ShardFull(Interface):
-    """The older functions for a full state: rank 0 saves and broadcasts it, and each rank takes its own part."""
-
-    rank0_only = True
-
-    def __init__(self, use_optim_input: bool) -> None:
-        self.use_optim_input = use_optim_input
-
-    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
-        optim_input = training.optim_input if self.use_optim_input else None
-        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=group)
-
-    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        optim = training.optim_argument(self.use_optim_input)
-        return FSDP.shard_full_optim_state_dict(broadcast(osd, group), training.model, **optim)
-
-
-class ScatterFull(ShardFull):
-    """Like :class:`ShardFull`, but rank 0 cuts the state and scatters the parts."""
-
-    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        on_rank_0 = osd if dist.get_rank(group) == 0 else None
-        optim = training.optim_argument(self.use_optim_input)
-        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=group, **optim)
-
-
-class FlattenSharded(Interface):
-    """The older functions for a sharded state: every rank saves its shards and flattens them."""
-
-    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
-        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=group)
-
-    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
-
-
-def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
-    FSDP.set_state_dict_type(
-        model, settings.state_dict_type, settings.state_dict_config, settings.optim_state_dict_config
-    )
-
-
-def full_of_original_parameters(rank0_only: bool = False) -> StateDictSettings:
-    """Full state, offloaded only if that copies; see ``test_offloaded_state_of_original_parameters``."""
-    offload = accelerator.current().has("device_memory")
-    optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
-    return StateDictSettings(FULL, FullStateDictConfig(), optim_config)
-
-
-def group_of(ranks: range) -> Group:
-    """A new group, which all ranks create. None if it would have all ranks."""
-    return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
-
-
-def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
-    """Rank 0's state, on every rank."""
-    objects = [osd]
-    dist.broadcast_object_list(objects, src=0, group=group)
-    return objects[0]
-
-
-def moments_of(osd: dict[str, Any]) -> list[Any]:
-    """The states with the shape of their parameter: all but the step counts."""
-    values = [value for states in osd["state"].values() for value in states.values()]
-    return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
-
-
-def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
-    """Replace the optimizer's state by copies of the given one. ``test_steps_are_apart`` says why copies are needed."""
-    state = {
-        key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
-        for key, each in osd["state"].items()
-    }
-    optim.state.clear()
-    optim.load_state_dict({**osd, "state": state})
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
@@ -326,13 +105,6 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 class TestFSDPOptimState(FSDPTest):
-    # The older functions, called with the optimizer and with its input, and then the functions that replaced them.
-    SHARD_FULL = (ShardFull(use_optim_input=False), ShardFull(use_optim_input=True), OptimStateDict(FULL_EVERYWHERE))
-    SCATTER_FULL = (
-        ScatterFull(use_optim_input=False),
-        ScatterFull(use_optim_input=True),
-        OptimStateDict(FULL_ON_RANK_0),
-    )
     HALVED = {
         "halve_world_size": True,
         "use_multiple_param_groups": True,
@@ -354,23 +126,23 @@ class TestFSDPOptimState(FSDPTest):
 
     def _init_nested_model(
         self,
-        wrap: str | None,
+        wrap: Callable[..., None] | None,
         group: Group = None,
         use_multiple_param_groups: bool = False,
         use_diff_optim_inputs: bool = False,
         **fsdp_kwargs: Any,
     ) -> Training:
-        """A nested model with Adam, wrapped by the method ``wrap``. Odd ranks may reverse their parameters."""
+        """A nested model with Adam, in FSDP if there is a ``wrap``. Odd ranks may reverse their parameters."""
         model = NestedModel().to(self.device)
         if wrap is not None:
-            getattr(model, wrap)(process_group=group, **fsdp_kwargs)
+            wrap(model, process_group=group, **fsdp_kwargs)
         optim_input = model.optim_input(use_multiple_param_groups, use_diff_optim_inputs and self.rank % 2 == 1)
         return Training(model, torch.optim.Adam(optim_input, lr=0.01), optim_input)
 
-    def _init_transformer_model(self, wrap: str | None, group: Group = None) -> Training:
+    def _init_transformer_model(self, mode: FSDPInitMode, group: Group = None) -> Training:
         model = TransformerWithSharedParams.init(
             group or self.process_group,
-            FSDPInitMode.NO_FSDP if wrap is None else FSDPInitMode.RECURSIVE,
+            mode,
             DEVICEInitMode.DEVICE_BEFORE,
             deterministic=True,
             add_bn=False,  # its statistics would depend on the batch, and each rank has only a part of it
@@ -447,50 +219,67 @@ class TestFSDPOptimState(FSDPTest):
         ]
         self.assertEqual([{**each, "params": sorted(each["params"])} for each in osd["param_groups"]], groups)
 
-    def _test_load_optim_state(
+    # Loading into another model
+
+    def _target_ranks(self, halve_world_size: bool) -> tuple[bool, Group]:
+        """Whether this rank has the target, and the group of those that have it: all ranks, or every second one."""
+        every = 2 if halve_world_size else 1
+        return self.rank % every == 0, group_of(range(0, self.world_size, every))
+
+    def _nested(
         self,
-        interfaces: Sequence[Interface],
-        init: Callable[..., Training],
         halve_world_size: bool = False,
         wrap_alt: bool = False,
         use_multiple_param_groups: bool = False,
         **target_kwargs: bool,
-    ) -> None:
-        """Save one model's state, convert it for another model's optimizer, load it there and train on.
+    ) -> Trio:
+        """Nested models. ``target_kwargs`` are for the second one only."""
+        groups = {"use_multiple_param_groups": use_multiple_param_groups}
+        source, reference = self._init_nested_model(NestedModel.wrap, **groups), self._init_nested_model(None, **groups)
+        has_target, group = self._target_ranks(halve_world_size)
+        if not has_target:
+            return Trio(source, None, reference)
+        wrap = NestedModel.wrap_alt if wrap_alt else NestedModel.wrap
+        return Trio(source, self._init_nested_model(wrap, group, **groups, **target_kwargs), reference, group)
 
-        Both models train in FSDP like a reference without FSDP, so the reference's state is the expected one.
-        ``target_kwargs`` are for the second model only.
-        """
-        groups = {"use_multiple_param_groups": True} if use_multiple_param_groups else {}
-        source, reference, target = init("wrap", **groups), init(None, **groups), None
-        group = group_of(range(0, self.world_size, 2 if halve_world_size else 1))
-        if not halve_world_size or self.rank % 2 == 0:
-            target = init("wrap_alt" if wrap_alt else "wrap", group, **groups, **target_kwargs)
+    def _transformers(self, halve_world_size: bool = False) -> Trio:
+        init, in_fsdp = self._init_transformer_model, FSDPInitMode.RECURSIVE
+        has_target, group = self._target_ranks(halve_world_size)
+        return Trio(init(in_fsdp), init(in_fsdp, group) if has_target else None, init(FSDPInitMode.NO_FSDP), group)
 
-        def train(iterations: int) -> None:
-            self._train(source, iterations)
-            self._train(reference, iterations)
-            if target is not None:
-                self._train(target, iterations, group)
-                self.assertEqual(full_parameters(target.model), dict(reference.model.named_parameters()))
+    def _train_all(self, models: Trio, iterations: int) -> None:
+        """Train the models, and compare the target's parameters with the reference's."""
+        self._train(models.source, iterations)
+        self._train(models.reference, iterations)
+        if models.target is not None:
+            self._train(models.target, iterations, models.group)
+            wanted = dict(models.reference.model.named_parameters())
+            self.assertEqual(full_parameters(models.target.model), wanted)
 
-        train(3)
-        for interface in interfaces:
-            with self.subTest(interface=interface):
-                saved = interface.save(source)
-                self._check_saved(saved, reference, rank0_only=interface.rank0_only)
-                if target is not None:
-                    own = interface.save(target, group)
-                    self._check_saved(own, reference, group, interface.rank0_only)
-                    wanted = copy.deepcopy(target.optim.state_dict())
-                    self._check_same_osd(interface.convert(own, target, group), wanted, rtol=0, atol=0)
-                    converted = interface.convert(saved, target, group)
-                    # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
-                    converted["state"] = state_dict_utils._gather_state_dict(converted["state"], pg=group)
-                    self._check_same_osd(converted, wanted)
-                    load_into(target.optim, converted)
-                train(1)
-        train(2)
+    def _test_load_optim_state(self, models: Trio, ways: Sequence[Way]) -> None:
+        """In each way, save the source's state and load it into the target. All models go on like the reference."""
+        self._train_all(models, 3)
+        for way in ways:
+            with self.subTest(way=way.name):
+                saved = way.save(models.source)
+                self._check_saved(saved, models.reference, rank0_only=way.rank0_only)
+                if models.target is not None:
+                    self._load(saved, way, models.target, models)
+                self._train_all(models, 1)
+        self._train_all(models, 2)
+
+    def _load(self, saved: dict[str, Any], way: Way, target: Training, models: Trio) -> None:
+        """Convert the saved state, and the target's own one, for the target. Both must be the state that it has."""
+        group = models.group
+        own = way.save(target, group)
+        self._check_saved(own, models.reference, group, way.rank0_only)
+        wanted = copy.deepcopy(target.optim.state_dict())
+        self._check_same_osd(way.convert(own, target, group), wanted, rtol=0, atol=0)
+        converted = way.convert(saved, target, group)
+        # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
+        converted["state"] = state_dict_utils._gather_state_dict(converted["state"], pg=group)
+        self._check_same_osd(converted, wanted)
+        load_into(target.optim, converted)
 
     # Saving
 
@@ -509,7 +298,7 @@ class TestFSDPOptimState(FSDPTest):
             "use_multiple_param_groups": use_multiple_param_groups,
             "use_diff_optim_inputs": use_diff_optim_inputs,
         }
-        run, reference = self._init_nested_model("wrap", **kwargs), self._init_nested_model(None, **kwargs)
+        run, reference = self._init_nested_model(NestedModel.wrap, **kwargs), self._init_nested_model(None, **kwargs)
         losses = torch.stack(self._train(run, 3))
         average([losses])
         self.assertEqual(losses, torch.stack(self._train(reference, 3)))
@@ -594,7 +383,7 @@ class TestFSDPOptimState(FSDPTest):
     @subtests(use_orig_params=[False, True], use_legacy=[False, True])
     def test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params, use_legacy):
         """The other ranks free the memory that was gathered for rank 0."""
-        run = self._init_nested_model("wrap", use_orig_params=use_orig_params)
+        run = self._init_nested_model(NestedModel.wrap, use_orig_params=use_orig_params)
         self._train(run, 3)
         set_state_dict_type(run.model, FULL_ON_RANK_0)
         save = FSDP.full_optim_state_dict if use_legacy else FSDP.optim_state_dict
@@ -616,15 +405,15 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_shard_full_optim_state_dict_nested(self, **config):
-        self._test_load_optim_state(self.SHARD_FULL, self._init_nested_model, **config)
+        self._test_load_optim_state(self._nested(**config), SHARD_FULL)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_load_optim_state(self.SHARD_FULL, self._init_nested_model, **self.HALVED)
+        self._test_load_optim_state(self._nested(**self.HALVED), SHARD_FULL)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_transformer(self):
-        self._test_load_optim_state(self.SHARD_FULL, self._init_transformer_model, halve_world_size=True)
+        self._test_load_optim_state(self._transformers(halve_world_size=True), SHARD_FULL)
 
     # Full state on rank 0, scattered
 
@@ -633,15 +422,15 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_scatter_full_optim_state_dict_nested(self, **config):
-        self._test_load_optim_state(self.SCATTER_FULL, self._init_nested_model, **config)
+        self._test_load_optim_state(self._nested(**config), SCATTER_FULL)
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_load_optim_state(self.SCATTER_FULL, self._init_nested_model, **self.HALVED)
+        self._test_load_optim_state(self._nested(**self.HALVED), SCATTER_FULL)
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_transformer(self):
-        self._test_load_optim_state(self.SCATTER_FULL, self._init_transformer_model, halve_world_size=True)
+        self._test_load_optim_state(self._transformers(halve_world_size=True), SCATTER_FULL)
 
     # Sharded state
 
@@ -649,13 +438,12 @@ class TestFSDPOptimState(FSDPTest):
     def test_flatten_sharded_optim_state_dict_nested(self):
         # LOCAL_STATE_DICT, documented as not supported yet for optimizers, works like shards.
         local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
-        interfaces = [FlattenSharded(), OptimStateDict(SHARDS), OptimStateDict(local)]
-        self._test_load_optim_state(interfaces, self._init_nested_model, wrap_alt=True)
+        ways = [by_shards(), by_settings(SHARDS), by_settings(local)]
+        self._test_load_optim_state(self._nested(wrap_alt=True), ways)
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_transformer(self):
-        interfaces = [FlattenSharded(), OptimStateDict(SHARDS)]
-        self._test_load_optim_state(interfaces, self._init_transformer_model)
+        self._test_load_optim_state(self._transformers(), [by_shards(), by_settings(SHARDS)])
 
     @requires_world_size(4)
     def test_sharded_state_in_a_group_of_its_own(self):
@@ -663,14 +451,14 @@ class TestFSDPOptimState(FSDPTest):
         reference, group = self._init_nested_model(None), group_of(range(0, self.world_size, 2))
         self._train(reference, 3)
         if self.rank % 2 == 0:
-            run = self._init_nested_model("wrap", group)
+            run = self._init_nested_model(NestedModel.wrap, group)
             self._train(run, 3, group)
             self._check_saved(FSDP.sharded_optim_state_dict(run.model, run.optim, group=group), reference, group)
 
     @requires_world_size(4)
     def test_uneven_shards(self):
         """Four ranks have 2, 2, 1 and 0 of 5 rows. The last rank also has none of 3 rows."""
-        run = self._init_nested_model("wrap")
+        run = self._init_nested_model(NestedModel.wrap)
         self._train(run, 3)
         osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
         for name, shape in {"block2.2.bias_module0.bias": (5,), "block1.weight": (3, 7)}.items():
@@ -685,20 +473,16 @@ class TestFSDPOptimState(FSDPTest):
             offsets = [[self.rank * rows, *(0 for _ in shape[1:])]] * (mine > 0)
             self.assertEqual([shard.metadata.shard_offsets for shard in state.local_shards()], offsets, may_be="empty")
             self.assertEqual(state.size(), shape)
-        self._test_load_optim_state([OptimStateDict(SHARDS)], self._init_nested_model, use_diff_optim_inputs=True)
+        self._test_load_optim_state(self._nested(use_diff_optim_inputs=True), [by_settings(SHARDS)])
 
     @requires_world_size(4)
     @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
     def test_use_orig_params(self, halve_world_size, wrap_alt):
         """Save from a model with flat parameters and load into one with original parameters."""
         settings = [full_of_original_parameters(rank0_only) for rank0_only in (False, True)]
-        self._test_load_optim_state(
-            [OptimStateDict(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
-            self._init_nested_model,
-            halve_world_size=halve_world_size,
-            wrap_alt=wrap_alt,
-            use_orig_params=True,
-        )
+        models = self._nested(halve_world_size, wrap_alt, use_orig_params=True)
+        ways = [by_settings(each) for each in (settings if halve_world_size else [*settings, SHARDS])]
+        self._test_load_optim_state(models, ways)
 
     # Parameters outside FSDP, and other keys
 
@@ -717,24 +501,24 @@ class TestFSDPOptimState(FSDPTest):
         self, state_dict_type: StateDictType, add_to_fsdp_module: bool, use_optim_input: bool
     ) -> None:
         """A parameter without saved state cannot join a flat parameter with state. Outside FSDP it may."""
-        source = self._init_nested_model("wrap")
+        source = self._init_nested_model(NestedModel.wrap)
         self._train(source)
         model = NestedModel().to(self.device)
         model.wrap_with_unmanaged_params(add_to_fsdp_module)
         params = list(model.parameters())
         target = Training(model, torch.optim.Adam(params, lr=1e-3), params)
-        interface = ShardFull(use_optim_input) if state_dict_type is FULL else FlattenSharded()
-        saved = interface.save(source)
+        way = by_full_state(use_optim_input) if state_dict_type is FULL else by_shards()
+        saved = way.save(source)
         if add_to_fsdp_module:
             message = (
                 "^All unflattened parameters comprising a single flat parameter must have scalar state with the same "
                 "value and dtype"
             )
             with self.assertRaisesRegex(ValueError, message):
-                interface.convert(saved, target)
+                way.convert(saved, target)
             self.assertEqual(target.optim.state_dict()["state"], {})
             return
-        converted = interface.convert(saved, target)
+        converted = way.convert(saved, target)
         (skipped,) = set(range(len(params))) - set(converted["state"])
         self.assertIs(params[skipped], model.unmanaged_param)
         moments = torch.randn(2, 5, 5, device=self.device)
@@ -752,12 +536,11 @@ class TestFSDPOptimState(FSDPTest):
     def test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups):
         """With numbers in place of names, an optimizer without FSDP loads FSDP's state."""
         groups, full = {"use_multiple_param_groups": use_multiple_param_groups}, state_dict_type is FULL
-        run, plain = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
+        run, plain = self._init_nested_model(NestedModel.wrap, **groups), self._init_nested_model(None, **groups)
         self._train_both(run, plain, 3)
         for use_optim_input in [False, True] if full else [False]:
             with self.subTest(use_optim_input=use_optim_input):
-                interface = ShardFull(use_optim_input) if full else FlattenSharded()
-                osd = interface.save(run)
+                osd = (by_full_state(use_optim_input) if full else by_shards()).save(run)
                 osd = FSDP.rekey_optim_state_dict(
                     broadcast(osd) if full else osd,
                     OptimStateKeyType.PARAM_ID,
@@ -773,7 +556,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_rekey_optim_state_dict_to_names(self):
         """With names in place of numbers, FSDP shards the state of an optimizer without FSDP."""
-        run, plain = self._init_nested_model("wrap"), self._init_nested_model(None)
+        run, plain = self._init_nested_model(NestedModel.wrap), self._init_nested_model(None)
         self._train_both(run, plain, 3)
         for use_optim_input in (False, True):
             with self.subTest(use_optim_input=use_optim_input):
@@ -792,7 +575,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optim_input_warning(self):
-        run = self._init_nested_model("wrap")
+        run = self._init_nested_model(NestedModel.wrap)
         self._train(run)
         model, which = run.model, {"optim_input": run.optim_input}
         osd = FSDP.full_optim_state_dict(model, run.optim, rank0_only=False)
@@ -1112,7 +895,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_damaged_state_is_refused(self):
         """A damaged state raises an error that names the fault. The optimizer does not change."""
-        run = self._init_nested_model("wrap")
+        run = self._init_nested_model(NestedModel.wrap)
         self._train(run, 3)
         model, optim = run.model, run.optim
         set_state_dict_type(model, FULL_EVERYWHERE)
@@ -1269,7 +1052,7 @@ class TestFSDPOptimState(FSDPTest):
         osd = {**osd, "state": state["optim"]} if osd else {}
         FSDP.optim_state_dict_to_load(run.model, run.optim, osd, load_directly=True, group=group)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
-        self._check_saved(osd, reference, group, OptimStateDict(settings).rank0_only)
+        self._check_saved(osd, reference, group, by_settings(settings).rank0_only)
         run.iteration = reference.iteration
         self._train(run, 3, group)
         self._train(reference, 3)
@@ -1303,9 +1086,8 @@ class TestFSDPOptimState(FSDPTest):
     @with_temp_dir
     def test_damaged_checkpoint(self):
         """Every rank gets the error. Model and optimizer train on as if nothing had been loaded."""
-        model = FSDP(
-            self._init_nested_model("wrap").model
-        )  # wraps the rest too: parameters outside FSDP would be loaded in place
+        # The root is wrapped too: parameters outside FSDP would be loaded in place.
+        model = FSDP(self._init_nested_model(NestedModel.wrap).model)
         run, reference = Training(model, torch.optim.Adam(model.parameters(), lr=0.01)), self._init_nested_model(None)
         self._train_both(run, reference, 3)
         set_state_dict_type(model, SHARDS)

@@ -1,0 +1,280 @@
+"""Optimizer states of FSDP1: models, and the ways to save the state of one and to load it into another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.device import accelerator
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+FULL_EVERYWHERE = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+FULL_ON_RANK_0 = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True))
+SHARDS = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Random numbers from a separate generator: ``torch.manual_seed`` records the stack of each of its many calls."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Bias(nn.Module):
+    """Adds a vector."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(normal(0, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+class _Block(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bias_module1(F.relu(self.bias_module0(x @ self.weight)))
+
+
+class BlockA(_Block):
+    """Registers its weight between its biases."""
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.bias_module0 = Bias(out_dim)
+        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
+        self.bias_module1 = Bias(out_dim)
+
+
+class BlockB(_Block):
+    """Registers its weight first."""
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
+        self.bias_module0 = Bias(out_dim)
+        self.bias_module1 = Bias(out_dim)
+
+
+class NestedModel(nn.Module):
+    """Blocks of odd sizes that can be wrapped in several ways, and one parameter outside every FSDP instance."""
+
+    features = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block0 = BlockB(5, 3)
+        self.block1 = BlockB(3, 7)
+        self.bias = nn.Parameter(normal(0, 5))
+        self.block2 = nn.Sequential(BlockA(7, 9), BlockA(9, 9), BlockB(9, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.block0, self.block1, self.block2):
+            x = F.relu(block(x))
+        return x + self.bias
+
+    def wrap(self, ignore: bool = False, **kwargs: Any) -> None:
+        self.block1.bias_module0 = FSDP(self.block1.bias_module0, **kwargs)
+        self.block1 = FSDP(self.block1, **kwargs)
+        middle, last = self.block2[1], self.block2[2]
+        middle.bias_module0 = FSDP(middle.bias_module0, **kwargs)
+        middle.bias_module1 = FSDP(middle.bias_module1, **kwargs)
+        self.block2[1] = FSDP(middle, **kwargs)
+        self.block2[2] = FSDP(last, ignored_modules=[last.bias_module0] if ignore else None, **kwargs)
+
+    def wrap_alt(self, **kwargs: Any) -> None:
+        self.block0.bias_module0 = FSDP(self.block0.bias_module0, **kwargs)
+        self.block0 = FSDP(self.block0, **kwargs)
+
+    def wrap_with_unmanaged_params(self, add_to_fsdp_module: bool, **kwargs: Any) -> None:
+        """Register a parameter that has no saved state, in an FSDP instance or in the root, and then ``wrap``."""
+        self.unmanaged = nn.Parameter(torch.randn(5, 5, device=self.bias.device))
+        (self.block2[2] if add_to_fsdp_module else self).register_parameter("unmanaged_param", self.unmanaged)
+        del self.unmanaged
+        self.wrap(**kwargs)
+
+    def optim_input(self, multiple_groups: bool, reverse: bool) -> list[Any]:
+        """All parameters, or two groups without the root's own bias. ``reverse`` reverses each list."""
+        order = reversed if reverse else iter
+        if not multiple_groups:
+            return list(order(list(self.parameters())))
+        second = [*self.block2.parameters(), *self.block0.parameters()]
+        return [
+            {"params": list(order(list(self.block1.parameters())))},
+            {"params": list(order(second)), "weight_decay": 0.9},
+        ]
+
+
+class TwoBlocks(nn.Sequential):
+    """One block is in FSDP. Of the other, only one bias is. Four ranks cannot share any part of it evenly."""
+
+    features = 5
+
+    def __init__(self) -> None:
+        super().__init__(BlockB(5, 3), BlockA(3, 5))
+
+    def wrap(self, **kwargs: Any) -> None:
+        self[0] = FSDP(self[0], **kwargs)
+        self[1].bias_module0 = FSDP(self[1].bias_module0, **kwargs)
+
+
+class TestDummyModel(nn.Module):
+    """Four small linear layers. ``no_grad`` freezes the first one."""
+
+    __test__ = False
+    features = 8
+
+    def __init__(self, no_grad: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.net1[0].requires_grad_(not no_grad)
+        self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.net3 = nn.Linear(32, 64)
+        self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net4(self.net3(self.net2(self.net1(x))))
+
+
+@dataclasses.dataclass
+class Training:
+    """A model, its optimizer, the parameters or groups given to the optimizer, and the iterations so far."""
+
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    optim_input: list[Any] = dataclasses.field(default_factory=list)
+    iteration: int = 0
+
+    def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
+        """The argument that tells FSDP's older functions about the optimizer: the optimizer itself, or its input."""
+        return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
+
+
+@dataclasses.dataclass
+class Trio:
+    """A model whose state is saved, another one that loads it, and a plain model, which all train on the same batches.
+
+    ``target`` is None on ranks that are not in its group.
+    """
+
+    source: Training
+    target: Training | None
+    reference: Training
+    group: Group = None  # the target's
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
+
+    name: str
+    save: Callable[..., dict[str, Any]]  # of a training, with its group
+    convert: Callable[..., dict[str, Any]]  # a state, for a training, with its group
+    rank0_only: bool = False  # whether the other ranks save nothing
+
+
+def by_settings(settings: StateDictSettings) -> Way:
+    """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
+
+    def save(training: Training, group: Group = None) -> dict[str, Any]:
+        set_state_dict_type(training.model, settings)
+        return FSDP.optim_state_dict(training.model, training.optim, group=group)
+
+    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=group)
+
+    return Way(str(settings), save, convert, getattr(settings.optim_state_dict_config, "rank0_only", False))
+
+
+def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
+    """The older functions for a full state. Rank 0 saves it, and broadcasts it, or cuts it and scatters the parts.
+
+    FSDP gets the optimizer, or the parameters that were given to it.
+    """
+
+    def save(training: Training, group: Group = None) -> dict[str, Any]:
+        optim_input = training.optim_input if use_optim_input else None
+        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=group)
+
+    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        optim = training.optim_argument(use_optim_input)
+        if not scatter:
+            return FSDP.shard_full_optim_state_dict(broadcast(osd, group), training.model, **optim)
+        on_rank_0 = osd if dist.get_rank(group) == 0 else None
+        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=group, **optim)
+
+    return Way(f"full state, {use_optim_input=}, {scatter=}", save, convert, rank0_only=True)
+
+
+def by_shards() -> Way:
+    """The older functions for a sharded state: every rank saves its shards and flattens them."""
+
+    def save(training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=group)
+
+    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
+
+    return Way("shards", save, convert)
+
+
+def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
+    FSDP.set_state_dict_type(
+        model, settings.state_dict_type, settings.state_dict_config, settings.optim_state_dict_config
+    )
+
+
+def full_of_original_parameters(rank0_only: bool = False) -> StateDictSettings:
+    """Full state, offloaded only if that copies; see ``test_offloaded_state_of_original_parameters``."""
+    offload = accelerator.current().has("device_memory")
+    optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+    return StateDictSettings(FULL, FullStateDictConfig(), optim_config)
+
+
+def group_of(ranks: range) -> Group:
+    """A new group, which all ranks create. None if it would have all ranks."""
+    return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+
+
+def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
+    """Rank 0's state, on every rank."""
+    objects = [osd]
+    dist.broadcast_object_list(objects, src=0, group=group)
+    return objects[0]
+
+
+def moments_of(osd: dict[str, Any]) -> list[Any]:
+    """The states with the shape of their parameter: all but the step counts."""
+    values = [value for states in osd["state"].values() for value in states.values()]
+    return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
+
+
+def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
+    """Replace the optimizer's state by copies of the given one. ``test_steps_are_apart`` says why copies are needed."""
+    state = {
+        key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
+        for key, each in osd["state"].items()
+    }
+    optim.state.clear()
+    optim.load_state_dict({**osd, "state": state})
+
+
+# The older functions, called with the optimizer and with its input, and then the functions that replaced them.
+SHARD_FULL = [by_full_state(False), by_full_state(True), by_settings(FULL_EVERYWHERE)]
+SCATTER_FULL = [by_full_state(False, scatter=True), by_full_state(True, scatter=True), by_settings(FULL_ON_RANK_0)]
