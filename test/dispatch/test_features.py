@@ -88,7 +88,9 @@ folder/test_y
 
     def test_counts_and_what_is_missing(self):
         def test(name: str, outcome: str, reason: str = "") -> dict[str, Any]:
-            return {"test": name, "outcome": outcome, "reason": reason, "subtests_skipped": {}}
+            kinds = {"needs graphs": "device", "needs streams": "torch"}
+            skips = {"reason": reason, "subtests_skipped": {}, "skip_kinds": kinds}
+            return {"test": name, "outcome": outcome, **skips}
 
         tests = [
             test("TestX.test_offload", "passed") | {"subtests_skipped": {"needs streams": 2}},
@@ -111,8 +113,8 @@ folder/test_y
                 "Tensor parallelism": [0, 0, 1, 1, 1, 1],
             },
         )
-        graphs = {"reason": "needs graphs", "tests": 1, "subtests": 0}
-        streams = {"reason": "needs streams", "tests": 0, "subtests": 2}
+        graphs = {"kind": "device", "reason": "needs graphs", "tests": 1, "subtests": 0}
+        streams = {"kind": "torch", "reason": "needs streams", "tests": 0, "subtests": 2}
         self.assertEqual(rows["Offload"]["missing"], [graphs, streams])
         self.assertEqual(rows["Tensor parallelism"]["missing"], [graphs])
 

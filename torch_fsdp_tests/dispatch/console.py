@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import os
 import shlex
@@ -9,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_fsdp_tests import installation, settings
@@ -21,7 +22,7 @@ from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, State, closing_line
+from torch_fsdp_tests.verdict import Scope, State, closing_line, skip_rows
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
@@ -236,20 +237,27 @@ class Console:
         if self._status:
             self._write(self._status)
 
-    def _reasons(self, headline: str, reasons: Iterable[tuple[str, int]]) -> None:
-        for number, (reason, count) in enumerate(reasons):
+    def _reasons(self, headline: str, rows: Iterable[Mapping[str, Any]], what: str) -> None:
+        skipped = sorted((row for row in rows if row[what]), key=lambda row: -int(row[what]))
+        for number, row in enumerate(skipped):
             if number == 0:
                 self.say(headline)
-            self.say(f"  {count:5d}  {next(iter(reason.strip().splitlines()), 'no reason given')}")
+            self.say(f"  {row[what]:5d}  {next(iter(row['reason'].strip().splitlines()), 'no reason given')}")
+
+    def _say_skips(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        kinds: collections.Counter[str] = collections.Counter()
+        for row in rows:
+            kinds[row["kind"]] += row["tests"]
+        counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common() if count)
+        self._reasons(f"skipped ({counts}), by reason:", rows, "tests")
+        self._reasons("skipped subtests of tests that ran, by reason:", rows, "subtests")
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Print everything that follows after all files. The closing line comes last."""
         self._clear()
         self._status = ""
         self.say()
-        kinds = ", ".join(f"{kind}: {count}" for kind, count in results.skips_by_kind().items() if count)
-        self._reasons(f"skipped ({kinds}), by reason:", results.skips_by_reason())
-        self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
+        self._say_skips(skip_rows(test.skips_to_json() for _, test in results.tests()))
         bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]
         if bad:
             ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())

@@ -7,13 +7,12 @@ its class, its file and its folders.
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests.verdict import State, tally
+from torch_fsdp_tests.verdict import State, skip_rows, tally
 
 DECLARED = Path(__file__).parent / "data" / "features.txt"
 
@@ -98,17 +97,5 @@ def _row(feature: Feature, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         "group": feature.group,
         "about": feature.about,
         **{name: counts[state] for state, name in COUNTS.items()},
-        "missing": _missing(tests),
+        "missing": skip_rows(tests),
     }
-
-
-def _missing(tests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    whole: collections.Counter[str] = collections.Counter()
-    parts: collections.Counter[str] = collections.Counter()
-    for test in tests:
-        if test["outcome"] == State.SKIPPED:
-            whole[test["reason"]] += 1
-        else:
-            parts.update(test["subtests_skipped"])
-    reasons = sorted({*whole, *parts}, key=lambda reason: (-whole[reason], -parts[reason], reason))
-    return [{"reason": reason, "tests": whole[reason], "subtests": parts[reason]} for reason in reasons]

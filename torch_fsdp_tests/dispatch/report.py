@@ -21,7 +21,7 @@ from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, skip_rows
 from torch_fsdp_tests.verdict.stream import TestResult
 
 VERSION = 6
@@ -67,7 +67,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "repaired_defects": results.repaired_defects(),
         "unlike_release": results.unlike_release(),
         "features": features.summary(files),
-        "skips": results.skips(),
+        "skips": skip_rows(test for file in files for test in file["tests"]),
         "list_remarks": results.list_remarks(),
         "files": files,
     }
@@ -111,16 +111,13 @@ def _test(run: RunTests, file: FileResult, test: TestResult, flaky: bool) -> dic
     return {
         "test": test.name,
         "scope": test.scope.value,
-        "outcome": test.outcome.value,
+        **test.skips_to_json(),
         "phase": test.phase,
         "flaky": flaky,
         "seconds": test.seconds,
         "subtests": test.executed_subtests,
-        "subtests_skipped": test.skipped_subtests,
-        "skip_kinds": {reason: kind.value for reason, kind in test.skip_kinds.items()},
         "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
-        "reason": test.reason,
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),

@@ -91,39 +91,6 @@ class Results:
     def flaky(self) -> list[str]:
         return [f"{file.name}::{name}" for file in self.files for name in file.flaky()]
 
-    def skips_by_reason(self) -> list[tuple[str, int]]:
-        """The number of tests for each reason to skip, the most frequent first."""
-        reasons = (test.reason for _, test in self.tests() if test.outcome is State.SKIPPED)
-        return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
-
-    def skipped_subtests_by_reason(self) -> list[tuple[str, int]]:
-        """The number of subtests that skipped inside tests that ran, for each reason, the most frequent first."""
-        counts: collections.Counter[str] = collections.Counter()
-        for _, test in self.tests():
-            counts.update({} if test.outcome is State.SKIPPED else test.skipped_subtests)
-        return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-    def skips(self) -> list[dict[str, Any]]:
-        """Every reason to skip with its kind, and with the numbers of tests and subtests that skipped for it."""
-        tests, subtests = dict(self.skips_by_reason()), dict(self.skipped_subtests_by_reason())
-        kinds = collections.ChainMap(*(test.skip_kinds for _, test in self.tests()))
-        return [
-            {
-                "kind": kinds[reason].value,
-                "reason": reason,
-                "tests": tests.get(reason, 0),
-                "subtests": subtests.get(reason, 0),
-            }
-            for reason in dict.fromkeys([*tests, *subtests])
-        ]
-
-    def skips_by_kind(self) -> dict[str, int]:
-        """The number of tests for each kind of reason to skip, the most frequent first."""
-        numbers: collections.Counter[str] = collections.Counter()
-        for row in self.skips():
-            numbers[row["kind"]] += row["tests"]
-        return dict(numbers.most_common())
-
     def is_left_empty(self) -> bool:
         """Whether this shard got only parts of long files, and too few tests were selected to fill them."""
         return self.run.num_shards > 1 and all(not f.tests() and f.attempts[-1].selected for f in self.files)

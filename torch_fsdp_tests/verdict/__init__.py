@@ -123,6 +123,31 @@ def tally(outcomes: Iterable[State | str]) -> dict[State, int]:
     return {state: numbers[state] for state in COUNTED}
 
 
+def skip_rows(tests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every reason to skip with its kind, the number of tests that skipped for it, and that of subtests of tests that
+    ran. The most frequent comes first. The tests have the fields of ``report.json``; older ones tell no kinds.
+    """
+    whole: collections.Counter[str] = collections.Counter()
+    parts: collections.Counter[str] = collections.Counter()
+    kinds: dict[str, str] = {}
+    for test in tests:
+        kinds |= test.get("skip_kinds", {})
+        if test["outcome"] == State.SKIPPED:
+            whole[test["reason"]] += 1
+        else:
+            parts.update(test["subtests_skipped"])
+    reasons = sorted({*whole, *parts}, key=lambda reason: (-whole[reason], -parts[reason], reason))
+    return [
+        {
+            "kind": kinds.get(reason, SkipKind.OTHER.value),
+            "reason": reason,
+            "tests": whole[reason],
+            "subtests": parts[reason],
+        }
+        for reason in reasons
+    ]
+
+
 def closing_line(counts: Mapping[State, int]) -> str:
     """The last line of a run, such as ``2 passed, 0 failed, 0 skipped, 1 known failure``."""
     parts = [f"{counts[state]} {state.value}" for state in (State.PASSED, State.FAILED, State.SKIPPED)]

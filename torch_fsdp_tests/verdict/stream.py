@@ -75,6 +75,12 @@ class TestResult:
         reasons = [*[self.reason] * (self.outcome is State.SKIPPED), *self.skipped_subtests]
         return {reason: kinds.get(reason, SkipKind.OTHER) for reason in reasons}
 
+    def skips_to_json(self) -> dict[str, Any]:
+        """The fields of ``report.json`` that tell what was skipped and why."""
+        kinds = {reason: kind.value for reason, kind in self.skip_kinds.items()}
+        skips = {"subtests_skipped": self.skipped_subtests, "skip_kinds": kinds}
+        return {"outcome": self.outcome.value, "reason": self.reason, **skips}
+
     @property
     def requirements_not_met(self) -> list[str]:
         """Why the test, or subtests of it, could not run here."""
