@@ -113,7 +113,7 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
     findings = []
     if not options.json:
         print(f"{heading}; {len(ids)} defects", flush=True)
-    for finding in trial.try_all(ids, at_a_time=cores()):
+    for finding in trial.try_all(ids, at_a_time=2 * cores()):  # ranks mostly wait for each other
         findings.append(finding)
         if not options.json:
             print(f"[{len(findings)}/{len(ids)}] {texts.line(finding)}", flush=True)
