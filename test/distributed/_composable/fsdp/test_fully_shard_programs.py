@@ -1,0 +1,98 @@
+"""Random programs over FSDP2 behave like plain models, and defects that such programs have found."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, patch_reduce_scatter
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.explore import execution, generate, known
+from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
+from torch_fsdp_tests.fsdp import internals
+
+PROGRAMS = 30  # some seconds; ``python -m torch_fsdp_tests.explore`` runs as many as there is time for
+TRAINING = Program(
+    seed=1,
+    world_size=2,
+    width=3,
+    layers=(Layer("a", "linear"), Layer("b", "linear")),
+    units=(Unit(("a",)), Unit(("",))),
+    steps=(Step("forward", number=1), Step("backward", number=-1, flag=False), Step("step")),
+)
+
+
+class TestPrograms(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_random_programs(self):
+        """The programs of fixed seeds, without what shows known defects. A failure prints the program."""
+        ids = known.present()
+        for seed in range(PROGRAMS):
+            program = known.avoiding(known.possible(generate.program_of(seed)), ids)
+            outcome = execution.run(program, self.rank, self.device.type)
+            self.assertFalse(outcome.invalid, f"{program.listing()}\n{outcome.invalid}")
+            self.assertFalse(outcome.what, f"{program.listing()}\nstep {outcome.step}: {outcome.detail}")
+
+    @skip_if_lt_x_gpu(2)
+    def test_wrong_gradient_is_noticed(self):
+        """Gradients that are summed and not averaged differ from the plain model's, after the backward."""
+        original = internals.reduce_scatter()
+
+        def doubled(*args, **kwargs):
+            work = original(*args, **kwargs)
+            (kwargs["output"] if "output" in kwargs else args[0]).mul_(2)
+            return work
+
+        with patch_reduce_scatter(doubled):
+            outcome = execution.run(TRAINING, self.rank, self.device.type)
+        self.assertEqual((outcome.what, outcome.step), ("gradient", 1))
+
+    @skip_if_lt_x_gpu(2)
+    def test_unit_that_stays_gathered_is_noticed(self):
+        """A program says that a unit reshards after forward. One that does not is a difference."""
+        keeps = (Unit(("a",), "no"), Unit(("",)))
+        program = TRAINING.but(steps=(Step("evaluate", "no_grad", number=1),))
+        life = execution.Lifecycle(program)
+        subject = execution.FSDP2Subject(
+            program.but(units=keeps), self.rank, execution.mesh_of(program, self.device.type)
+        )
+        reference = execution.Reference(program, self.device.type)
+        step = program.steps[0]
+        forward, output = reference.apply(step), subject.apply(step)
+        life.apply(step)
+        found = list(execution.differences(program, self.rank, reference, subject, life, forward, output))
+        self.assertEqual(found, [("unsharded instead of sharded", "the unit 'a'")])
+
+
+class TestFoundByPrograms(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_unit_without_elements_raises")
+    def test_unit_without_elements(self):
+        class Empty(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.empty(0, 2))
+
+            def forward(self, x):
+                return x + self.weight.sum()
+
+        model = nn.Sequential(nn.Linear(2, 2), Empty()).to(self.device)
+        for module in (*model, model):
+            fully_shard(module)
+        model(torch.ones(1, 2, device=self.device)).sum().backward()
+        self.assertEqual(model[1].weight.grad.shape, (0, 2))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,249 @@
+"""The explorer: programs from seeds, what is valid, shrinking, and ranks that end otherwise than expected."""
+
+import contextlib
+import io
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.explore import __main__ as command
+from torch_fsdp_tests.explore import generate, known, ranks, script, search
+from torch_fsdp_tests.explore.execution import shape_of
+from torch_fsdp_tests.explore.layers import batch
+from torch_fsdp_tests.explore.lifecycle import GATHERED, SHARDED, Lifecycle, problem
+from torch_fsdp_tests.explore.program import Layer, Program, ProgramError, Step, Unit
+from torch_fsdp_tests.explore.reference import Reference
+from torch_fsdp_tests.explore.shrink import shrunk
+from torch_fsdp_tests.ranks import Assignment
+
+SEEDS = range(300)
+FORWARD = Step("forward", number=1)
+BACKWARD = Step("backward", number=-1, flag=False)
+SMALL = Program(
+    seed=1,
+    world_size=2,
+    width=2,
+    layers=(Layer("a", "linear", bias=False), Layer("b", "chain", parts=(Layer("c", "scale"),))),
+    units=(Unit(("a",)), Unit(("b",)), Unit(("",))),
+    steps=(FORWARD, BACKWARD),
+)
+
+
+class TestPrograms(TestCase):
+    """Without it, ranks could run different programs, or programs that mean nothing."""
+
+    def test_same_seed_gives_same_program(self):
+        self.assertEqual(generate.program_of(7, 4), generate.program_of(7, 4))
+        self.assertNotEqual(generate.program_of(7), generate.program_of(8))
+
+    def test_programs_are_valid_and_survive_json(self):
+        for seed in SEEDS:
+            program = generate.program_of(seed, 4, demanded=("fsdp1",) if seed % 3 == 0 else ())
+            self.assertEqual(problem(program), "", program.listing())
+            self.assertEqual(Program.from_json(program.as_json()), program)
+
+    def test_every_kind_of_step_occurs(self):
+        kinds = {step.kind for seed in SEEDS for step in generate.program_of(seed, 4).steps}
+        self.assertTrue(
+            {"forward", "backward", "evaluate", "step", "unshard", "save_model", "reset", "divide"} <= kinds
+        )
+
+    def test_features_are_demanded_and_switched_off(self):
+        for seed in range(30):
+            self.assertFalse(generate.program_of(seed, without=("offload",)).offload)
+            self.assertEqual(generate.program_of(seed, 4, demanded=("hsdp",)).replicas, 2)
+
+    def test_rewritten_programs_are_valid(self):
+        for seed in SEEDS:
+            program = known.avoiding(generate.program_of(seed), known.REWRITINGS)
+            self.assertEqual(problem(program), "", program.listing())
+
+    def test_variations_are_valid(self):
+        for seed in range(60):
+            program = search.varied(generate.program_of(seed), random.Random(seed))
+            self.assertEqual(problem(program), "", program.listing())
+
+    def test_bad_programs_are_refused(self):
+        for text, reason in {
+            "{": "Expecting property name",
+            "[]": "no attribute",
+            '{"seed": 1}': "missing",
+            SMALL.as_json().replace('"scale"', '"magic"'): "unknown kind 'magic'",
+            SMALL.as_json().replace('"backward"', '"sideways"'): "unknown kind 'sideways'",
+        }.items():
+            with self.subTest(text), self.assertRaisesRegex(ProgramError, reason):
+                Program.from_json(text)
+
+    def test_what_is_not_valid(self):
+        step, save = Step("step"), Step("save_model", "full")
+        for steps, reason in (
+            ((BACKWARD,), "no such forward"),
+            ((FORWARD, step), "between forward and backward"),
+            ((Step("evaluate", "no_grad"), step), "everything is sharded"),
+            ((Step("load_model"),), "nothing was saved"),
+            ((Step("forward", "c"), FORWARD), "reset_iter_state"),
+            ((Step("sync", flag=False), FORWARD, BACKWARD, Step("zero")), "cannot be dropped"),
+            ((Step("divide", number=2.0), FORWARD, BACKWARD), "not every backend"),
+            ((Step("last", flag=False), FORWARD, BACKWARD, step), "the last one of its iteration"),
+            (
+                (Step("freeze", "a.weight", False), Step("freeze", "b.c.weight", False), FORWARD, BACKWARD),
+                "no trainable",
+            ),
+            ((Step("unshard", "b.c"),), "is not sharded"),
+        ):
+            with self.subTest(reason):
+                self.assertIn(reason, problem(SMALL.but(steps=steps)))
+        self.assertEqual(problem(SMALL.but(steps=(FORWARD, BACKWARD, step, save, Step("load_model")))), "")
+
+
+class TestExpectations(TestCase):
+    """Without it, the explorer could expect what FSDP does not promise."""
+
+    def states(self, steps: tuple[Step, ...], **changes: Any) -> list[str]:
+        program = SMALL.but(steps=steps, **changes)
+        self.assertEqual(problem(program), "")
+        life = Lifecycle(program)
+        for step in steps:
+            life.apply(step)
+        return life.states
+
+    def test_states_of_units(self):
+        keeps = (Unit(("a",), "no"), Unit(("b",), "yes"), Unit(("",), "yes"))
+        groups = (Unit(("a", "b")), Unit(("",)))
+        evaluation = Step("evaluate", "no_grad")
+        self.assertEqual(self.states((FORWARD,)), [SHARDED, SHARDED, GATHERED])
+        self.assertEqual(self.states((FORWARD, BACKWARD)), [SHARDED, SHARDED, SHARDED])
+        self.assertEqual(self.states((evaluation,), units=keeps), [GATHERED, SHARDED, SHARDED])
+        self.assertEqual(self.states((Step("evaluate", "no_grad", names=("b",)),), units=groups), [SHARDED, GATHERED])
+        self.assertEqual(self.states((Step("unshard", "b"),)), [SHARDED, GATHERED, SHARDED])
+        self.assertEqual(self.states((evaluation, Step("reshard", "*"))), [SHARDED, SHARDED, SHARDED])
+
+    def test_gradients_are_averages(self):
+        """Of one layer of scales, whose gradient is the sum over the batch of inputs times the weights of the loss."""
+        program = SMALL.but(layers=(Layer("a", "scale"),), units=(Unit(("",)),))
+        reference = Reference(program, "cpu")
+        for step in program.steps:
+            reference.apply(step)
+        (parameter,) = reference.master(0).values()
+        by_rank = [torch.mul(*batch(1, rank, 2, torch.float64)).sum(0) for rank in range(2)]
+        self.assertEqual(parameter.grad, (by_rank[0] + by_rank[1]) / 2)
+        self.assertGreater(parameter.grad.abs().sum(), 0)
+
+    def test_messages_have_shapes(self):
+        self.assertEqual(shape_of("expected 3 of 'a.weight' at 0x7f01, got 2.5"), "expected N of NAME at N, got N")
+        self.assertEqual(shape_of(""), "")
+
+
+class TestShrinking(TestCase):
+    """Without it, a finding could stay a program of thirty steps, or become another finding."""
+
+    def test_smallest_program(self):
+        """Of the program of a seed, only what the finding needs is left: an evaluation, and a layer of one kind."""
+
+        def shows(program: Program) -> bool:
+            has_layer = any(layer.kind == "wide" for layer in program.all_layers())
+            return has_layer and any(step.kind == "evaluate" for step in program.steps)
+
+        program = next(each for each in map(generate.program_of, range(1000)) if shows(each) and len(each.steps) > 12)
+        small = shrunk(program, shows, seconds=20)
+        self.assertEqual([step.kind for step in small.steps], ["evaluate"])
+        self.assertEqual([layer.kind for layer in small.all_layers()], ["wide"])
+        self.assertEqual([unit.modules for unit in small.units], [("",)])
+        self.assertEqual((small.param_dtype, small.frozen, small.offload, small.width), ("", (), False, 1))
+
+    def test_time_is_bounded(self):
+        program = generate.program_of(1)
+        self.assertEqual(shrunk(program, lambda each: True, seconds=0), program)
+
+
+class _Unreliable:
+    """Ranks of which one dies, or says something else, as the program's seed says."""
+
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        for text in assignment.orders():
+            seed = Program.from_json(text).seed
+            if seed == 3 and assignment.index == 1:
+                os._exit(7)
+            outcome = ranks.Explorer.outcome(assignment.index, lambda: ranks.execution.Outcome(digest="same"))
+            if seed == 4:
+                outcome = ranks.Explorer.outcome(
+                    assignment.index, lambda: ranks.execution.Outcome(digest=str(assignment.index))
+                )
+            assignment.report(outcome)
+
+
+class TestCrews(TestCase):
+    """Without it, one rank that dies could end a search, or be missed."""
+
+    def test_death_is_a_finding_and_the_next_program_runs(self):
+        crew = ranks.Crew(2, _Unreliable)
+        self.addCleanup(crew.close)
+        results = [crew.run(SMALL.but(seed=seed)) for seed in (1, 3, 1, 4, 1)]
+        self.assertEqual([result.is_finding for result in results], [False, True, False, True, False])
+        self.assertIn("died: exited with code 7", results[1].what)
+        self.assertEqual(results[1].rank, 1)
+        self.assertEqual(results[3].what, "ranks ran different collectives")
+
+
+class TestScripts(TestCase):
+    """Without it, a finding could come with a script that does not run."""
+
+    def test_scripts_are_python(self):
+        for seed in range(60):
+            program = known.valid(generate.program_of(seed))
+            for what in ("raised ValueError: no", "gradient"):
+                result = ranks.Result(program, what, 0, "a.weight: [1.0] instead of [2.0]")
+                compile(script.script(program, result), "script", "exec")
+
+    def test_script_holds_the_right_value(self):
+        result = ranks.Result(SMALL, "gradient", 1, "a.weight: [[1.0]] instead of [[2.0]]", rank=1)
+        text = script.script(SMALL, result)
+        self.assertIn("right = [[2.0]]", text)
+        self.assertIn("if rank == 1", text)
+        self.assertNotIn("torch_fsdp_tests", text)
+
+
+class TestCommand(TestCase):
+    """Without it, a wrong option could end in a traceback."""
+
+    def run_command(self, *arguments: str) -> tuple[Any, str]:
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            try:
+                return command.main(arguments), output.getvalue()
+            except SystemExit as leaving:
+                return leaving.code, output.getvalue()
+
+    def test_bad_arguments(self):
+        with tempfile.TemporaryDirectory() as folder:
+            bad = Path(folder, "bad.json")
+            bad.write_text("{}")
+            invalid = Path(folder, "invalid.json")
+            invalid.write_text(SMALL.but(steps=(BACKWARD,)).as_json())
+            for arguments, reason in (
+                (("--with", "magic"), "unknown feature 'magic'"),
+                (("--seconds", "0"), "must be a positive number"),
+                (("--ranks", "3"), "invalid choice"),
+                (("--replay", f"{folder}/none.json"), "cannot be read"),
+                (("--replay", str(bad)), "not a program"),
+                (("--replay", str(invalid)), "not valid: step 0: there is no such forward"),
+            ):
+                with self.subTest(arguments):
+                    status, output = self.run_command(*arguments)
+                    self.assertEqual(status, 2)
+                    self.assertIn(reason, output)
+
+    def test_features_are_listed(self):
+        status, output = self.run_command("--features")
+        self.assertEqual(status, 0)
+        self.assertEqual(len(output.splitlines()), len(generate.FEATURES))
+
+
+if __name__ == "__main__":
+    run_tests()

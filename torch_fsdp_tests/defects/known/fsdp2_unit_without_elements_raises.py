@@ -1,0 +1,41 @@
+"""The backward of a unit whose parameters have no elements raises.
+
+FSDP2 gathers such a unit, and reduces its gradients with ``torch._chunk_cat``, which refuses tensors without elements.
+A unit that also has a parameter with elements, or a plain model, runs. A model has such a unit if each of its layers is
+sharded and one of them has, for example, an adapter of rank 0 or an embedding of no words.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
+    fails_with=("RuntimeError",),
+)
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2), Empty()).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    try:
+        model(torch.ones(1, 2, device=device)).sum().backward()
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).splitlines()[0]}", "a gradient without elements"
+    return "a gradient without elements", "a gradient without elements"

@@ -1,0 +1,179 @@
+"""``python -m torch_fsdp_tests.explore``: search for defects of FSDP with random programs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_fsdp_tests.explore.generate import FEATURES
+from torch_fsdp_tests.explore.program import Program, ProgramError
+from torch_fsdp_tests.processes import host
+
+EPILOG = """\
+exit status: 0 if nothing new was found; 1 if something was; 2 for bad arguments; 130 after Ctrl-C without findings.
+The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
+"""
+
+
+def _features(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in FEATURES:
+            raise argparse.ArgumentTypeError(f"unknown feature {name!r}; --features lists them")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"the time must be a positive number of seconds, and not {text!r}")
+    return seconds
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_fsdp_tests.explore",
+        description="Run random programs over FSDP, compare each with a plain model, and shrink what differs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="how long to search (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="the first program's seed (default: 0)")
+    parser.add_argument("--ranks", type=int, choices=[1, 2, 4], default=2, help="ranks of a program (default: 2)")
+    parser.add_argument("--with", dest="demanded", type=_features, default=(), metavar="A,B", help="features to demand")
+    parser.add_argument("--without", type=_features, default=(), metavar="A,B", help="features to switch off")
+    parser.add_argument("--with-known", action="store_true", help="do not avoid the known defects of the registry")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write the findings into a folder")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file, and say how it ends")
+    parser.add_argument("--features", action="store_true", help="list the features, and search for nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    host.refuse_unsupported()
+    for ending in host.ending_signals():
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # an exit ends the ranks
+    options = parse(argv)
+    if options.features:
+        for name, meaning in FEATURES.items():
+            print(f"{name:15} {meaning}")
+        return 0
+    try:
+        return _replay(options.replay) if options.replay else _search(options)
+    except ProgramError as error:
+        print(f"python -m torch_fsdp_tests.explore: {error}", file=sys.stderr)
+        return 2
+
+
+def _replay(path: Path) -> int:
+    from torch_fsdp_tests.explore import lifecycle, ranks
+
+    program = Program.read(path)
+    print(program.listing())
+    if why := lifecycle.problem(program):
+        raise ProgramError(f"{path} has a program that is not valid: {why}")
+    ranks.prepare()
+    crew = ranks.Crew(program.world_size)
+    try:
+        result = crew.run(program)
+    finally:
+        crew.close()
+    print("\n" + in_words(result))
+    return 1 if result.is_finding else 0
+
+
+def in_words(result: object) -> str:
+    from torch_fsdp_tests.explore.ranks import Result
+
+    assert isinstance(result, Result)
+    if result.invalid:
+        return f"a plain model cannot run this program: {result.invalid}"
+    if not result.is_finding:
+        return "as expected"
+    where = f"step {result.step}" if result.step >= 0 else "before the first step"
+    return f"rank {result.rank}, {where}: {result.what}\n{result.detail}"
+
+
+def _search(options: argparse.Namespace) -> int:
+    import torch
+
+    from torch_fsdp_tests.explore import ranks
+    from torch_fsdp_tests.explore.search import Search, Settings, save
+
+    ranks.prepare()
+    progress = _Progress(options.seconds)
+    search = Search(
+        Settings(
+            options.seconds,
+            options.seed,
+            options.ranks,
+            without=options.without,
+            demanded=options.demanded,
+            with_known=options.with_known,
+        ),
+        progress.show,
+    )
+    print(f"torch {torch.__version__}, {options.ranks} ranks, seed {options.seed}", flush=True)
+    stopped = False
+    try:
+        for finding in search.findings():
+            progress.clear()
+            label = f"known: {finding.known}" if finding.known else "new" if finding.is_confirmed else "not repeated"
+            print(f"\n{label}\n{finding.program.listing()}\n{in_words(finding.result)}", flush=True)
+            if options.output:
+                print(f"written to {save(finding, options.output)}", flush=True)
+    except KeyboardInterrupt:
+        stopped = True
+    search.close()
+    progress.clear()
+    new = [finding for finding in search.found.values() if finding.is_new]
+    print(f"\n{progress.line(search)}")
+    for finding in search.found.values():
+        print(f"  {finding.count} times: {finding.result.what} {finding.result.place} {finding.known}".rstrip())
+    return 1 if new else 130 if stopped else 0
+
+
+class _Progress:
+    """One line on a terminal, rewritten at most four times a second; elsewhere a line every minute."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.start = time.monotonic()
+        self.is_terminal = sys.stdout.isatty()
+        self.shown = self.start
+
+    def line(self, search: object) -> str:
+        from torch_fsdp_tests.explore.search import Search
+
+        assert isinstance(search, Search)
+        spent = time.monotonic() - self.start
+        new = sum(finding.is_new for finding in search.found.values())
+        return (
+            f"{search.programs} programs in {spent:.0f} s ({search.programs / max(spent, 0.1):.1f} a second), "
+            f"{len(search.lines)} lines of FSDP, {len(search.pairs)} pairs of features, {new} new findings"
+        )
+
+    def show(self, search: object) -> None:
+        now = time.monotonic()
+        if now - self.shown < (0.25 if self.is_terminal else 60.0):
+            return
+        self.shown = now
+        if self.is_terminal:
+            print(f"\r{self.line(search)}\x1b[K", end="", flush=True)
+        else:
+            print(self.line(search), flush=True)
+
+    def clear(self) -> None:
+        if self.is_terminal:
+            print("\r\x1b[K", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""Known defects as rewritings of programs: each takes out of a program what shows the defect, and nothing else.
+
+The search applies the rewritings of all defects that the installed torch has. A finding is known if a rewriting makes
+it disappear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.registry import Answer
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.explore.lifecycle import Lifecycle, problem
+from torch_fsdp_tests.explore.program import Layer, Program, Step
+
+Rewriting = Callable[[Program], Program]
+REWRITINGS: dict[str, Rewriting] = {}
+
+
+def _avoids(id: str) -> Callable[[Rewriting], Rewriting]:
+    def store(rewriting: Rewriting) -> Rewriting:
+        REWRITINGS[id] = rewriting
+        return rewriting
+
+    return store
+
+
+def present() -> list[str]:
+    """The known defects that the installed torch has, and that programs can show."""
+    absent = (Answer.ABSENT, Answer.CANNOT_BE_TRIED)
+    return [id for id in REWRITINGS if registry.entry(id).defect.expected(torch.__version__) not in absent]
+
+
+def possible(program: Program) -> Program:
+    """The program without what the device under test cannot do."""
+    if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
+        return program.but(offload=False)
+    return program
+
+
+def avoiding(program: Program, ids: Iterable[str]) -> Program:
+    """The program without what shows these defects. It is valid."""
+    for id in ids:
+        rewritten = valid(REWRITINGS[id](program))
+        program = rewritten if not problem(rewritten) else program
+    return program
+
+
+def valid(program: Program) -> Program:
+    """The program without the steps that are not valid (any more)."""
+    return each_step(program, lambda life, step: [step])
+
+
+def each_step(program: Program, change: Callable[[Lifecycle, Step], list[Step]]) -> Program:
+    """Replace each step by others, and leave out those that are not valid there."""
+    life, steps = Lifecycle(program), []
+    for step in program.steps:
+        for new in change(life, step):
+            if not life.problem(new):
+                life.apply(new)
+                steps.append(new)
+    return program.but(steps=tuple(steps))
+
+
+@_avoids("fsdp2_inference_mode_breaks_training")
+def _gathers_outside_inference_mode_first(program: Program) -> Program:
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        if step.kind == "evaluate" and step.at == "inference" and len(life.gathered) < len(program.units):
+            return [dataclasses.replace(step, at="no_grad")]
+        return [step]
+
+    return each_step(program, change)
+
+
+@_avoids("fsdp2_ignored_parameters_break_foreach")
+def _no_foreach_beside_ignored_parameters(program: Program) -> Program:
+    if not program.ignored:
+        return program
+    steps = tuple(step for step in program.steps if step.kind != "clip")
+    return program.but(steps=steps, foreach=False)
+
+
+@_avoids("fsdp2_asking_for_optim_state_is_a_step")
+def _no_optimizer_states_before_the_first_step(program: Program) -> Program:
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        if step.kind == "save_optimizer" and not life.has_stepped:
+            return [dataclasses.replace(step, at="plain")]
+        return [step]
+
+    return each_step(program, change)
+
+
+@_avoids("fsdp2_unit_without_elements_raises")
+def _elements_in_each_unit(program: Program) -> Program:
+    return program.but(layers=_with_elements(program.layers))
+
+
+def _with_elements(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    return tuple(
+        dataclasses.replace(
+            layer, kind="one" if layer.kind == "empty" else layer.kind, parts=_with_elements(layer.parts)
+        )
+        for layer in layers
+    )
+
+
+@_avoids("fsdp2_shared_module_is_not_loaded")
+def _no_states_of_shared_modules(program: Program) -> Program:
+    return _with_plain_states(program, "save_model") if program.shares else program
+
+
+@_avoids("fsdp2_stateless_optimizers_are_mixed_up")
+def _no_states_of_stateless_optimizers(program: Program) -> Program:
+    return _with_plain_states(program, "save_optimizer") if program.optimizer == "sgd" else program
+
+
+@_avoids("fsdp2_optim_state_of_some_parameters_is_refused")
+@_avoids("fsdp2_frozen_parameter_loses_its_state")
+def _no_optimizer_states_of_some_parameters(program: Program) -> Program:
+    uses_all = not any(step.names or step.kind == "freeze" for step in program.steps)
+    if uses_all and not program.frozen and not any(layer.kind == "loose" for layer in program.all_layers()):
+        return program
+    return _with_plain_states(program, "save_optimizer")
+
+
+def _with_plain_states(program: Program, kind: str) -> Program:
+    steps = [dataclasses.replace(step, at="plain") if step.kind == kind else step for step in program.steps]
+    return program.but(steps=tuple(steps))
+
+
+@_avoids("fsdp2_full_optim_state_beside_gradients_is_not_loaded")
+def _no_gradients_before_a_full_load(program: Program) -> Program:
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        return [Step("zero"), step] if step.kind == "load_optimizer" and life.has_gradients else [step]
+
+    return each_step(program, change)
+
+
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
+
+
+@_avoids("fsdp1_second_backward_raises")
+def _one_backward_for_each_forward(program: Program) -> Program:
+    if program.api != "fsdp1":
+        return program
+
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        if step.kind == "backward":
+            return [dataclasses.replace(step, flag=False)]
+        return [] if step.kind == "forward" and life.pending else [step]
+
+    return each_step(program, change)
+
+
+@_avoids("fsdp1_evaluation_before_step_trains_old_weights")
+def _training_after_each_evaluation(program: Program) -> Program:
+    if program.api != "fsdp1":
+        return program
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        if step.kind != "evaluate" or (steps and steps[-1].kind in ("forward", "evaluate")):
+            steps.append(step)
+    return program.but(steps=tuple(reversed(steps)))

@@ -1,0 +1,170 @@
+"""The layers of explored models, with torch alone: a script of a finding contains their source."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Interrupted(Exception):
+    """A forward that a program interrupts ends in this."""
+
+
+class Chain(nn.Module):
+    """Layers one after the other, by name. ``skip`` leaves some out, and ``fail`` is where forward raises."""
+
+    def __init__(self, recompute=(), **layers):
+        super().__init__()
+        self.recompute = recompute  # names of layers under activation checkpointing
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x, skip=(), fail=None):
+        for name, layer in self._modules.items():
+            if name in skip:
+                continue
+            if name == fail:
+                raise Interrupted(name)
+            plain = getattr(layer, "module", layer)  # FSDP1 wraps it
+            further = (skip, fail) if isinstance(plain, Chain) else ()
+            if isinstance(plain, Boxed):
+                x = unboxed(layer(boxed(plain.kind, x)))
+            elif name in self.recompute:
+                x = checkpoint(layer, x, *further, use_reentrant=False)
+            else:
+                x = layer(x, *further)
+        return x
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Wide(nn.Module):
+    """Two linear layers with ``rows`` features between them."""
+
+    def __init__(self, width, rows, bias=True):
+        super().__init__()
+        self.up = nn.Linear(width, rows, bias=bias)
+        self.down = nn.Linear(rows, width, bias=bias)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Empty(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+class Loose(nn.Module):
+    """A parameter that forward does not use."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x):
+        return x + 1
+
+
+class Counter(nn.Module):
+    """A buffer that each forward in training mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 0.5
+        return x + self.seen.to(x.dtype)
+
+
+class Detour(nn.Module):
+    """A part of the output has no gradient."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x):
+        return x * self.weight + (x * self.weight).detach()
+
+
+class Twice(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    nothing: None = None
+    number: int = 2
+
+
+Named = collections.namedtuple("Named", "x nothing")
+
+
+def boxed(kind, x):
+    if kind == "dict":
+        return {"x": x, "nothing": None, "number": 2}
+    if kind == "tuple":
+        return (x, None, 2)
+    if kind == "named":
+        return Named(x, None)
+    return Record(x)
+
+
+def unboxed(box):
+    if isinstance(box, dict):
+        return box["x"]
+    return box.x if isinstance(box, (Record, Named)) else box[0]
+
+
+class Boxed(nn.Module):
+    """A layer whose input and output are containers."""
+
+    def __init__(self, kind, inner):
+        super().__init__()
+        self.kind = kind
+        self.inner = inner
+
+    def forward(self, box):
+        return boxed(self.kind, self.inner(unboxed(box)))
+
+
+def fill(model, seed):
+    """Give every parameter multiples of a half. Sums and products of few of them are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator) / 2)
+    return model
+
+
+def batch(seed, rank, width, dtype):
+    """The inputs and the weights of the loss in one forward of one rank, also multiples of a half."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    x, weights = (torch.randint(-2, 3, (2, width), generator=generator).to(dtype) / 2 for _ in range(2))
+    return x, weights

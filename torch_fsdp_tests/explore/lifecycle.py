@@ -1,0 +1,308 @@
+"""What a program does to units, without torch: which modules run, what is gathered afterwards, and what is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch_fsdp_tests.explore.program import Layer, Program, Step
+
+SHARDED, GATHERED, PARTLY = "SHARDED", "UNSHARDED", "SHARDED_POST_FORWARD"
+UNKNOWN = ""  # documented nowhere, so nothing is expected
+
+CHANGES = ("step", "edit", "load_model", "load_optimizer", "freeze", "save_optimizer", "save_model", "clip")
+_STATE_STEPS = ("save_model", "load_model", "save_optimizer", "load_optimizer")
+FSDP1_STEPS = ("forward", "evaluate", "backward", "step", "zero", "clip", "sync", "edit", *_STATE_STEPS)
+WITHOUT_PARAMETERS = ("relu", "counter")
+_PARAMETERS = {
+    "linear": ("weight", "bias"),
+    "wide": ("up.weight", "up.bias", "down.weight", "down.bias"),
+    "norm": ("weight", "bias"),
+}
+
+
+class Interruption(Exception):
+    """The forward ends here."""
+
+
+@dataclasses.dataclass
+class Pending:
+    """A forward whose backward has not run yet: its step, and the units that ran, in order."""
+
+    step: Step
+    ran: list[int]
+    trains: bool  # a trainable parameter was used
+
+
+class Lifecycle:
+    """The state of each unit while the steps of a program happen."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._at = {path: index for index, unit in enumerate(program.units) for path in unit.modules}
+        self.states = [SHARDED] * len(program.units)
+        self.reshards = [_reshards(unit.reshard, unit.modules == ("",)) for unit in program.units]
+        self.keeps = False  # after backward
+        self.syncs = True
+        self.unreduced = False  # gradients of a backward without synchronization are kept
+        self.is_last = True
+        self.unfinished = False  # the last backward was said not to be the last one
+        self.interrupted = False  # the last forward raised, and nothing has been reset since
+        self.has_factor = self.sums = False
+        self.has_gradients = False
+        self.has_stepped = False
+        self.gathered: set[int] = set()  # units that have been gathered for training
+        self.pending: list[Pending] = []
+        self.saved: set[str] = set()
+        self._names = set(parameters(program))
+        self.trainable = {resolved(program, name) for name in parameters(program)} - {
+            resolved(program, name) for name in program.frozen
+        }
+
+    def problem(self, step: Step) -> str:
+        """Why the step is not valid now. Empty if it is."""
+        if self.program.api == "fsdp1" and (step.kind not in FSDP1_STEPS or (step.kind == "forward" and step.at)):
+            return "FSDP1 has nothing like it"
+        match step.kind:
+            case "unshard" | "reshard" | "reshard_after_forward" if step.at != "*" and step.at not in self._at:
+                return f"{step.at!r} is not sharded"
+            case "prefetch_forward" | "prefetch_backward" if not self._at.keys() >= {step.at, *step.names}:
+                return "a module is not sharded"
+            case "freeze" | "edit" if step.at not in self._names:
+                return f"there is no parameter {step.at!r}"
+        if step.kind in CHANGES:
+            if self.pending:
+                return "parameters must not change between forward and backward"
+            if self.program.api == "fsdp1" and self.unreduced:
+                return "FSDP1 steps only after a reduction"
+            if self.unfinished:
+                return "the last backward before a change is the last one of its iteration"
+            if any(state != SHARDED for state in self.states):
+                return "parameters change only while everything is sharded"
+        if self.interrupted != (step.kind == "reset"):
+            return "a forward that raised is followed by reset_iter_state, and nothing else is"
+        match step.kind:
+            case "forward" if step.at and (self.pending or self.unreduced):
+                return "reset_iter_state would drop what other forwards have left"
+            case "backward" if self.has_factor and not self.sums:
+                return "not every backend can divide in a reduction"
+            case "backward" if not -len(self.pending) <= int(step.number) < len(self.pending):
+                return "there is no such forward"
+            case "backward" if not self.pending[int(step.number)].trains:
+                return "no trainable parameter was used"
+            case "zero" if self.unreduced:
+                return "gradients that are not reduced yet cannot be dropped"
+            case "load_model" | "load_optimizer" if step.kind.removeprefix("load_") not in self.saved:
+                return "nothing was saved"
+        return ""
+
+    def apply(self, step: Step) -> None:
+        match step.kind:
+            case "forward":
+                ran: list[int] = []
+                try:
+                    self._run(step, ran)
+                    self.pending.append(Pending(step, ran, not self.trainable.isdisjoint(self.used(step))))
+                except Interruption:
+                    self.interrupted = True
+                    self.states = [UNKNOWN for _ in self.states]
+                self.gathered.update(ran)
+            case "reset":
+                self.interrupted = False
+                self.states = [SHARDED for _ in self.states]
+            case "evaluate":
+                self._run(step, [])
+            case "backward":
+                if not step.flag:
+                    self.pending.pop(int(step.number))
+                self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
+                self.unreduced = not self.syncs
+                self.has_gradients = True
+                self.unfinished = not self.is_last
+            case "zero" if step.flag:
+                self.has_gradients = False
+            case "step":
+                self.has_stepped |= self.has_gradients
+            case "divide":
+                self.has_factor = True
+            case "sum":
+                self.sums = step.flag
+            case "freeze":
+                name = resolved(self.program, step.at)
+                self.trainable = self.trainable | {name} if step.flag else self.trainable - {name}
+            case "sync":
+                self.syncs = step.flag
+            case "last":
+                self.is_last = step.flag
+            case "keep_after_backward":
+                self.keeps = not step.flag
+            case "reshard_after_forward":
+                for index in self._units(step.at):
+                    self.reshards[index] = "yes" if step.flag else "no"
+            case "unshard":
+                for index in self._units(step.at):
+                    self.states[index] = GATHERED
+            case "reshard":
+                for index in self._units(step.at):
+                    self.states[index] = SHARDED
+            case "save_model" | "save_optimizer":
+                self.saved.add(step.kind.removeprefix("save_"))
+
+    def used(self, step: Step) -> set[str]:
+        """The parameters that a forward uses."""
+        layers = dict(paths(self.program.layers))
+        kinds = {layer.name: layer.kind for layer in layers.values()}
+        used = set()
+        for name in parameters(self.program):
+            above = name.split(".")
+            if not set(above).intersection(step.names) and not any(kinds.get(each) == "loose" for each in above):
+                used.add(resolved(self.program, name))
+        return used
+
+    def _units(self, at: str) -> Iterator[int]:
+        """The unit of a module, or all units with ``"*"``."""
+        yield from range(len(self.states)) if at == "*" else [self._at[at]]
+
+    def _run(self, step: Step, ran: list[int]) -> None:
+        left = {index: set(unit.modules) for index, unit in enumerate(self.program.units)}  # modules yet to run
+        self._run_module("", self.program.layers, step, ran, left)
+        for index, modules in left.items():  # the root completes groups of which only a part has run
+            if modules and len(modules) < len(self.program.units[index].modules):
+                self._leave(index)
+        if self.program.api == "fsdp1":  # it promises nothing about what is gathered
+            self.states = [SHARDED for _ in self.states]
+
+    def _run_module(
+        self, path: str, layers: tuple[Layer, ...], step: Step, ran: list[int], left: dict[int, set[str]]
+    ) -> None:
+        index = self._at.get(path)
+        if index is not None:
+            self.states[index] = GATHERED
+            ran.append(index)
+        for layer in layers:
+            if layer.name in step.names:
+                continue
+            if step.kind == "forward" and layer.name == step.at:
+                raise Interruption
+            below = resolved(self.program, f"{path}.{layer.name}".lstrip("."))
+            for _ in range(2 if layer.twice else 1):
+                self._run_module(below, layer.parts, step, ran, left)
+        if index is not None:
+            left[index].discard(path)
+            if not left[index]:
+                self._leave(index)
+                left[index] = set(self.program.units[index].modules)
+
+    def _leave(self, index: int) -> None:
+        self.states[index] = {"yes": SHARDED, "no": GATHERED}.get(self.reshards[index], PARTLY)
+
+
+def _reshards(reshard: str, is_root: bool) -> str:
+    if reshard == "default":
+        return "no" if is_root else "yes"
+    return reshard
+
+
+def resolved(program: Program, path: str) -> str:
+    """The path at which a shared module is found first."""
+    for new, old in program.shares:
+        if path == new or path.startswith(f"{new}."):
+            return old + path.removeprefix(new)
+    return path
+
+
+def paths(layers: tuple[Layer, ...], prefix: str = "") -> Iterator[tuple[str, Layer]]:
+    """All layers with their paths."""
+    for layer in layers:
+        yield prefix + layer.name, layer
+        yield from paths(layer.parts, f"{prefix}{layer.name}.")
+
+
+def _inner(layer: Layer) -> str:
+    return ".inner" * (bool(layer.box) + layer.twice)
+
+
+def parameters(program: Program) -> list[str]:
+    """The names of all parameters, before any become one."""
+    names = []
+    for path, layer in paths(program.layers):
+        if layer.kind != "chain" and layer.kind not in WITHOUT_PARAMETERS:
+            own = _PARAMETERS.get(layer.kind, ("weight",))
+            has_bias = layer.bias or layer.kind == "norm"
+            names += [f"{path}{_inner(layer)}.{name}" for name in own if has_bias or not name.endswith("bias")]
+    return names
+
+
+def columns_of(program: Program, name: str) -> int:
+    """The size of a matrix in dimension 1."""
+    layers = {layer.name: layer for layer in program.all_layers()}
+    owner = [layers[part] for part in name.split(".") if part in layers][-1]
+    return owner.rows if ".down." in f".{name}" else program.width
+
+
+def unit_of(program: Program, name: str) -> int | None:
+    """The unit that manages a parameter: that of the nearest module above it."""
+    at = {path: index for index, unit in enumerate(program.units) for path in unit.modules}
+    path = resolved(program, name)
+    while path:
+        path = path.rpartition(".")[0]
+        if path in at:
+            return at[path]
+    return None
+
+
+def problem(program: Program) -> str:
+    """Why the program is not valid. Empty if it is."""
+    layers = dict(paths(program.layers))
+    modules = {"", *(resolved(program, path) for path in layers)}
+    names = set(parameters(program))
+    wrapped = [path for unit in program.units for path in unit.modules]
+    if len(wrapped) != len(set(wrapped)) or not modules.issuperset(wrapped):
+        return "a module that is sharded is missing, or is sharded twice"
+    if not program.units or program.units[-1].modules != ("",):
+        return "the model itself is sharded last"
+    if any(layer.parts and (layer.box or layer.twice) for layer in layers.values()):
+        return "only single layers are in boxes or run twice"
+    for unit in program.units:
+        if any(one != other and one.startswith(f"{other}.") for one in unit.modules for other in unit.modules):
+            return "a group holds a module and a part of it"
+    for new, old in program.shares:
+        if (
+            new not in layers
+            or old not in layers
+            or layers[new] != dataclasses.replace(layers[old], name=layers[new].name)
+        ):
+            return "shared modules must be alike"
+        if any(path == new or path.startswith(f"{new}.") for path in wrapped):
+            return "a shared module is sharded where it is found first"
+    for new, old in program.ties:
+        if new not in names or old not in names or unit_of(program, new) != unit_of(program, old):
+            return "tied parameters must be in one unit"
+    if not names.issuperset((*program.frozen, *program.ignored, *program.columns)):
+        return "there is no such parameter"
+    if program.world_size % program.replicas:
+        return "the replicas must divide the ranks"
+    if any(layer.kind == "chain" and not layer.parts for layer in layers.values()):
+        return "a chain has no layers"
+    if not names:
+        return "there is nothing to train"
+    shards = program.world_size // program.replicas
+    if program.api == "fsdp1":
+        if any(len(unit.modules) > 1 or unit.reshard != "default" for unit in program.units):
+            return "FSDP1 wraps single modules"
+        if program.columns or program.output_dtype:
+            return "FSDP1 has nothing like it"
+        if (program.replicas > 1) != program.strategy.startswith("HYBRID"):
+            return "hybrid strategies need a mesh with two dimensions, and no other strategy does"
+        for index in range(len(program.units)):
+            owned = [name for name in names if unit_of(program, name) == index and name not in program.ignored]
+            if not program.orig_params and len({name in program.frozen for name in owned}) > 1:
+                return "a flat parameter is frozen as a whole"
+    if any(columns_of(program, name) % shards for name in program.columns):
+        return "the columns are not divisible"  # documented by fully_shard
+    life = Lifecycle(program)
+    for index, step in enumerate(program.steps):
+        if why := life.problem(step):
+            return f"step {index}: {why}"
+        life.apply(step)
+    return ""

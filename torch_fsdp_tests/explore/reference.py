@@ -1,0 +1,262 @@
+"""What a program means without FSDP: plain models, one for each rank, and gradients that are averaged by hand.
+
+Every rank simulates all ranks, so that nothing here needs a collective.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fsdp_tests.explore import layers
+from torch_fsdp_tests.explore.lifecycle import resolved, unit_of
+from torch_fsdp_tests.explore.program import Program, Step
+
+LEARNING_RATE = 2**-8  # parameters stay moderate, so that no difference drowns in rounding
+_NAMES = {**vars(layers), "nn": nn}
+
+
+class Invalid(Exception):
+    """The program is not valid: a plain model raises, too."""
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def model_of(program: Program, device: str) -> nn.Module:
+    """The plain model of a program, with its parameters."""
+    model = layers.fill(eval(program.expression(), dict(_NAMES)), program.seed).to(device, dtype_of(program.dtype))
+    for new, old in (*program.ties, *program.shares):
+        path, _, name = new.rpartition(".")
+        setattr(model.get_submodule(path), name, attribute_at(model, old))
+    for name in program.frozen:
+        attribute_at(model, name).requires_grad_(False)
+    return model
+
+
+def batch_of(program: Program, step: Step, rank: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs and the weights of the loss in a forward of a rank."""
+    x, weights = layers.batch(int(step.number), rank, program.width, getattr(torch, program.dtype))
+    return x.to(device), weights.to(device)
+
+
+def attribute_at(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def optimizer_of(program: Program, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    match program.optimizer:
+        case "momentum":
+            return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5, foreach=program.foreach)
+        case "adam":
+            return torch.optim.Adam(parameters, lr=LEARNING_RATE, foreach=program.foreach)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=program.foreach)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=program.foreach)
+
+
+@dataclasses.dataclass
+class Forward:
+    """The outputs of all ranks, and their losses."""
+
+    outputs: list[torch.Tensor]
+    losses: list[torch.Tensor]
+
+
+class Reference:
+    """The plain model of a program. ``master`` has the parameters, the gradients, and the optimizer's states."""
+
+    def __init__(self, program: Program, device: str) -> None:
+        self.program, self.device = program, device
+        self.param_dtype = dtype_of(program.param_dtype)
+        self.reduce_dtype = dtype_of(program.reduce_dtype) or self.param_dtype or dtype_of(program.dtype)
+        model = model_of(program, device)
+        ignored = {id(attribute_at(model, name)) for name in program.ignored}
+        # Parameters that FSDP does not manage differ from rank to rank, so there is a master for each.
+        self.masters = [model]
+        if ignored:
+            self.masters += [copy.deepcopy(model) for _ in range(program.world_size - 1)]
+        self.named = [dict(master.named_parameters()) for master in self.masters]
+        self.ignored = {name for name, parameter in self.named[0].items() if id(parameter) in ignored}
+        self.optimizers = [optimizer_of(program, master.parameters()) for master in self.masters]
+        self.models = [copy.deepcopy(model).to(self.param_dtype) for _ in range(program.world_size)]
+        self.leaves = [dict(each.named_parameters()) for each in self.models]
+        for each in self.models:  # a cast of the model casts its buffers, which FSDP2 does not do
+            for name, buffer in model.named_buffers():
+                owner, _, last = name.rpartition(".")
+                setattr(each.get_submodule(owner), last, buffer.clone())
+        self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
+        self.units = {name: unit_of(program, name) for name in self.named[0]}
+        self.pending: list[Forward] = []
+        self.syncs = True
+        self.factor: float | None = None
+        self.norm: torch.Tensor | None = None
+        self.saved: dict[str, Any] = {}
+
+    def master(self, rank: int) -> dict[str, nn.Parameter]:
+        return self.named[rank if self.ignored else 0]
+
+    def apply(self, step: Step) -> Forward | None:
+        """Run a step. Raises :class:`Invalid` if a plain model cannot."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return getattr(self, f"_{step.kind}", self._nothing)(step)
+        except layers.Interrupted:
+            raise
+        except Exception as error:
+            raise Invalid(f"{type(error).__name__}: {error}") from error
+
+    def _nothing(self, step: Step) -> None:
+        """Steps that change no number."""
+
+    def _outputs(self, step: Step, fail: str | None) -> Forward:
+        forward = Forward([], [])
+        interruption = None
+        for rank, model in enumerate(self.models):
+            x, weights = batch_of(self.program, step, rank, self.device)
+            if self.param_dtype is not None and self.program.cast_inputs:
+                x = x.to(self.param_dtype)
+            try:
+                output = model(x, step.names, fail)
+            except layers.Interrupted as error:  # every rank must be interrupted, because of the buffers
+                interruption = error
+                continue
+            if self.program.output_dtype:
+                output = output.to(dtype_of(self.program.output_dtype))
+            forward.outputs.append(output)
+            forward.losses.append((output * weights).sum())
+        if interruption:
+            raise interruption
+        return forward
+
+    def _forward(self, step: Step) -> Forward:
+        self._take_parameters()
+        forward = self._outputs(step, step.at or None)
+        self.pending.append(forward)
+        return forward
+
+    def _evaluate(self, step: Step) -> Forward:
+        self._take_parameters()
+        for model in self.models:
+            model.train(step.at != "eval")
+        with torch.inference_mode() if step.at == "inference" else torch.no_grad():
+            forward = self._outputs(step, None)
+        for model in self.models:
+            model.train()
+        return forward
+
+    def _take_parameters(self) -> None:
+        if self.pending:
+            return  # they have not changed, and the other graph needs them
+        with torch.no_grad():
+            for rank, leaves in enumerate(self.leaves):
+                for name, parameter in self.master(rank).items():
+                    leaves[name].copy_(parameter)
+                    leaves[name].requires_grad_(parameter.requires_grad)
+
+    def _backward(self, step: Step) -> None:
+        index = int(step.number)
+        forward = self.pending[index] if step.flag else self.pending.pop(index)
+        for loss in forward.losses:
+            loss.backward(retain_graph=step.flag)
+        for rank, leaves in enumerate(self.leaves):
+            for name, leaf in leaves.items():
+                if leaf.grad is None:
+                    continue
+                gradient, leaf.grad = leaf.grad, None
+                if name in self.ignored:
+                    self._accumulate(self.master(rank)[name], gradient)
+                    continue
+                if not self.syncs or name in self.kept[rank]:
+                    if self.program.api != "fsdp1":  # what FSDP2 keeps adds up in the dtype of the reduction
+                        gradient = gradient.to(self.reduce_dtype)
+                    if name in self.kept[rank]:
+                        gradient = self.kept[rank][name] + gradient
+                self.kept[rank][name] = gradient
+        if self.syncs:
+            self._reduce()
+
+    def _fill_units(self) -> None:
+        """A flat parameter has a gradient as a whole: zeros for the parameters in it that were not used."""
+        for kept, leaves in zip(self.kept, self.leaves):
+            used = {self.units[name] for name in kept}
+            for name, leaf in leaves.items():
+                if name not in kept and self.units[name] in used and leaf.requires_grad and name not in self.ignored:
+                    kept[name] = torch.zeros_like(leaf)
+
+    def _reduce(self) -> None:
+        if self.program.api == "fsdp1":
+            self._fill_units()
+        for name in list(self.named[0]):
+            parts = [kept.pop(name) for kept in self.kept if name in kept]
+            if not parts:
+                continue
+            if len(parts) < len(self.models):
+                raise Invalid(f"some ranks have no gradient of {name}")
+            mean = self._mean([part.to(self.reduce_dtype) for part in parts])
+            for named in self.named:
+                self._accumulate(named[name], mean)
+
+    def _mean(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Sums over the ranks that share a replica come first, as in a mesh with two dimensions."""
+        shards = len(parts) // self.program.replicas
+        sums = [sum(parts[first + 1 : first + shards], parts[first]) for first in range(0, len(parts), shards)]
+        return sum(sums[1:], sums[0]) / (len(parts) if self.factor is None else self.factor)
+
+    @staticmethod
+    def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        gradient = gradient.to(parameter.dtype)
+        parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
+    def _sync(self, step: Step) -> None:
+        self.syncs = step.flag
+
+    def _divide(self, step: Step) -> None:
+        self.factor = step.number
+
+    def _step(self, step: Step) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _zero(self, step: Step) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=step.flag)
+
+    def _clip(self, step: Step) -> None:
+        for master in self.masters:
+            self.norm = nn.utils.clip_grad_norm_(master.parameters(), step.number)
+
+    def _freeze(self, step: Step) -> None:
+        for master in self.masters:
+            attribute_at(master, resolved(self.program, step.at)).requires_grad_(step.flag)
+
+    def _edit(self, step: Step) -> None:
+        with torch.no_grad():
+            for master in self.masters:
+                attribute_at(master, resolved(self.program, step.at)).mul_(0.5)
+
+    def _save_model(self, step: Step) -> None:
+        self.saved["model"] = [
+            {name: value.detach().clone() for name, value in (*self.master(rank).items(), *model.named_buffers())}
+            for rank, model in enumerate(self.models)
+        ]
+
+    def _load_model(self, step: Step) -> None:
+        with torch.no_grad():
+            for rank, model in enumerate(self.models):
+                for name, value in (*self.master(rank).items(), *model.named_buffers()):
+                    value.copy_(self.saved["model"][rank][name])
+
+    def _save_optimizer(self, step: Step) -> None:
+        self.saved["optimizer"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
+
+    def _load_optimizer(self, step: Step) -> None:
+        for optimizer, state in zip(self.optimizers, self.saved["optimizer"]):
+            optimizer.load_state_dict(copy.deepcopy(state))

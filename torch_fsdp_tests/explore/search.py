@@ -1,0 +1,202 @@
+"""The search: programs that are new, or variations of programs that reached something new, until the time is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import selectors
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from torch_fsdp_tests.explore import generate, known
+from torch_fsdp_tests.explore.lifecycle import problem
+from torch_fsdp_tests.explore.program import Program
+from torch_fsdp_tests.explore.ranks import Crew, Result
+from torch_fsdp_tests.explore.shrink import attempts, shrunk
+
+SHRINK_SECONDS = 40.0  # for one finding
+VARIED = 0.4  # the share of programs that vary one which reached something new
+CORPUS = 200  # programs that are kept for variation
+
+
+@dataclasses.dataclass
+class Finding:
+    """A program that ends otherwise than FSDP promises, shrunk, and how often the search has met it."""
+
+    program: Program
+    result: Result
+    known: str = ""  # the id of a defect that explains it
+    is_confirmed: bool = True  # it showed again in fresh ranks
+    count: int = 1
+
+    @property
+    def is_new(self) -> bool:
+        return not self.known and self.is_confirmed
+
+
+@dataclasses.dataclass
+class Settings:
+    seconds: float = 60.0
+    seed: int = 0
+    world_size: int = 2
+    at_a_time: int = 2
+    without: tuple[str, ...] = ()
+    demanded: tuple[str, ...] = ()
+    with_known: bool = False
+    most: int | None = None  # programs
+
+
+class Search:
+    """Runs programs in a few groups of ranks at a time. :meth:`findings` yields what it finds."""
+
+    def __init__(self, settings: Settings, note: Callable[[Search], object] = lambda search: None) -> None:
+        self.settings = settings
+        self.programs = self.invalid = 0
+        self.lines: set[str] = set()
+        self.pairs: set[tuple[str, str]] = set()
+        self.found: dict[tuple[str, str], Finding] = {}
+        self._note = note
+        self._choice = random.Random(settings.seed)
+        self._seeds = iter(range(settings.seed * 1_000_000, (settings.seed + 1) * 1_000_000))
+        self._corpus: list[Program] = []
+        self._present = known.present()
+        self._crews = [Crew(settings.world_size) for _ in range(settings.at_a_time)]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield each finding when it has been shrunk. Ends after the time, or with the last program."""
+        end = time.monotonic() + self.settings.seconds
+        selector = selectors.DefaultSelector()
+        running: list[Crew] = []
+        idle = list(self._crews)
+        started = 0
+        try:
+            while running or (time.monotonic() < end and started != self.settings.most):
+                while idle and time.monotonic() < end and started != self.settings.most:
+                    crew = idle.pop()
+                    crew.begin(self.next_program())
+                    selector.register(crew, selectors.EVENT_READ)
+                    running.append(crew)
+                    started += 1
+                selector.select(1.0)
+                for crew in list(running):
+                    descriptor = crew.fileno()
+                    if (result := crew.result()) is None:
+                        continue
+                    selector.unregister(descriptor)
+                    running.remove(crew)
+                    self._take(result)
+                    if result.is_finding and (finding := self._judged(result, crew)):
+                        yield finding
+                    idle.append(crew)
+                    self._note(self)
+        finally:
+            selector.close()
+            self.close()
+
+    def close(self) -> None:
+        for crew in self._crews:
+            crew.close()
+
+    def next_program(self) -> Program:
+        if self._corpus and self._choice.random() < VARIED:
+            program = varied(self._choice.choice(self._corpus), self._choice)
+        else:
+            settings = self.settings
+            program = generate.program_of(next(self._seeds), settings.world_size, settings.without, settings.demanded)
+        program = known.possible(program)
+        return program if self.settings.with_known else known.avoiding(program, self._present)
+
+    def _take(self, result: Result) -> None:
+        self.programs += 1
+        self.invalid += bool(result.invalid)
+        pairs = set(pairs_of(result.program))
+        is_new = not (self.lines.issuperset(result.lines) and self.pairs >= pairs)
+        if is_new and not result.is_finding and not result.invalid:
+            self._corpus = [*self._corpus[-CORPUS + 1 :], result.program]
+        self.lines.update(result.lines)
+        self.pairs |= pairs
+
+    def _judged(self, result: Result, crew: Crew) -> Finding | None:
+        """The finding, if it is the first of its kind: confirmed in fresh ranks, shrunk, and explained."""
+        key = (result.what, result.place)
+        if key in self.found:
+            self.found[key].count += 1
+            return None
+        finding = self.found[key] = Finding(result.program, result)
+        again = crew.run(result.program)
+        if (again.what, again.place) != key:
+            finding.is_confirmed = False
+            return finding
+        finding.program = shrunk(result.program, lambda each: shows(each, result, crew), SHRINK_SECONDS)
+        finding.result = crew.run(finding.program)
+        finding.known = explanation(finding.program, result, crew, self._present)
+        return finding
+
+
+def shows(program: Program, result: Result, crew: Crew) -> bool:
+    """Whether the program ends in the same way, in ranks of the same number."""
+    if program.world_size != crew.world_size:
+        return False
+    other = crew.run(program)
+    return (other.what, other.place) == (result.what, result.place)
+
+
+def explanation(program: Program, result: Result, crew: Crew, ids: Iterable[str]) -> str:
+    """The id of the known defect without which the program does not show the finding. Empty if there is none."""
+    for id in ids:
+        rewritten = known.avoiding(program, [id])
+        if rewritten != program and not problem(rewritten) and not shows(rewritten, result, crew):
+            return id
+    return ""
+
+
+def varied(program: Program, choice: random.Random) -> Program:
+    """A valid variation: another seed's steps, a setting of its own, or something less."""
+    other = generate.program_of(choice.randrange(1 << 40), program.world_size)
+    for _ in range(10):
+        match choice.randrange(4):
+            case 0:
+                start = choice.randrange(len(program.steps) + 1)
+                new = program.but(steps=(*program.steps[:start], *other.steps, *program.steps[start:]))
+            case 1:
+                field = choice.choice(
+                    ("offload", "optimizer", "foreach", "param_dtype", "reduce_dtype", "dtype", "width", "replicas")
+                )
+                new = program.but(**{field: getattr(other, field)})
+            case 2:
+                options = [each for each, _ in zip(attempts(program), range(60))]
+                new = choice.choice(options) if options else program
+            case _:
+                index = choice.randrange(len(program.units))
+                reshard = choice.choice(("default", "yes", "no"))
+                units = list(program.units)
+                units[index] = dataclasses.replace(units[index], reshard=reshard)
+                new = program.but(units=tuple(units))
+        new = known.valid(new)
+        if new.steps and not problem(new):
+            return new
+    return program
+
+
+def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
+    """Pairs of features: of two steps that follow each other, and of what the program has."""
+    kinds = [step.kind + (f"({step.at})" if step.kind == "evaluate" else "") for step in program.steps]
+    yield from itertools.pairwise(kinds)
+    have = sorted({layer.kind for layer in program.all_layers()} | _settings(program) | set(kinds))
+    yield from ((one, other) for index, one in enumerate(have) for other in have[index + 1 :])
+
+
+def _settings(program: Program) -> set[str]:
+    names = ("frozen", "ignored", "columns", "ties", "shares", "offload")
+    values = ("param_dtype", "reduce_dtype", "output_dtype", "optimizer", "dtype", "api", "replicas", "strategy")
+    return {name for name in names if getattr(program, name)} | {f"{name} {getattr(program, name)}" for name in values}
+
+
+def save(finding: Finding, folder: Path) -> Path:
+    """Write the program of a finding, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{finding.program.seed}.json"
+    path.write_text(finding.program.as_json() + "\n")
+    return path
