@@ -11,6 +11,7 @@ import textwrap
 import time
 import types
 import unittest
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches
 from torch_fsdp_tests.reach.reachmap import Module
-from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
+from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
@@ -632,6 +633,34 @@ class TestInterrupted(CommandCase):
         self.run_command("--mutant", "vendor_fsdp.shard:describe:default:1", "--resume")
         self.assertEqual(self.code, 2)
         self.assertIn("is about torch '0.1', not", self.err)
+
+
+class TestExploring(unittest.TestCase):
+    """Without it, a program that fails without the change, too, could count as one that notices it."""
+
+    def explored(self, *statuses: int | None) -> Finding:
+        """A missed mutant after an explorer that ends with these statuses, with the change and then without it."""
+        remaining = iter(statuses)
+
+        def explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float) -> int | None:
+            self.assertEqual(hook.VARIABLE in environment, "--replay" not in arguments)
+            status = next(remaining)
+            if status == 1 and "--output" in arguments:
+                folder = Path(arguments[arguments.index("--output") + 1])
+                folder.mkdir()
+                (folder / "new-1.json").write_text("{}")
+            return status
+
+        missed = Finding("module:function:negate:1", "module", "FSDP2", "negate", Outcome.MISSED)
+        with unittest.mock.patch.object(exploring, "_explore", explore):
+            return exploring.explored(missed, 1.0, {})
+
+    def test_programs_count_that_fail_only_with_the_change(self):
+        noticed = self.explored(1, 0)
+        self.assertEqual((noticed.outcome, noticed.by, noticed.why), (Outcome.NOTICED, "a random program", "{}"))
+        for statuses in ((1, 1), (0,), (2,), (None,), (1, None)):
+            with self.subTest(statuses):
+                self.assertIs(self.explored(*statuses).outcome, Outcome.MISSED)
 
 
 if __name__ == "__main__":

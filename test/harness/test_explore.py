@@ -2,17 +2,19 @@
 
 import contextlib
 import io
+import json
 import os
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.explore import __main__ as command
-from torch_fsdp_tests.explore import generate, known, ranks, script, search
+from torch_fsdp_tests.explore import execution, generate, known, ranks, record, script, search
 from torch_fsdp_tests.explore.execution import shape_of
 from torch_fsdp_tests.explore.layers import batch
 from torch_fsdp_tests.explore.lifecycle import GATHERED, SHARDED, Lifecycle, problem
@@ -167,13 +169,13 @@ class _Unreliable:
     @classmethod
     def _serve_rank(cls, assignment: Assignment) -> None:
         for text in assignment.orders():
-            seed = Program.from_json(text).seed
+            seed = Program.from_json(text.partition(" ")[2]).seed
             if seed == 3 and assignment.index == 1:
                 os._exit(7)
-            outcome = ranks.Explorer.outcome(assignment.index, lambda: ranks.execution.Outcome(digest="same"))
+            outcome = ranks.Explorer.outcome(assignment.index, lambda: execution.Outcome(digest="same"))
             if seed == 4:
                 outcome = ranks.Explorer.outcome(
-                    assignment.index, lambda: ranks.execution.Outcome(digest=str(assignment.index))
+                    assignment.index, lambda: execution.Outcome(digest=str(assignment.index))
                 )
             assignment.report(outcome)
 
@@ -182,13 +184,52 @@ class TestCrews(TestCase):
     """Without it, one rank that dies could end a search, or be missed."""
 
     def test_death_is_a_finding_and_the_next_program_runs(self):
-        crew = ranks.Crew(2, _Unreliable)
+        crew = ranks.Crew(2, explorer=_Unreliable)
         self.addCleanup(crew.close)
         results = [crew.run(SMALL.but(seed=seed)) for seed in (1, 3, 1, 4, 1)]
         self.assertEqual([result.is_finding for result in results], [False, True, False, True, False])
         self.assertIn("died: exited with code 7", results[1].what)
         self.assertEqual(results[1].rank, 1)
         self.assertEqual(results[3].what, "ranks ran different collectives")
+
+
+class TestRecords(TestCase):
+    """Without it, two devices that disagree, or a machine that does not repeat its bits, could pass."""
+
+    def test_record_names_what_differs(self):
+        """A record agrees with the same torch on the same device, until a number in it is changed."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "record")
+            recorder = record.Recorder(path)
+            crew = ranks.Crew(2, execution.RECORD)
+            self.addCleanup(crew.close)
+            for program in (SMALL, SMALL.but(seed=2)):
+                recorder.take(crew.run(program))
+            self.assertEqual(list(record.differences(path)), ["", ""])
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines[1]["values"][1][1]["b.c.weight.grad"][0] += 1000.0
+            path.write_text("\n".join(map(json.dumps, lines)))
+            first, second = record.differences(path)
+            self.assertEqual(first, "")
+            self.assertRegex(second, r"^step 1, rank 1: b\.c\.weight\.grad differs by")
+
+    def test_bad_record_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "record")
+            path.write_text('{"program": {}}\n')
+            with self.assertRaisesRegex(ProgramError, "is not a record"):
+                list(record.differences(path))
+
+    def test_bits_that_are_not_repeated_are_a_finding(self):
+        runs = iter([0.5, 0.25])
+
+        def run(*_: object, **__: object) -> execution.Outcome:
+            return execution.Outcome(values=({"output": [1.0]}, {"a.weight.grad": [next(runs)]}))
+
+        with mock.patch.object(execution, "_run", run):
+            outcome = execution.run(SMALL, 0, "cpu", execution.TWICE)
+        self.assertEqual((outcome.what, outcome.step), ("not the same twice", 1))
+        self.assertEqual(outcome.detail, "a.weight.grad: first [0.5], then [0.25]")
 
 
 class TestScripts(TestCase):
@@ -230,6 +271,9 @@ class TestCommand(TestCase):
                 (("--with", "magic"), "unknown feature 'magic'"),
                 (("--seconds", "0"), "must be a positive number"),
                 (("--ranks", "3"), "invalid choice"),
+                (("--programs", "none"), "must be positive"),
+                (("--against", f"{folder}/none"), "No such file"),
+                (("--against", str(bad)), "is not a record"),
                 (("--replay", f"{folder}/none.json"), "cannot be read"),
                 (("--replay", str(bad)), "not a program"),
                 (("--replay", str(invalid)), "not valid: step 0: there is no such forward"),

@@ -27,6 +27,12 @@ def _features(text: str) -> tuple[str, ...]:
     return names
 
 
+def _number(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"the number of programs must be positive, and not {text!r}")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -50,6 +56,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--with", dest="demanded", type=_features, default=(), metavar="A,B", help="features to demand")
     parser.add_argument("--without", type=_features, default=(), metavar="A,B", help="features to switch off")
     parser.add_argument("--with-known", action="store_true", help="do not avoid the known defects of the registry")
+    parser.add_argument("--programs", type=_number, metavar="N", help="stop after so many programs")
+    parser.add_argument("--first", action="store_true", help="stop at the first new finding, and do not shrink it")
+    parser.add_argument("--twice", action="store_true", help="run each program twice, and demand the same bits")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the numbers of each program into a file")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="run the programs of a record, and compare")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the findings into a folder")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file, and say how it ends")
     parser.add_argument("--features", action="store_true", help="list the features, and search for nothing")
@@ -66,8 +77,10 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name:15} {meaning}")
         return 0
     try:
-        return _replay(options.replay) if options.replay else _search(options)
-    except ProgramError as error:
+        if options.replay:
+            return _replay(options.replay)
+        return _against(options.against) if options.against else _search(options)
+    except (ProgramError, OSError) as error:
         print(f"python -m torch_fsdp_tests.explore: {error}", file=sys.stderr)
         return 2
 
@@ -89,6 +102,19 @@ def _replay(path: Path) -> int:
     return 1 if result.is_finding else 0
 
 
+def _against(path: Path) -> int:
+    from torch_fsdp_tests.explore import ranks, record
+
+    ranks.prepare()
+    differing = 0
+    for count, difference in enumerate(record.differences(path), 1):
+        if difference:
+            differing += 1
+            print(f"program {count}: {difference}", flush=True)
+    print(f"{differing} of {count} programs differ")
+    return 1 if differing else 0
+
+
 def in_words(result: object) -> str:
     from torch_fsdp_tests.explore.ranks import Result
 
@@ -105,9 +131,12 @@ def _search(options: argparse.Namespace) -> int:
     import torch
 
     from torch_fsdp_tests.explore import ranks
+    from torch_fsdp_tests.explore.execution import COMPARE, RECORD, TWICE
+    from torch_fsdp_tests.explore.record import Recorder
     from torch_fsdp_tests.explore.search import Search, Settings, save
 
     ranks.prepare()
+    recorder = Recorder(options.record) if options.record else None
     progress = _Progress(options.seconds)
     search = Search(
         Settings(
@@ -117,8 +146,12 @@ def _search(options: argparse.Namespace) -> int:
             without=options.without,
             demanded=options.demanded,
             with_known=options.with_known,
+            most=options.programs,
+            shrinks=not options.first,
+            mode=TWICE if options.twice else RECORD if options.record else COMPARE,
         ),
         progress.show,
+        None if recorder is None else recorder.take,
     )
     print(f"torch {torch.__version__}, {options.ranks} ranks, seed {options.seed}", flush=True)
     stopped = False
@@ -128,7 +161,9 @@ def _search(options: argparse.Namespace) -> int:
             label = f"known: {finding.known}" if finding.known else "new" if finding.is_confirmed else "not repeated"
             print(f"\n{label}\n{finding.program.listing()}\n{in_words(finding.result)}", flush=True)
             if options.output:
-                print(f"written to {save(finding, options.output)}", flush=True)
+                print(f"written: {', '.join(map(str, save(finding, options.output)))}", flush=True)
+            if options.first and finding.is_new:
+                break
     except KeyboardInterrupt:
         stopped = True
     search.close()

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ from torch_fsdp_tests.installed_torch import torch_facts
 
 _coverage = LineCoverage("distributed/fsdp", "distributed/_composable")
 
+COMPARE, TWICE, RECORD = "compare", "twice", "record"  # a program runs once, twice, or once and keeps its numbers
 SUBJECTS = {"fsdp1": FSDP1Subject, "fsdp2": FSDP2Subject}
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}  # relative errors
+
+
+Values = dict[str, list[float]]  # the numbers of outputs, parameters and gradients on a rank, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +45,30 @@ class Outcome:
     invalid: str = ""  # why a plain model cannot run the program
     digest: str = ""  # of the collectives that ran
     lines: tuple[str, ...] = ()  # of FSDP that ran for the first time in this process
+    values: tuple[Values, ...] = ()  # after each step, if they were asked for
 
     @property
     def is_finding(self) -> bool:
         return bool(self.what)
 
 
-def run(program: Program, rank: int, device: str) -> Outcome:
-    """Run the program up to its end, or to the first difference."""
+def run(program: Program, rank: int, device: str, mode: str = COMPARE) -> Outcome:
+    """Run the program up to its end, or to the first difference, as a mode says."""
+    if mode != TWICE:
+        return _run(program, rank, device, keeps=mode == RECORD)
+    first, second = (_run(program, rank, device, keeps=True) for _ in range(2))
+    for index, pair in enumerate(zip(first.values, second.values)):
+        for name, values in pair[0].items():
+            if repr(values) != repr(pair[1].get(name)):
+                detail = f"{name}: first {values}, then {pair[1].get(name)}"
+                return Outcome("not the same twice", index, detail, digest=first.digest)
+    return dataclasses.replace(first, values=())
+
+
+def _run(program: Program, rank: int, device: str, keeps: bool) -> Outcome:
     torch.manual_seed(program.seed)
     index = -1
+    values: list[Values] = []
     coverage = _coverage if rank == 0 else contextlib.nullcontext()
     with recorded_collectives() as calls, coverage:
         outcome = Outcome()
@@ -76,6 +94,8 @@ def run(program: Program, rank: int, device: str) -> Outcome:
                     outcome = Outcome("no interruption", index, "forward went on where it must be interrupted")
                     break
                 difference = next(differences(program, rank, reference, subject, life, forward, output), None)
+                if keeps:
+                    values.append(values_of(subject, reference.master(rank), output))
                 if difference:
                     outcome = Outcome(difference[0], index, difference[1])
                     break
@@ -85,7 +105,19 @@ def run(program: Program, rank: int, device: str) -> Outcome:
             text = f"{type(error).__name__}: {error}"
             outcome = Outcome(f"raised {shape_of(text)}", index, text[:2000], place=_place(error))
     digest = hashlib.sha1("\n".join(calls).encode()).hexdigest()[:8]
-    return dataclasses.replace(outcome, digest=digest, lines=tuple(_coverage.new) if rank == 0 else ())
+    lines = tuple(_coverage.new) if rank == 0 else ()
+    return dataclasses.replace(outcome, digest=digest, lines=lines, values=tuple(values))
+
+
+def values_of(subject: Subject, names: Iterable[str], output: torch.Tensor | None) -> Values:
+    """The numbers that this rank has after a step."""
+    values = {} if output is None else {"output": output.detach().flatten().tolist()}
+    for name in names:
+        seen = subject.seen(name)
+        values[name] = seen.value.flatten().tolist()
+        if seen.grad is not None:
+            values[f"{name}.grad"] = seen.grad.flatten().tolist()
+    return values
 
 
 def differences(
@@ -98,7 +130,8 @@ def differences(
     output: torch.Tensor | None,
 ) -> Iterator[tuple[str, str]]:
     """The differences after a step: the kind, and what exactly differs."""
-    limit = max(LIMITS[getattr(torch, name)] for name in (program.dtype, program.reduce_dtype) if name)
+    reduction = program.reduce_dtype or program.param_dtype or program.dtype  # ranks may be added in any order
+    limit = max(LIMITS[getattr(torch, name)] for name in (program.dtype, reduction))
     if forward is not None:
         if output is None:
             yield "no output", ""

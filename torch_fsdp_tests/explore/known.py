@@ -140,6 +140,11 @@ def _no_gradients_before_a_full_load(program: Program) -> Program:
     return each_step(program, change)
 
 
+@_avoids("fsdp2_smaller_mesh_with_columns_raises")
+def _no_columns_on_smaller_meshes(program: Program) -> Program:
+    return program.but(columns=()) if any(unit.reshard.isdigit() for unit in program.units) else program
+
+
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.device import accelerator
@@ -42,6 +41,7 @@ class Result:
     rank: int = 0
     invalid: str = ""
     lines: tuple[str, ...] = ()  # of FSDP that ran for the first time in these ranks
+    values: tuple[tuple[execution.Values, ...], ...] = ()  # of each rank, if they were asked for
 
     @property
     def is_finding(self) -> bool:
@@ -65,12 +65,9 @@ class Explorer:
         for count, text in enumerate(assignment.orders()):
             if count % COLLECT_EVERY == 0:
                 gc.collect()
-            assignment.report(
-                cls.outcome(
-                    assignment.index,
-                    functools.partial(execution.run, Program.from_json(text), assignment.index, device.type),
-                )
-            )
+            mode, _, program = text.partition(" ")
+            run = functools.partial(execution.run, Program.from_json(program), assignment.index, device.type, mode)
+            assignment.report(cls.outcome(assignment.index, run))
 
     @staticmethod
     def outcome(rank: int, run: Callable[[], execution.Outcome]) -> RankOutcome:
@@ -83,8 +80,9 @@ class Explorer:
 class Crew:
     """A group of ranks that is replaced after a finding, a death or a hang."""
 
-    def __init__(self, world_size: int, explorer: type = Explorer) -> None:
+    def __init__(self, world_size: int, mode: str = execution.COMPARE, explorer: type = Explorer) -> None:
         self.world_size = world_size
+        self._mode = mode
         self._explorer = explorer
         self.program: Program | None = None  # that runs
         self._group: RankGroup | None = None
@@ -104,7 +102,7 @@ class Crew:
         try:
             if self._group is None:
                 self._group = RankGroup(self._explorer, None, self.world_size)
-            self._group.begin(program.as_json())
+            self._group.begin(f"{self._mode} {program.as_json()}")
         except HarnessError:
             self.close()
             raise
@@ -158,10 +156,10 @@ def _judged(program: Program, reports: list[RankReport]) -> Result:
         return Result(program, "hangs", detail=silent[0].stacks, rank=silent[0].rank)
     if len({outcome.digest for _, outcome in outcomes}) > 1:
         return Result(program, "ranks ran different collectives")
-    return Result(program, lines=tuple(outcomes[0][1].lines))
+    values = tuple(tuple(outcome.values) for _, outcome in outcomes)
+    return Result(program, lines=tuple(outcomes[0][1].lines), values=values)
 
 
 def prepare() -> None:
     """Import what forked ranks need, so that they import nothing."""
     forkserver.preload(torch_facts.PRELOADED)
-    torch.set_num_threads(1)

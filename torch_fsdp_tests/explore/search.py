@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import random
 import selectors
@@ -10,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from torch_fsdp_tests.explore import generate, known
+from torch_fsdp_tests.explore import generate, known, script
+from torch_fsdp_tests.explore.execution import COMPARE
 from torch_fsdp_tests.explore.lifecycle import problem
 from torch_fsdp_tests.explore.program import Program
 from torch_fsdp_tests.explore.ranks import Crew, Result
@@ -46,13 +48,21 @@ class Settings:
     demanded: tuple[str, ...] = ()
     with_known: bool = False
     most: int | None = None  # programs
+    shrinks: bool = True
+    mode: str = COMPARE
 
 
 class Search:
     """Runs programs in a few groups of ranks at a time. :meth:`findings` yields what it finds."""
 
-    def __init__(self, settings: Settings, note: Callable[[Search], object] = lambda search: None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        note: Callable[[Search], object] = lambda search: None,
+        take: Callable[[Result], object] | None = None,
+    ) -> None:
         self.settings = settings
+        self._taker = take
         self.programs = self.invalid = 0
         self.lines: set[str] = set()
         self.pairs: set[tuple[str, str]] = set()
@@ -62,7 +72,7 @@ class Search:
         self._seeds = iter(range(settings.seed * 1_000_000, (settings.seed + 1) * 1_000_000))
         self._corpus: list[Program] = []
         self._present = known.present()
-        self._crews = [Crew(settings.world_size) for _ in range(settings.at_a_time)]
+        self._crews = [Crew(settings.world_size, settings.mode) for _ in range(settings.at_a_time)]
 
     def findings(self) -> Iterator[Finding]:
         """Yield each finding when it has been shrunk. Ends after the time, or with the last program."""
@@ -110,6 +120,8 @@ class Search:
 
     def _take(self, result: Result) -> None:
         self.programs += 1
+        if self._taker is not None and not result.is_finding and not result.invalid:
+            self._taker(result)
         self.invalid += bool(result.invalid)
         pairs = set(pairs_of(result.program))
         is_new = not (self.lines.issuperset(result.lines) and self.pairs >= pairs)
@@ -128,6 +140,8 @@ class Search:
         again = crew.run(result.program)
         if (again.what, again.place) != key:
             finding.is_confirmed = False
+            return finding
+        if not self.settings.shrinks:
             return finding
         finding.program = shrunk(result.program, lambda each: shows(each, result, crew), SHRINK_SECONDS)
         finding.result = crew.run(finding.program)
@@ -194,9 +208,16 @@ def _settings(program: Program) -> set[str]:
     return {name for name in names if getattr(program, name)} | {f"{name} {getattr(program, name)}" for name in values}
 
 
-def save(finding: Finding, folder: Path) -> Path:
-    """Write the program of a finding, and return its path."""
+def save(finding: Finding, folder: Path) -> list[Path]:
+    """Write a finding: its program, a script, and a text for torch's issue tracker. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{finding.program.seed}.json"
-    path.write_text(finding.program.as_json() + "\n")
-    return path
+    digest = hashlib.sha1(finding.program.as_json().encode()).hexdigest()[:6]
+    contents = {".json": finding.program.as_json() + "\n"}
+    if finding.program.api == "fsdp2":
+        contents[".py"] = script.script(finding.program, finding.result)
+        contents[".md"] = script.issue(finding.program, finding.result)
+    paths = []
+    for suffix, text in contents.items():
+        paths.append(folder / f"{finding.known or 'new'}-{digest}{suffix}")
+        paths[-1].write_text(text)
+    return paths

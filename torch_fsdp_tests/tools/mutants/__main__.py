@@ -26,6 +26,7 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import MalformedMap, ReachMap
 from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
+from torch_fsdp_tests.tools.mutants.exploring import explored
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.mutant import Mutant, NoPackage, Tests
 from torch_fsdp_tests.tools.mutants.options import Options
@@ -82,6 +83,8 @@ def _main(options: Options) -> ExitStatus:
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
             for finding in judged:
+                if options.explore is not None and finding.outcome is Outcome.MISSED:
+                    finding = explored(finding, options.explore, _setting(options, device.type).environment)
                 record.add(finding)
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))

@@ -46,6 +46,7 @@ class Options:
     jobs: int
     patience: float
     budget: float
+    explore: float | None
     map: Path
     equivalent: Path
     test_directory: Path
@@ -102,6 +103,8 @@ def parse(argv: Sequence[str]) -> Options:
     )
     words += "(default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
+    words = "let random programs try each mutant that the tests miss for S seconds (see torch_fsdp_tests.explore)"
+    add("--explore", type=_positive, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RunTests(TESTS, TESTS).reports / "mutants", metavar="DIR", help=words)
@@ -137,6 +140,7 @@ def parse(argv: Sequence[str]) -> Options:
         jobs=given.jobs or (devices.cores() if on_host else 1),
         patience=given.patience,
         budget=given.budget,
+        explore=given.explore,
         map=map,
         equivalent=given.equivalent,
         test_directory=given.test_directory.resolve(),

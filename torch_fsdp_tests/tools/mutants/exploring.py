@@ -1,0 +1,43 @@
+"""Lets random programs try a mutant that the tests have missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch_fsdp_tests.processes.forkserver import interpreter
+from torch_fsdp_tests.tools.mutants import hook
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
+
+START_LIMIT = 180.0  # seconds for the imports, and for confirming what was found
+
+
+def explored(finding: Finding, seconds: float, environment: Mapping[str, str]) -> Finding:
+    """The finding with what random programs say about the mutant within so many seconds.
+
+    A program notices the mutant if it ends otherwise than expected with the change, and as expected without it.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        changed = {**environment, **hook.environment(finding.id, Path(folder, "reached"), environment)}
+        found = Path(folder, "found")
+        arguments = ("--seconds", str(seconds), "--first", "--output", str(found))
+        if _explore(arguments, changed, seconds + START_LIMIT) != 1:
+            return finding
+        programs = sorted(found.glob("new-*.json"))
+        if not programs or _explore(("--replay", str(programs[0])), environment, START_LIMIT) != 0:
+            return finding
+        program = programs[0].read_text(encoding="utf-8").strip()
+    return dataclasses.replace(finding, outcome=Outcome.NOTICED, by="a random program", how="failed", why=program)
+
+
+def _explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float) -> int | None:
+    """The exit status of the explorer. None if it reaches the limit."""
+    command = [*interpreter(), "-m", "torch_fsdp_tests.explore", *arguments]
+    try:
+        done = subprocess.run(command, env=dict(environment), timeout=limit, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.returncode
