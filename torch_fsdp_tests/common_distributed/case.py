@@ -40,7 +40,8 @@ from torch_fsdp_tests.ranks import (
     register,
 )
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
-from torch_fsdp_tests.verdict import Phase, Reason, Skipped, State, events, joined, kinds_of
+from torch_fsdp_tests.verdict import Phase, Reason, State, events, joined, kinds_of
+from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
 

@@ -18,7 +18,8 @@ from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
 from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.torch_facts import Fact
-from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
+from torch_fsdp_tests.verdict import Reason, SkipKind
+from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
 

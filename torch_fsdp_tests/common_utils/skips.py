@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
+from torch_fsdp_tests.verdict import Reason, SkipKind
+from torch_fsdp_tests.verdict.events import Skipped
 
 from . import flags
 from .parametrization import Test, Variant, _TestParametrizer, no_decorators

@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.verdict import Reason, SkipKind, Skipped
+from torch_fsdp_tests.verdict import Reason, SkipKind
+from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
 

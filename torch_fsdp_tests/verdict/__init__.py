@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import unittest
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,14 +96,6 @@ class Reason(str):
 
 def kinds_of(reasons: Iterable[str]) -> dict[str, SkipKind]:
     return {str(reason): getattr(reason, "kind", SkipKind.OTHER) for reason in reasons}
-
-
-class Skipped(unittest.SkipTest):
-    """A skip whose kind matters. unittest passes on ``str(error)``, so that is the reason with its kind."""
-
-    def __str__(self) -> str:
-        reason: str = self.args[0]
-        return reason
 
 
 COUNTED = (

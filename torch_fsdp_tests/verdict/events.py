@@ -24,6 +24,14 @@ _file_facts: dict[str, Any] = {}
 _watcher: Callable[[str | None], None] | None = None
 
 
+class Skipped(unittest.SkipTest):
+    """A skip whose kind matters. unittest passes on ``str(error)``, so that is the reason with its kind."""
+
+    def __str__(self) -> str:
+        reason: str = self.args[0]
+        return reason
+
+
 def note(text: str) -> None:
     """Add a note, such as a leak, to the running test, or to the file if no test runs."""
     stream.send(stream.Note(_running, text))
