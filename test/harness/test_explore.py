@@ -193,6 +193,27 @@ class TestCrews(TestCase):
         self.assertEqual(results[3].what, "ranks ran different collectives")
 
 
+class TestResuming(TestCase):
+    """Without it, a search that is resumed could repeat its programs, or shrink its findings again."""
+
+    def test_search_goes_on(self):
+        first = search.Search(search.Settings(seed=3))
+        before = [first.next_program() for _ in range(2)]
+        first.programs = 2
+        finding = search.Finding(SMALL, ranks.Result(SMALL, "gradient", place="there"), known="an id", count=4)
+        first.found["gradient", "there"] = finding
+        second = search.Search(search.Settings(seed=3))
+        second.resume(json.loads(json.dumps(first.state())))
+        self.assertEqual((second.earlier, second.programs), (2, 0))
+        self.assertNotIn(second.next_program(), before)
+        self.assertEqual(second.found["gradient", "there"], finding)
+
+    def test_bad_state_is_refused(self):
+        for state in ({}, {"next": 1, "programs": 1, "found": [{}]}):
+            with self.subTest(state), self.assertRaisesRegex(ProgramError, "no state of a search"):
+                search.Search(search.Settings()).resume(state)
+
+
 class TestRecords(TestCase):
     """Without it, two devices that disagree, or a machine that does not repeat its bits, could pass."""
 
@@ -272,6 +293,7 @@ class TestCommand(TestCase):
                 (("--seconds", "0"), "must be a positive number"),
                 (("--ranks", "3"), "invalid choice"),
                 (("--programs", "none"), "must be positive"),
+                (("--resume",), "needs --output"),
                 (("--against", f"{folder}/none"), "No such file"),
                 (("--against", str(bad)), "is not a record"),
                 (("--replay", f"{folder}/none.json"), "cannot be read"),

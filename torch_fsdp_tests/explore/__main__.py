@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -62,9 +63,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the numbers of each program into a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="run the programs of a record, and compare")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the findings into a folder")
+    parser.add_argument("--resume", action="store_true", help="go on where the search of --output ended")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file, and say how it ends")
     parser.add_argument("--features", action="store_true", help="list the features, and search for nothing")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.resume and given.output is None:
+        parser.error("--resume needs --output, the folder of the search that it continues")
+    return given
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,6 +158,12 @@ def _search(options: argparse.Namespace) -> int:
         progress.show,
         None if recorder is None else recorder.take,
     )
+    state = options.output and options.output / "search.json"
+    if options.resume and state.exists():
+        try:
+            search.resume(json.loads(state.read_text()))
+        except ValueError as error:
+            raise ProgramError(f"{state} cannot be resumed: {error}") from error
     print(f"torch {torch.__version__}, {options.ranks} ranks, seed {options.seed}", flush=True)
     stopped = False
     try:
@@ -168,6 +179,9 @@ def _search(options: argparse.Namespace) -> int:
         stopped = True
     search.close()
     progress.clear()
+    if state:
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text(json.dumps(search.state()) + "\n")
     new = [finding for finding in search.found.values() if finding.is_new]
     print(f"\n{progress.line(search)}")
     for finding in search.found.values():
@@ -191,7 +205,8 @@ class _Progress:
         spent = time.monotonic() - self.start
         new = sum(finding.is_new for finding in search.found.values())
         return (
-            f"{search.programs} programs in {spent:.0f} s ({search.programs / max(spent, 0.1):.1f} a second), "
+            f"{search.programs} programs in {spent:.0f} s ({search.programs / max(spent, 0.1):.1f} a second)"
+            f"{f' after {search.earlier}' if search.earlier else ''}, "
             f"{len(search.lines)} lines of FSDP, {len(search.pairs)} pairs of features, {new} new findings"
         )
 

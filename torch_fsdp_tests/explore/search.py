@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import random
 import selectors
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests.explore import generate, known, script
 from torch_fsdp_tests.explore.execution import COMPARE
 from torch_fsdp_tests.explore.lifecycle import problem
-from torch_fsdp_tests.explore.program import Program
+from torch_fsdp_tests.explore.program import Program, ProgramError
 from torch_fsdp_tests.explore.ranks import Crew, Result
 from torch_fsdp_tests.explore.shrink import attempts, shrunk
 
@@ -64,12 +66,13 @@ class Search:
         self.settings = settings
         self._taker = take
         self.programs = self.invalid = 0
+        self.earlier = 0  # programs of the searches that this one continues
         self.lines: set[str] = set()
         self.pairs: set[tuple[str, str]] = set()
         self.found: dict[tuple[str, str], Finding] = {}
         self._note = note
         self._choice = random.Random(settings.seed)
-        self._seeds = iter(range(settings.seed * 1_000_000, (settings.seed + 1) * 1_000_000))
+        self._next = settings.seed * 1_000_000  # the seed of the next new program
         self._corpus: list[Program] = []
         self._present = known.present()
         self._crews = [Crew(settings.world_size, settings.mode) for _ in range(settings.at_a_time)]
@@ -109,12 +112,37 @@ class Search:
         for crew in self._crews:
             crew.close()
 
+    def state(self) -> dict[str, Any]:
+        """What :meth:`resume` needs, as JSON data."""
+        found = [
+            {"program": json.loads(each.program.as_json()), "known": each.known, "is_confirmed": each.is_confirmed}
+            | {"count": each.count, "what": what, "place": place}
+            for (what, place), each in self.found.items()
+        ]
+        return {"next": self._next, "programs": self.earlier + self.programs, "found": found}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on where another search ended: with its next seed, and without shrinking its findings again.
+
+        Raises :class:`ProgramError` if the data are no state of a search.
+        """
+        try:
+            self._next, self.earlier = int(state["next"]), int(state["programs"])
+            for each in state["found"]:
+                program = Program.from_json(json.dumps(each["program"]))
+                result = Result(program, each["what"], place=each["place"])
+                finding = Finding(program, result, each["known"], each["is_confirmed"], each["count"])
+                self.found[each["what"], each["place"]] = finding
+        except (TypeError, KeyError, ValueError) as error:
+            raise ProgramError(f"this is no state of a search: {error}") from error
+
     def next_program(self) -> Program:
         if self._corpus and self._choice.random() < VARIED:
             program = varied(self._choice.choice(self._corpus), self._choice)
         else:
             settings = self.settings
-            program = generate.program_of(next(self._seeds), settings.world_size, settings.without, settings.demanded)
+            program = generate.program_of(self._next, settings.world_size, settings.without, settings.demanded)
+            self._next += 1
         program = known.possible(program)
         return program if self.settings.with_known else known.avoiding(program, self._present)
 
