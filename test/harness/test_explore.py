@@ -45,7 +45,7 @@ class TestPrograms(TestCase):
 
     def test_programs_are_valid_and_survive_json(self):
         for seed in SEEDS:
-            program = generate.program_of(seed, 4, demanded=("fsdp1",) if seed % 3 == 0 else ())
+            program = generate.program_of(seed, 4)
             self.assertEqual(problem(program), "", program.listing())
             self.assertEqual(Program.from_json(program.as_json()), program)
 
@@ -54,6 +54,13 @@ class TestPrograms(TestCase):
         self.assertTrue(
             {"forward", "backward", "evaluate", "step", "unshard", "save_model", "reset", "divide"} <= kinds
         )
+
+    def test_variations_have_no_feature_that_is_switched_off(self):
+        searched = search.Search(search.Settings(seed=5, without=("offload", "low")))
+        for _ in range(60):
+            program = searched.next_program()
+            searched._take(ranks.Result(program))
+            self.assertEqual((program.offload, program.param_dtype), (False, ""))
 
     def test_features_are_demanded_and_switched_off(self):
         for seed in range(30):
@@ -67,7 +74,7 @@ class TestPrograms(TestCase):
 
     def test_variations_are_valid(self):
         for seed in range(60):
-            program = search.varied(generate.program_of(seed), random.Random(seed))
+            program = search.varied(generate.program_of(seed), generate.program_of(seed + 60), random.Random(seed))
             self.assertEqual(problem(program), "", program.listing())
 
     def test_bad_programs_are_refused(self):
@@ -286,15 +293,18 @@ class TestCommand(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             bad = Path(folder, "bad.json")
             bad.write_text("{}")
+            empty = Path(folder, "empty")
+            empty.write_text("")
             invalid = Path(folder, "invalid.json")
             invalid.write_text(SMALL.but(steps=(BACKWARD,)).as_json())
             for arguments, reason in (
                 (("--with", "magic"), "unknown feature 'magic'"),
-                (("--seconds", "0"), "must be a positive number"),
+                (("--seconds", "0"), "is not a number of seconds"),
                 (("--ranks", "3"), "invalid choice"),
-                (("--programs", "none"), "must be positive"),
+                (("--programs", "none"), "is not a whole number from 1"),
                 (("--resume",), "needs --output"),
-                (("--against", f"{folder}/none"), "No such file"),
+                (("--twice", "--record", f"{folder}/record"), "not allowed with"),
+                (("--against", str(empty)), "has no programs"),
                 (("--against", str(bad)), "is not a record"),
                 (("--replay", f"{folder}/none.json"), "cannot be read"),
                 (("--replay", str(bad)), "not a program"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
-    for ending in host.ending_signals():
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # an exit ends the ranks and removes folders
+    host.exit_on_signals()
     options = parse(argv)
     try:
         if options.show or options.issue:

@@ -43,7 +43,9 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option: a whole number within these limits."""
+
     def whole(text: str) -> int:
         if not (text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
@@ -52,7 +54,8 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return whole
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """The type of an option: a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -80,7 +83,7 @@ def _pattern(text: str) -> str:
 def _seed(text: str) -> int:
     if text == "random":
         return int.from_bytes(os.urandom(4), "big")
-    return _whole(0, 2**64 - 1)(text)
+    return whole_number(0, 2**64 - 1)(text)
 
 
 class _Version(argparse.Action):
@@ -144,20 +147,20 @@ def make_parser() -> _Parser:
     add(
         "--shard",
         nargs=2,
-        type=_whole(1, MOST_SHARDS),
+        type=whole_number(1, MOST_SHARDS),
         metavar=("N", "M"),
         help="run the Nth of M parts, counted from 1",
     )
     words = f"split a file that takes longer than S seconds by its tests (default: {RunTests.split_threshold:g})"
-    add("--split-threshold", type=_positive, metavar="S", help=words)
+    add("--split-threshold", type=positive, metavar="S", help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
     add("--devices", type=_names, metavar="LIST", help=words)
     words = "on the CPU: run N files at a time (default: depends on cores and ranks)"
-    add("-j", "--jobs", type=_whole(1, MOST_JOBS), metavar="N", help=words)
+    add("-j", "--jobs", type=whole_number(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     words = "number of ranks of a test that does not set its own (default: depends on the device)"
-    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help=words)
+    add("--ranks", type=whole_number(1, settings.MOST_RANKS), metavar="N", help=words)
     words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times and needs of this run to this folder")
@@ -168,16 +171,16 @@ def make_parser() -> _Parser:
     add("--fail-fast", **flag, help=words)
     add(
         "--timeout",
-        type=_positive,
+        type=positive,
         metavar="S",
         help="time limit of a file in seconds (default: depends on its recorded time)",
     )
     words = (
         "report a file as slow when it has run for S seconds and for twice its recorded time, and then every S seconds"
     )
-    add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
+    add("--slow-after", type=positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "repeat failed tests up to N times in new processes"
-    add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
+    add("--reruns", type=whole_number(0, MOST_RERUNS), metavar="N", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
@@ -185,7 +188,7 @@ def make_parser() -> _Parser:
     add("--strict-names", **flag, help=words)
     add(
         "--minimum-executed",
-        type=_whole(0, MOST_TESTS),
+        type=whole_number(0, MOST_TESTS),
         metavar="N",
         help="fail the run if fewer than N tests were executed",
     )

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from torch_fsdp_tests.dispatch.options import positive, whole_number
 from torch_fsdp_tests.explore.generate import FEATURES
 from torch_fsdp_tests.explore.program import Program, ProgramError
 from torch_fsdp_tests.processes import host
 
+if TYPE_CHECKING:  # torch is imported only after the options are read
+    from torch_fsdp_tests.explore.ranks import Result
+    from torch_fsdp_tests.explore.search import Search
+
+NAME = "torch_fsdp_tests.explore"
 EPILOG = """\
-exit status: 0 if nothing new was found; 1 if something was; 2 for bad arguments; 130 after Ctrl-C without findings.
+exit status: 0 if nothing new was found; 1 if something was; 2 for bad arguments; 3 if something could not be read or
+written; 130 after Ctrl-C without findings.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
 
@@ -28,43 +35,28 @@ def _features(text: str) -> tuple[str, ...]:
     return names
 
 
-def _number(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"the number of programs must be positive, and not {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"the time must be a positive number of seconds, and not {text!r}")
-    return seconds
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m torch_fsdp_tests.explore",
+        prog=f"python -m {NAME}",
         description="Run random programs over FSDP, compare each with a plain model, and shrink what differs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=_seconds, default=60.0, help="how long to search (default: 60)")
+    parser.add_argument("--seconds", type=positive, default=60.0, help="how long to search (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed (default: 0)")
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], default=2, help="ranks of a program (default: 2)")
     parser.add_argument("--with", dest="demanded", type=_features, default=(), metavar="A,B", help="features to demand")
     parser.add_argument("--without", type=_features, default=(), metavar="A,B", help="features to switch off")
     parser.add_argument("--with-known", action="store_true", help="do not avoid the known defects of the registry")
-    parser.add_argument("--programs", type=_number, metavar="N", help="stop after so many programs")
+    parser.add_argument("--programs", type=whole_number(1, 10**9), metavar="N", help="stop after so many programs")
     parser.add_argument("--first", action="store_true", help="stop at the first new finding, and do not shrink it")
-    parser.add_argument("--twice", action="store_true", help="run each program twice, and demand the same bits")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the numbers of each program into a file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="run the programs of a record, and compare")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--twice", action="store_true", help="run each program twice, and demand the same bits")
+    one("--record", type=Path, metavar="FILE", help="write the numbers of each program into a file")
+    one("--against", type=Path, metavar="FILE", help="run the programs of a record, and compare")
+    one("--replay", type=Path, metavar="FILE", help="run the program in a file, and say how it ends")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the findings into a folder")
     parser.add_argument("--resume", action="store_true", help="go on where the search of --output ended")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file, and say how it ends")
     parser.add_argument("--features", action="store_true", help="list the features, and search for nothing")
     given = parser.parse_args(argv)
     if given.resume and given.output is None:
@@ -74,8 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
-    for ending in host.ending_signals():
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # an exit ends the ranks
+    host.exit_on_signals()
     options = parse(argv)
     if options.features:
         for name, meaning in FEATURES.items():
@@ -85,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
         if options.replay:
             return _replay(options.replay)
         return _against(options.against) if options.against else _search(options)
-    except (ProgramError, OSError) as error:
-        print(f"python -m torch_fsdp_tests.explore: {error}", file=sys.stderr)
+    except ProgramError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
         return 2
 
 
@@ -111,7 +102,7 @@ def _against(path: Path) -> int:
     from torch_fsdp_tests.explore import ranks, record
 
     ranks.prepare()
-    differing = 0
+    count = differing = 0
     for count, difference in enumerate(record.differences(path), 1):
         if difference:
             differing += 1
@@ -120,10 +111,7 @@ def _against(path: Path) -> int:
     return 1 if differing else 0
 
 
-def in_words(result: object) -> str:
-    from torch_fsdp_tests.explore.ranks import Result
-
-    assert isinstance(result, Result)
+def in_words(result: Result) -> str:
     if result.invalid:
         return f"a plain model cannot run this program: {result.invalid}"
     if not result.is_finding:
@@ -142,7 +130,7 @@ def _search(options: argparse.Namespace) -> int:
 
     ranks.prepare()
     recorder = Recorder(options.record) if options.record else None
-    progress = _Progress(options.seconds)
+    progress = _Progress()
     search = Search(
         Settings(
             options.seconds,
@@ -192,16 +180,12 @@ def _search(options: argparse.Namespace) -> int:
 class _Progress:
     """One line on a terminal, rewritten at most four times a second; elsewhere a line every minute."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
         self.start = time.monotonic()
         self.is_terminal = sys.stdout.isatty()
         self.shown = self.start
 
-    def line(self, search: object) -> str:
-        from torch_fsdp_tests.explore.search import Search
-
-        assert isinstance(search, Search)
+    def line(self, search: Search) -> str:
         spent = time.monotonic() - self.start
         new = sum(finding.is_new for finding in search.found.values())
         return (
@@ -210,7 +194,7 @@ class _Progress:
             f"{len(search.lines)} lines of FSDP, {len(search.pairs)} pairs of features, {new} new findings"
         )
 
-    def show(self, search: object) -> None:
+    def show(self, search: Search) -> None:
         now = time.monotonic()
         if now - self.shown < (0.25 if self.is_terminal else 60.0):
             return
@@ -226,4 +210,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    host.run_command(NAME, main)

@@ -24,7 +24,6 @@ FEATURES = {
     "empty": "parameters without elements, and of one element",
     "evaluation": "forward without gradients, anywhere",
     "freezing": "parameters that are frozen, or change between frozen and trainable",
-    "fsdp1": "FullyShardedDataParallel instead of fully_shard",
     "groups": "several modules in one call of fully_shard",
     "hsdp": "a mesh with two dimensions",
     "ignored": "parameters that FSDP does not manage",
@@ -46,7 +45,6 @@ FEATURES = {
     "twice": "layers that run twice in one forward",
     "unshard": "unshard and reshard by hand",
 }
-ON_DEMAND = {"fsdp1"}  # its oracle does not know enough yet
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -69,7 +67,7 @@ class _Generator:
         self.seed = seed
         self.world_size = world_size
         density = choice.choice((0.15, 0.3, 0.5))
-        self.features = {each for each in FEATURES if choice.random() < density} - without - ON_DEMAND | demanded
+        self.features = {each for each in FEATURES if choice.random() < density} - without | demanded
         self.names = iter(_NAMES)
         self.numbers = iter(range(1, 1000))
 
@@ -96,27 +94,9 @@ class _Generator:
             optimizer=choice.choice(("momentum", "adam", "adamw")) if self.on("optimizers") and not low else "sgd",
             foreach=choice.random() < 0.5,
         )
-        if self.on("fsdp1"):
-            program = self._for_fsdp1(program)
         program = program.but(units=self._units(program))
         program = self._specials(program)
         return program.but(steps=tuple(self._steps(program)))
-
-    def _for_fsdp1(self, program: Program) -> Program:
-        choice = self.choice
-        self.features -= {"groups", "resharding", "columns", "unshard", "prefetch", "reduction", "interruptions"}
-        strategies = (
-            ("HYBRID_SHARD",) if program.replicas > 1 else ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-        )
-        return program.but(
-            api="fsdp1",
-            output_dtype="",
-            strategy=choice.choice(strategies),
-            orig_params=choice.random() < 0.6,
-            limit_all_gathers=choice.random() < 0.8,
-            forward_prefetch=choice.random() < 0.2,
-            backward_prefetch=choice.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "")),
-        )
 
     # --- The model ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +214,7 @@ class _Generator:
             yield Step("unshard", choice.choice((*wrapped, "*")), flag=choice.random() < 0.5)
         if self.on("evaluation", 0.4):
             yield self._evaluation(program)
-        if self.on("freezing", 0.3) and names and program.api != "fsdp1":
+        if self.on("freezing", 0.3) and names:
             yield Step("freeze", choice.choice(names), flag=choice.random() < 0.5)
         if self.on("edits", 0.3) and names:
             yield Step("edit", choice.choice(names))
@@ -243,6 +223,7 @@ class _Generator:
             if choice.random() < 0.3:
                 yield Step("last", flag=choice.random() < 0.5)
         if self.on("interruptions", 0.3):
+            yield Step("zero")
             yield Step(
                 "forward", choice.choice([layer.name for layer in program.all_layers()]), number=next(self.numbers)
             )
@@ -266,12 +247,11 @@ class _Generator:
             if choice.random() < 0.8:
                 yield Step("zero", flag=choice.random() < 0.7)
         if self.on("state", 0.5):
-            yield Step("save_model", choice.choice(("full", "sharded", "plain")[: 2 if program.api == "fsdp1" else 3]))
+            yield Step("save_model", choice.choice(("full", "sharded", "plain")))
         if self.on("state", 0.4):
             yield Step("load_model")
         if self.on("state", 0.4):
-            kinds = ("full", "sharded", "plain", "flattened")[: 2 if program.api == "fsdp1" else 4]
-            yield Step("save_optimizer", choice.choice(kinds))
+            yield Step("save_optimizer", choice.choice(("full", "sharded", "plain", "flattened")))
         if self.on("state", 0.4):
             yield Step("load_optimizer")
 

@@ -13,9 +13,9 @@ import torch
 
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer
-from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.explore.lifecycle import Lifecycle, problem
-from torch_fsdp_tests.explore.program import Layer, Program, Step
+from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
+from torch_fsdp_tests.installed_torch import torch_facts
 
 Rewriting = Callable[[Program], Program]
 REWRITINGS: dict[str, Rewriting] = {}
@@ -29,17 +29,21 @@ def _avoids(id: str) -> Callable[[Rewriting], Rewriting]:
     return store
 
 
+NEEDS = {  # of features
+    "interruptions": torch_facts.HAS_RESET_ITER_STATE,
+    "clipping": torch_facts.ADDS_NUMBERS_TO_NORMS_ONCE,
+}
+
+
+def lacking() -> list[str]:
+    """The features that the installed torch does not have."""
+    return [feature for feature, fact in NEEDS.items() if not fact]
+
+
 def present() -> list[str]:
     """The known defects that the installed torch has, and that programs can show."""
     absent = (Answer.ABSENT, Answer.CANNOT_BE_TRIED)
     return [id for id in REWRITINGS if registry.entry(id).defect.expected(torch.__version__) not in absent]
-
-
-def possible(program: Program) -> Program:
-    """The program without what the device under test cannot do."""
-    if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
-        return program.but(offload=False)
-    return program
 
 
 def avoiding(program: Program, ids: Iterable[str]) -> Program:
@@ -96,16 +100,36 @@ def _no_optimizer_states_before_the_first_step(program: Program) -> Program:
 
 @_avoids("fsdp2_unit_without_elements_raises")
 def _elements_in_each_unit(program: Program) -> Program:
-    return program.but(layers=_with_elements(program.layers))
+    def change(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, kind="one") if layer.kind == "empty" else layer
+
+    return program.but(layers=_each_layer(program.layers, change))
 
 
-def _with_elements(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    return tuple(
-        dataclasses.replace(
-            layer, kind="one" if layer.kind == "empty" else layer.kind, parts=_with_elements(layer.parts)
-        )
-        for layer in layers
-    )
+def _each_layer(layers: tuple[Layer, ...], change: Callable[[Layer], Layer]) -> tuple[Layer, ...]:
+    return tuple(change(dataclasses.replace(layer, parts=_each_layer(layer.parts, change))) for layer in layers)
+
+
+@_avoids("fsdp2_outputs_in_dataclasses_raise")
+def _no_dataclasses(program: Program) -> Program:
+    def change(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, box="dict") if layer.box == "record" else layer
+
+    return program.but(layers=_each_layer(program.layers, change))
+
+
+@_avoids("fsdp2_recomputation_gathers_again")
+def _no_recomputation(program: Program) -> Program:
+    return program.but(layers=_each_layer(program.layers, lambda layer: dataclasses.replace(layer, recompute=False)))
+
+
+@_avoids("fsdp2_partial_group_loses_gradients")
+@_avoids("fsdp2_partial_group_stays_gathered")
+def _no_groups_in_part(program: Program) -> Program:
+    if not any(step.names for step in program.steps):
+        return program
+    units = tuple(Unit((path,), unit.reshard) for unit in program.units for path in unit.modules)
+    return program.but(units=units)
 
 
 @_avoids("fsdp2_shared_module_is_not_loaded")
@@ -143,61 +167,3 @@ def _no_gradients_before_a_full_load(program: Program) -> Program:
 @_avoids("fsdp2_smaller_mesh_with_columns_raises")
 def _no_columns_on_smaller_meshes(program: Program) -> Program:
     return program.but(columns=()) if any(unit.reshard.isdigit() for unit in program.units) else program
-
-
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
-
-
-def _of_fsdp1(rewriting: Rewriting) -> Rewriting:
-    """A rewriting that leaves programs over FSDP2 alone."""
-    return lambda program: rewriting(program) if program.api == "fsdp1" else program
-
-
-@_avoids("fsdp1_second_backward_raises")
-@_of_fsdp1
-def _one_backward_for_each_forward(program: Program) -> Program:
-    def change(life: Lifecycle, step: Step) -> list[Step]:
-        if step.kind == "backward":
-            return [dataclasses.replace(step, flag=False)]
-        return [] if step.kind == "forward" and life.pending else [step]
-
-    return each_step(program, change)
-
-
-@_avoids("fsdp1_evaluation_before_step_trains_old_weights")
-@_avoids("fsdp1_update_between_forwards_is_not_seen")
-@_of_fsdp1
-def _training_after_each_evaluation(program: Program) -> Program:
-    steps: list[Step] = []
-    for step in reversed(program.steps):
-        if step.kind != "evaluate" or (steps and steps[-1].kind in ("forward", "evaluate")):
-            steps.append(step)
-    return program.but(steps=tuple(reversed(steps)))
-
-
-@_avoids("fsdp1_inference_mode_breaks_training")
-@_of_fsdp1
-def _no_inference_mode(program: Program) -> Program:
-    return program.but(
-        steps=tuple(
-            dataclasses.replace(step, at="no_grad") if step.at == "inference" else step for step in program.steps
-        )
-    )
-
-
-@_avoids("fsdp1_accumulation_of_one_element_is_wrong")
-@_avoids("fsdp1_accumulated_gradient_is_lost")
-@_avoids("fsdp1_unused_unit_computes_with_old_weights")
-@_of_fsdp1
-def _original_parameters(program: Program) -> Program:
-    accumulates = any(step.kind == "sync" or step.names for step in program.steps)
-    small = program.width == 1 or any(layer.kind in ("one", "loose") for layer in program.all_layers())
-    return program.but(orig_params=True) if accumulates or small else program
-
-
-@_avoids("fsdp1_gradient_of_no_sync_is_not_reduced")
-@_of_fsdp1
-def _every_unit_in_each_microbatch(program: Program) -> Program:
-    if not any(step.kind == "sync" for step in program.steps):
-        return program
-    return program.but(steps=tuple(dataclasses.replace(step, names=()) for step in program.steps))

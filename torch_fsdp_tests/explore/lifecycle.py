@@ -11,8 +11,6 @@ SHARDED, GATHERED, PARTLY = "SHARDED", "UNSHARDED", "SHARDED_POST_FORWARD"
 UNKNOWN = ""  # documented nowhere, so nothing is expected
 
 CHANGES = ("step", "edit", "load_model", "load_optimizer", "freeze", "save_optimizer", "save_model", "clip")
-_STATE_STEPS = ("save_model", "load_model", "save_optimizer", "load_optimizer")
-FSDP1_STEPS = ("forward", "evaluate", "backward", "step", "zero", "clip", "sync", "edit", *_STATE_STEPS)
 WITHOUT_PARAMETERS = ("relu", "counter")
 _PARAMETERS = {
     "linear": ("weight", "bias"),
@@ -23,15 +21,6 @@ _PARAMETERS = {
 
 class Interruption(Exception):
     """The forward ends here."""
-
-
-@dataclasses.dataclass
-class Pending:
-    """A forward whose backward has not run yet: its step, and the units that ran, in order."""
-
-    step: Step
-    ran: list[int]
-    trains: bool  # a trainable parameter was used
 
 
 class Lifecycle:
@@ -52,7 +41,7 @@ class Lifecycle:
         self.has_gradients = False
         self.has_stepped = False
         self.gathered: set[int] = set()  # units that have been gathered for training
-        self.pending: list[Pending] = []
+        self.pending: list[bool] = []  # forwards without backward, and whether each used a trainable parameter
         self.saved: set[str] = set()
         self._names = set(parameters(program))
         self.trainable = {resolved(program, name) for name in parameters(program)} - {
@@ -61,8 +50,6 @@ class Lifecycle:
 
     def problem(self, step: Step) -> str:
         """Why the step is not valid now. Empty if it is."""
-        if self.program.api == "fsdp1" and (step.kind not in FSDP1_STEPS or (step.kind == "forward" and step.at)):
-            return "FSDP1 has nothing like it"
         match step.kind:
             case "unshard" | "reshard" | "reshard_after_forward" if step.at != "*" and step.at not in self._at:
                 return f"{step.at!r} is not sharded"
@@ -73,8 +60,6 @@ class Lifecycle:
         if step.kind in CHANGES:
             if self.pending:
                 return "parameters must not change between forward and backward"
-            if self.program.api == "fsdp1" and self.unreduced:
-                return "FSDP1 steps only after a reduction"
             if self.unfinished:
                 return "the last backward before a change is the last one of its iteration"
             if any(state != SHARDED for state in self.states):
@@ -82,13 +67,13 @@ class Lifecycle:
         if self.interrupted != (step.kind == "reset"):
             return "a forward that raised is followed by reset_iter_state, and nothing else is"
         match step.kind:
-            case "forward" if step.at and (self.pending or self.unreduced):
-                return "reset_iter_state would drop what other forwards have left"
+            case "forward" if step.at and (self.pending or self.unreduced or self.has_gradients):
+                return "reset_iter_state drops what other forwards have left"
             case "backward" if self.has_factor and not self.sums:
                 return "not every backend can divide in a reduction"
             case "backward" if not -len(self.pending) <= int(step.number) < len(self.pending):
                 return "there is no such forward"
-            case "backward" if not self.pending[int(step.number)].trains:
+            case "backward" if not self.pending[int(step.number)]:
                 return "no trainable parameter was used"
             case "zero" if self.unreduced:
                 return "gradients that are not reduced yet cannot be dropped"
@@ -99,19 +84,17 @@ class Lifecycle:
     def apply(self, step: Step) -> None:
         match step.kind:
             case "forward":
-                ran: list[int] = []
                 try:
-                    self._run(step, ran)
-                    self.pending.append(Pending(step, ran, not self.trainable.isdisjoint(self.used(step))))
+                    self.gathered |= self._run(step)
+                    self.pending.append(not self.trainable.isdisjoint(self.used(step)))
                 except Interruption:
                     self.interrupted = True
                     self.states = [UNKNOWN for _ in self.states]
-                self.gathered.update(ran)
             case "reset":
                 self.interrupted = False
                 self.states = [SHARDED for _ in self.states]
             case "evaluate":
-                self._run(step, [])
+                self._run(step)
             case "backward":
                 if not step.flag:
                     self.pending.pop(int(step.number))
@@ -163,35 +146,34 @@ class Lifecycle:
         """The unit of a module, or all units with ``"*"``."""
         yield from range(len(self.states)) if at == "*" else [self._at[at]]
 
-    def _run(self, step: Step, ran: list[int]) -> None:
+    def _run(self, step: Step) -> set[int]:
+        """Run a forward, and return the units that took part. Raises :class:`Interruption` where it is to raise."""
         left = {index: set(unit.modules) for index, unit in enumerate(self.program.units)}  # modules yet to run
-        self._run_module("", self.program.layers, step, ran, left)
+        ran: set[int] = set()
+
+        def run(path: str, layers: tuple[Layer, ...]) -> None:
+            index = self._at.get(path)
+            if index is not None:
+                self.states[index] = GATHERED
+                ran.add(index)
+            for layer in layers:
+                if layer.name in step.names:
+                    continue
+                if step.kind == "forward" and layer.name == step.at:
+                    raise Interruption
+                for _ in range(2 if layer.twice else 1):
+                    run(resolved(self.program, f"{path}.{layer.name}".lstrip(".")), layer.parts)
+            if index is not None:
+                left[index].discard(path)
+                if not left[index]:
+                    self._leave(index)
+                    left[index] = set(self.program.units[index].modules)
+
+        run("", self.program.layers)
         for index, modules in left.items():  # the root completes groups of which only a part has run
             if modules and len(modules) < len(self.program.units[index].modules):
                 self._leave(index)
-        if self.program.api == "fsdp1":  # it promises nothing about what is gathered
-            self.states = [SHARDED for _ in self.states]
-
-    def _run_module(
-        self, path: str, layers: tuple[Layer, ...], step: Step, ran: list[int], left: dict[int, set[str]]
-    ) -> None:
-        index = self._at.get(path)
-        if index is not None:
-            self.states[index] = GATHERED
-            ran.append(index)
-        for layer in layers:
-            if layer.name in step.names:
-                continue
-            if step.kind == "forward" and layer.name == step.at:
-                raise Interruption
-            below = resolved(self.program, f"{path}.{layer.name}".lstrip("."))
-            for _ in range(2 if layer.twice else 1):
-                self._run_module(below, layer.parts, step, ran, left)
-        if index is not None:
-            left[index].discard(path)
-            if not left[index]:
-                self._leave(index)
-                left[index] = set(self.program.units[index].modules)
+        return ran
 
     def _leave(self, index: int) -> None:
         self.states[index] = {"yes": SHARDED, "no": GATHERED}.get(self.reshards[index], PARTLY)
@@ -280,6 +262,8 @@ def problem(program: Program) -> str:
             return "tied parameters must be in one unit"
     if not names.issuperset((*program.frozen, *program.ignored, *program.columns)):
         return "there is no such parameter"
+    if program.ignored and program.param_dtype:
+        return "FSDP does not cast ignored parameters"
     if program.world_size % program.replicas:
         return "the replicas must divide the ranks"
     if any(layer.kind == "chain" and not layer.parts for layer in layers.values()):
@@ -287,17 +271,6 @@ def problem(program: Program) -> str:
     if not names:
         return "there is nothing to train"
     shards = program.world_size // program.replicas
-    if program.api == "fsdp1":
-        if any(len(unit.modules) > 1 or unit.reshard != "default" for unit in program.units):
-            return "FSDP1 wraps single modules"
-        if program.columns or program.output_dtype:
-            return "FSDP1 has nothing like it"
-        if (program.replicas > 1) != program.strategy.startswith("HYBRID"):
-            return "hybrid strategies need a mesh with two dimensions, and no other strategy does"
-        for index in range(len(program.units)):
-            owned = [name for name in names if unit_of(program, name) == index and name not in program.ignored]
-            if not program.orig_params and len({name in program.frozen for name in owned}) > 1:
-                return "a flat parameter is frozen as a whole"
     if any(columns_of(program, name) % shards for name in program.columns):
         return "the columns are not divisible"  # documented by fully_shard
     life = Lifecycle(program)

@@ -47,7 +47,7 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One call of ``fully_shard`` or FSDP: the paths of its modules, and whether it reshards after forward."""
+    """One call of ``fully_shard``: the paths of its modules, and whether it reshards after forward."""
 
     modules: tuple[str, ...]  # "" is the model
     reshard: str = "default"  # default, yes, no, or a number of ranks
@@ -74,7 +74,6 @@ STEPS = {
     "clip": "clip_grad_norm_(model.parameters(), {number:g})",
     "sync": "set_requires_gradient_sync({flag})",
     "last": "set_is_last_backward({flag})",
-    "all_reduce": "set_requires_all_reduce({flag})",
     "keep_after_backward": "set_reshard_after_backward({flag})",
     "reshard_after_forward": "set_reshard_after_forward({flag}) at {at!r}",
     "divide": "set_gradient_divide_factor({number:g})",
@@ -103,7 +102,6 @@ class Program:
     layers: tuple[Layer, ...]
     units: tuple[Unit, ...]  # inner ones first
     steps: tuple[Step, ...]
-    api: str = "fsdp2"  # or replicate, or fsdp1
     replicas: int = 1  # of a mesh with two dimensions
     dtype: str = "float64"
     ties: tuple[tuple[str, ...], ...] = ()  # pairs of names of parameters: the first becomes the second
@@ -114,15 +112,9 @@ class Program:
     param_dtype: str = ""
     reduce_dtype: str = ""
     output_dtype: str = ""
-    cast_inputs: bool = True
     offload: bool = False
     optimizer: str = "sgd"  # or momentum, adam, adamw
     foreach: bool = True
-    strategy: str = "FULL_SHARD"  # FSDP1
-    orig_params: bool = True  # FSDP1
-    limit_all_gathers: bool = True  # FSDP1
-    forward_prefetch: bool = False  # FSDP1
-    backward_prefetch: str = "BACKWARD_PRE"  # FSDP1
 
     def as_json(self) -> str:
         return json.dumps(_brief(self))
@@ -161,11 +153,11 @@ class Program:
         return chain.format(parts=_parts(self.layers, self.width, chain))
 
     def listing(self) -> str:
-        lines = [f"{self.api} on {self.world_size} ranks", f"model = {self.expression()}"]
+        lines = [f"{self.world_size} ranks", f"model = {self.expression()}"]
         lines += [f"model.{new} = model.{old}" for new, old in (*self.ties, *self.shares)]
         lines += [f"shard {', '.join(map(repr, unit.modules))}, reshard {unit.reshard}" for unit in self.units]
         plain = _brief(self)
-        known = {"layers", "units", "steps", "ties", "shares", "world_size", "seed", "width", "api"}
+        known = {"layers", "units", "steps", "ties", "shares", "world_size", "seed", "width"}
         lines += [f"{name} = {value}" for name, value in plain.items() if name not in known]
         lines += [f"{index}: {in_words(step)}" for index, step in enumerate(self.steps)]
         return "\n".join(lines)

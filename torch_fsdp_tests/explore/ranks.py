@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -95,17 +96,18 @@ class Crew:
         return result
 
     def begin(self, program: Program) -> None:
-        """Start a program. :meth:`result` returns its result."""
-        if self._group is not None and not self._group.ready():
-            self.close()
+        """Start a program. :meth:`result` returns its result.
+
+        Raises :class:`HarnessError` if new ranks cannot be started.
+        """
         self.program = program
-        try:
-            if self._group is None:
-                self._group = RankGroup(self._explorer, None, self.world_size)
-            self._group.begin(f"{self._mode} {program.as_json()}")
-        except HarnessError:
-            self.close()
-            raise
+        order = f"{self._mode} {program.as_json()}"
+        if self._group is not None and self._group.ready():
+            with contextlib.suppress(HarnessError):
+                return self._group.begin(order)
+        self.close()
+        self._group = RankGroup(self._explorer, None, self.world_size)
+        self._group.begin(order)
 
     def fileno(self) -> int:
         """A descriptor that can be read when there is news."""
@@ -128,7 +130,8 @@ class Crew:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.close()
+            with contextlib.suppress(HarnessError):  # the group is over in any case
+                group.close()
 
 
 def _judged(program: Program, reports: list[RankReport]) -> Result:

@@ -35,7 +35,10 @@ def differences(path: Path) -> Iterator[str]:
     """
     crews: dict[int, Crew] = {}
     try:
-        for line in path.read_text().splitlines():
+        lines = path.read_text().splitlines()
+        if not lines:
+            raise ProgramError(f"{path} has no programs")
+        for line in lines:
             try:
                 data = json.loads(line)
                 program = Program.from_json(json.dumps(data["program"]))

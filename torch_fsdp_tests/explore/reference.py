@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_fsdp_tests.explore import layers
-from torch_fsdp_tests.explore.lifecycle import resolved, unit_of
+from torch_fsdp_tests.explore import code, layers
+from torch_fsdp_tests.explore.lifecycle import resolved
 from torch_fsdp_tests.explore.program import Program, Step
 
-LEARNING_RATE = 2**-8  # parameters stay moderate, so that no difference drowns in rounding
-_NAMES = {**vars(layers), "nn": nn}
+NAMES = {**vars(layers), "nn": nn, "torch": torch}
 
 
 class Invalid(Exception):
@@ -31,7 +29,7 @@ def dtype_of(name: str) -> torch.dtype | None:
 
 def model_of(program: Program, device: str) -> nn.Module:
     """The plain model of a program, with its parameters."""
-    model = layers.fill(eval(program.expression(), dict(_NAMES)), program.seed).to(device, dtype_of(program.dtype))
+    model = layers.fill(eval(program.expression(), dict(NAMES)), program.seed).to(device, dtype_of(program.dtype))
     for new, old in (*program.ties, *program.shares):
         path, _, name = new.rpartition(".")
         setattr(model.get_submodule(path), name, attribute_at(model, old))
@@ -40,26 +38,9 @@ def model_of(program: Program, device: str) -> nn.Module:
     return model
 
 
-def batch_of(program: Program, step: Step, rank: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and the weights of the loss in a forward of a rank."""
-    x, weights = layers.batch(int(step.number), rank, program.width, getattr(torch, program.dtype))
-    return x.to(device), weights.to(device)
-
-
 def attribute_at(model: nn.Module, path: str) -> Any:
     owner, _, name = path.rpartition(".")
     return getattr(model.get_submodule(owner), name)
-
-
-def optimizer_of(program: Program, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    match program.optimizer:
-        case "momentum":
-            return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5, foreach=program.foreach)
-        case "adam":
-            return torch.optim.Adam(parameters, lr=LEARNING_RATE, foreach=program.foreach)
-        case "adamw":
-            return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=program.foreach)
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=program.foreach)
 
 
 @dataclasses.dataclass
@@ -75,6 +56,7 @@ class Reference:
 
     def __init__(self, program: Program, device: str) -> None:
         self.program, self.device = program, device
+        self.shape = program.width, dtype_of(program.dtype)  # of the inputs
         self.param_dtype = dtype_of(program.param_dtype)
         self.reduce_dtype = dtype_of(program.reduce_dtype) or self.param_dtype or dtype_of(program.dtype)
         model = model_of(program, device)
@@ -85,7 +67,7 @@ class Reference:
             self.masters += [copy.deepcopy(model) for _ in range(program.world_size - 1)]
         self.named = [dict(master.named_parameters()) for master in self.masters]
         self.ignored = {name for name, parameter in self.named[0].items() if id(parameter) in ignored}
-        self.optimizers = [optimizer_of(program, master.parameters()) for master in self.masters]
+        self.optimizers = [eval(code.optimizer(program), NAMES | {"model": master}) for master in self.masters]
         self.models = [copy.deepcopy(model).to(self.param_dtype) for _ in range(program.world_size)]
         self.leaves = [dict(each.named_parameters()) for each in self.models]
         for each in self.models:  # a cast of the model casts its buffers, which FSDP2 does not do
@@ -93,7 +75,6 @@ class Reference:
                 owner, _, last = name.rpartition(".")
                 setattr(each.get_submodule(owner), last, buffer.clone())
         self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
-        self.units = {name: unit_of(program, name) for name in self.named[0]}
         self.pending: list[Forward] = []
         self.syncs = True
         self.factor: float | None = None
@@ -103,51 +84,58 @@ class Reference:
     def master(self, rank: int) -> dict[str, nn.Parameter]:
         return self.named[rank if self.ignored else 0]
 
+    def state(self, rank: int, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter."""
+        optimizer = self.optimizers[rank if self.ignored else 0]
+        return dict(optimizer.state.get(self.master(rank)[name], {}))
+
     def apply(self, step: Step) -> Forward | None:
         """Run a step. Raises :class:`Invalid` if a plain model cannot."""
         try:
             with torch.random.fork_rng(devices=[]):
                 return getattr(self, f"_{step.kind}", self._nothing)(step)
-        except layers.Interrupted:
-            raise
         except Exception as error:
             raise Invalid(f"{type(error).__name__}: {error}") from error
 
     def _nothing(self, step: Step) -> None:
         """Steps that change no number."""
 
-    def _outputs(self, step: Step, fail: str | None) -> Forward:
+    def _outputs(self, step: Step) -> Forward:
         forward = Forward([], [])
-        interruption = None
         for rank, model in enumerate(self.models):
-            x, weights = batch_of(self.program, step, rank, self.device)
-            if self.param_dtype is not None and self.program.cast_inputs:
+            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
+            if self.param_dtype is not None:
                 x = x.to(self.param_dtype)
-            try:
-                output = model(x, step.names, fail)
-            except layers.Interrupted as error:  # every rank must be interrupted, because of the buffers
-                interruption = error
-                continue
+            output = model(x, step.names)
             if self.program.output_dtype:
                 output = output.to(dtype_of(self.program.output_dtype))
             forward.outputs.append(output)
             forward.losses.append((output * weights).sum())
-        if interruption:
-            raise interruption
         return forward
 
-    def _forward(self, step: Step) -> Forward:
+    def _forward(self, step: Step) -> Forward | None:
         self._take_parameters()
-        forward = self._outputs(step, step.at or None)
-        self.pending.append(forward)
-        return forward
+        if not step.at:
+            self.pending.append(self._outputs(step))
+            return self.pending[-1]
+        for model in self.models:  # what ran before the exception has changed buffers
+            try:
+                model(
+                    torch.zeros(2, self.program.width, dtype=next(model.parameters()).dtype, device=self.device),
+                    step.names,
+                    step.at,
+                )
+            except layers.Interrupted:
+                continue
+            raise Invalid(f"forward does not reach {step.at}")
+        return None
 
     def _evaluate(self, step: Step) -> Forward:
         self._take_parameters()
         for model in self.models:
             model.train(step.at != "eval")
         with torch.inference_mode() if step.at == "inference" else torch.no_grad():
-            forward = self._outputs(step, None)
+            forward = self._outputs(step)
         for model in self.models:
             model.train()
         return forward
@@ -174,26 +162,15 @@ class Reference:
                 if name in self.ignored:
                     self._accumulate(self.master(rank)[name], gradient)
                     continue
-                if not self.syncs or name in self.kept[rank]:
-                    if self.program.api != "fsdp1":  # what FSDP2 keeps adds up in the dtype of the reduction
-                        gradient = gradient.to(self.reduce_dtype)
+                if not self.syncs or name in self.kept[rank]:  # what is kept adds up in the dtype of the reduction
+                    gradient = gradient.to(self.reduce_dtype)
                     if name in self.kept[rank]:
                         gradient = self.kept[rank][name] + gradient
                 self.kept[rank][name] = gradient
         if self.syncs:
             self._reduce()
 
-    def _fill_units(self) -> None:
-        """A flat parameter has a gradient as a whole: zeros for the parameters in it that were not used."""
-        for kept, leaves in zip(self.kept, self.leaves):
-            used = {self.units[name] for name in kept}
-            for name, leaf in leaves.items():
-                if name not in kept and self.units[name] in used and leaf.requires_grad and name not in self.ignored:
-                    kept[name] = torch.zeros_like(leaf)
-
     def _reduce(self) -> None:
-        if self.program.api == "fsdp1":
-            self._fill_units()
         for name in list(self.named[0]):
             parts = [kept.pop(name) for kept in self.kept if name in kept]
             if not parts:
@@ -234,13 +211,17 @@ class Reference:
             self.norm = nn.utils.clip_grad_norm_(master.parameters(), step.number)
 
     def _freeze(self, step: Step) -> None:
-        for master in self.masters:
-            attribute_at(master, resolved(self.program, step.at)).requires_grad_(step.flag)
+        for parameter in self._parameters(step):
+            parameter.requires_grad_(step.flag)
 
     def _edit(self, step: Step) -> None:
         with torch.no_grad():
-            for master in self.masters:
-                attribute_at(master, resolved(self.program, step.at)).mul_(0.5)
+            for parameter in self._parameters(step):
+                parameter.mul_(0.5)
+
+    def _parameters(self, step: Step) -> list[nn.Parameter]:
+        """The parameter that a step names, in each master."""
+        return [attribute_at(master, resolved(self.program, step.at)) for master in self.masters]
 
     def _save_model(self, step: Step) -> None:
         self.saved["model"] = [

@@ -18,11 +18,22 @@ from torch_fsdp_tests.explore.execution import COMPARE
 from torch_fsdp_tests.explore.lifecycle import problem
 from torch_fsdp_tests.explore.program import Program, ProgramError
 from torch_fsdp_tests.explore.ranks import Crew, Result
-from torch_fsdp_tests.explore.shrink import attempts, shrunk
+from torch_fsdp_tests.explore.shrink import shrunk
 
 SHRINK_SECONDS = 40.0  # for one finding
 VARIED = 0.4  # the share of programs that vary one which reached something new
 CORPUS = 200  # programs that are kept for variation
+SETTINGS = (
+    "offload",
+    "optimizer",
+    "foreach",
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "dtype",
+    "width",
+    "replicas",
+)
 
 
 @dataclasses.dataclass
@@ -75,6 +86,7 @@ class Search:
         self._next = settings.seed * 1_000_000  # the seed of the next new program
         self._corpus: list[Program] = []
         self._present = known.present()
+        self._without = (*settings.without, *known.lacking())
         self._crews = [Crew(settings.world_size, settings.mode) for _ in range(settings.at_a_time)]
 
     def findings(self) -> Iterator[Finding]:
@@ -136,14 +148,17 @@ class Search:
         except (TypeError, KeyError, ValueError) as error:
             raise ProgramError(f"this is no state of a search: {error}") from error
 
+    def _new(self, seed: int) -> Program:
+        return generate.program_of(seed, self.settings.world_size, self._without, self.settings.demanded)
+
     def next_program(self) -> Program:
         if self._corpus and self._choice.random() < VARIED:
-            program = varied(self._choice.choice(self._corpus), self._choice)
+            program = varied(
+                self._choice.choice(self._corpus), self._new(self._choice.randrange(1 << 40)), self._choice
+            )
         else:
-            settings = self.settings
-            program = generate.program_of(self._next, settings.world_size, settings.without, settings.demanded)
+            program = self._new(self._next)
             self._next += 1
-        program = known.possible(program)
         return program if self.settings.with_known else known.avoiding(program, self._present)
 
     def _take(self, result: Result) -> None:
@@ -194,28 +209,19 @@ def explanation(program: Program, result: Result, crew: Crew, ids: Iterable[str]
     return ""
 
 
-def varied(program: Program, choice: random.Random) -> Program:
-    """A valid variation: another seed's steps, a setting of its own, or something less."""
-    other = generate.program_of(choice.randrange(1 << 40), program.world_size)
+def varied(program: Program, other: Program, choice: random.Random) -> Program:
+    """A valid variation that takes steps or a setting from another program."""
     for _ in range(10):
-        match choice.randrange(4):
+        match choice.randrange(3):
             case 0:
                 start = choice.randrange(len(program.steps) + 1)
                 new = program.but(steps=(*program.steps[:start], *other.steps, *program.steps[start:]))
             case 1:
-                field = choice.choice(
-                    ("offload", "optimizer", "foreach", "param_dtype", "reduce_dtype", "dtype", "width", "replicas")
-                )
-                new = program.but(**{field: getattr(other, field)})
-            case 2:
-                options = [each for each, _ in zip(attempts(program), range(60))]
-                new = choice.choice(options) if options else program
+                end = choice.randrange(len(program.steps) + 1)
+                new = program.but(steps=(*program.steps[:end], *other.steps))
             case _:
-                index = choice.randrange(len(program.units))
-                reshard = choice.choice(("default", "yes", "no"))
-                units = list(program.units)
-                units[index] = dataclasses.replace(units[index], reshard=reshard)
-                new = program.but(units=tuple(units))
+                field = choice.choice(SETTINGS)
+                new = program.but(**{field: getattr(other, field)})
         new = known.valid(new)
         if new.steps and not problem(new):
             return new
@@ -231,19 +237,21 @@ def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _settings(program: Program) -> set[str]:
-    names = ("frozen", "ignored", "columns", "ties", "shares", "offload")
-    values = ("param_dtype", "reduce_dtype", "output_dtype", "optimizer", "dtype", "api", "replicas", "strategy")
-    return {name for name in names if getattr(program, name)} | {f"{name} {getattr(program, name)}" for name in values}
+    names = ("frozen", "ignored", "columns", "ties", "shares")
+    return {name for name in names if getattr(program, name)} | {
+        f"{name} {getattr(program, name)}" for name in SETTINGS
+    }
 
 
 def save(finding: Finding, folder: Path) -> list[Path]:
     """Write a finding: its program, a script, and a text for torch's issue tracker. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha1(finding.program.as_json().encode()).hexdigest()[:6]
-    contents = {".json": finding.program.as_json() + "\n"}
-    if finding.program.api == "fsdp2":
-        contents[".py"] = script.script(finding.program, finding.result)
-        contents[".md"] = script.issue(finding.program, finding.result)
+    contents = {
+        ".json": finding.program.as_json() + "\n",
+        ".py": script.script(finding.program, finding.result),
+        ".md": script.issue(finding.program, finding.result),
+    }
     paths = []
     for suffix, text in contents.items():
         paths.append(folder / f"{finding.known or 'new'}-{digest}{suffix}")

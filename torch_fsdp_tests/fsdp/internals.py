@@ -122,16 +122,6 @@ def local_shard(flat_param: FlatParam) -> torch.Tensor:
     return attribute(flat_param, "_local_shard")
 
 
-def is_initialized(flat_param: FlatParam) -> bool:
-    """Whether FSDP1 has initialized the flat parameter lazily, as its first forward does."""
-    return _has_optional(flat_param, "_local_shard")
-
-
-def parameters_in(flat_param: FlatParam) -> tuple[nn.Parameter, ...]:
-    """The original parameters inside a flat parameter, with ``use_orig_params``."""
-    return attribute(flat_param, "_params")
-
-
 def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
     """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` if there is none."""
     return attribute(flat_param, "_mp_shard")
@@ -343,6 +333,19 @@ def forward_positions(group: Group) -> list[int]:
 def pending_gather(group: Group) -> Any:
     """The all-gather of a group that has not been waited for, or None."""
     return attribute(group, "_all_gather_result")
+
+
+def sharded_state(group: Group) -> str:
+    """The state of a group's parameters: ``SHARDED``, ``SHARDED_POST_FORWARD`` or ``UNSHARDED``."""
+    return attribute(group, "_sharded_state").name
+
+
+def gathered_bytes(group: Group) -> int:
+    """The bytes that a group holds for gathered parameters. 0 with one rank, whose shards are the whole."""
+    wholes = [getattr(each, "_unsharded_param", None) for each in attribute(group, "fsdp_params")]
+    if attribute(group, "_all_gather_process_group").size() == 1:
+        return 0
+    return sum(whole.untyped_storage().size() for whole in wholes if whole is not None)
 
 
 def composable_apis(module: nn.Module) -> list[str]:

@@ -77,6 +77,12 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, *hang_up)
 
 
+def exit_on_signals() -> None:
+    """Exit where others end this program with a signal, so that its processes end and its folders are removed."""
+    for ending in ending_signals():
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+
+
 def can_fork() -> bool:
     """Whether a process that has imported torch may fork."""
     return LINUX

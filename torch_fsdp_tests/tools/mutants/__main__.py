@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ from torch_fsdp_tests.tools.mutants.trials import Setting, Trials
 
 def main(argv: Sequence[str]) -> ExitStatus:
     host.refuse_unsupported()
-    for ending in host.ending_signals():
-        signal.signal(ending, lambda number, _: sys.exit(ExitStatus(128 + number)))  # an exit ends the processes
+    host.exit_on_signals()
     try:
         return _main(options.parse(argv))
     except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
@@ -82,9 +80,7 @@ def _main(options: Options) -> ExitStatus:
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
-            for finding in judged:
-                if options.explore is not None and finding.outcome is Outcome.MISSED:
-                    finding = explored(finding, options.explore, _setting(options, device.type).environment)
+            for finding in _with_programs(judged, options, device.type):
                 record.add(finding)
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))
@@ -97,6 +93,18 @@ def _main(options: Options) -> ExitStatus:
     print(report.text(data))
     _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
     return status
+
+
+def _with_programs(judged: Iterable[Finding], options: Options, device: str) -> Iterator[Finding]:
+    """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
+    missed = []
+    for finding in judged:
+        if options.explore is not None and finding.outcome is Outcome.MISSED:
+            missed.append(finding)
+        else:
+            yield finding
+    for finding in missed:
+        yield explored(finding, options.explore or 0.0, _setting(options, device).environment)
 
 
 def _choose(options: Options, mutants: Sequence[Mutant]) -> list[Mutant]:

@@ -1,0 +1,174 @@
+"""A program as Python over torch alone: the subject executes this code, and a finding's script contains it.
+
+The code uses the names ``rank``, ``device`` and what ``layers.py`` defines. It leaves ``model``, ``optimizer``,
+``parameters``, ``output``, ``norm``, ``losses`` and ``saved``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch_fsdp_tests.explore.lifecycle import resolved
+from torch_fsdp_tests.explore.program import LAYERS, Program, Step, Unit
+
+LEARNING_RATE = "2**-8"  # parameters stay moderate, so that no difference drowns in rounding
+_DSD = "torch.distributed.checkpoint.state_dict"
+IMPORTS = {  # what the code may need, and from where
+    "copy": "import copy",
+    "dataclasses": "import dataclasses",
+    "namedtuple": "from collections import namedtuple",
+    "OrderedDict": "from collections import OrderedDict",
+    "torch": "import torch",
+    "nn": "from torch import nn",
+    "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    **{name: f"from torch.distributed.tensor import {name}" for name in ("DTensor", "Shard")},
+    **{
+        name: f"from torch.distributed.fsdp import {name}"
+        for name in ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "fully_shard")
+    },
+    "StateDictOptions": f"from {_DSD} import StateDictOptions",
+    **{
+        f"{verb}_{what}_state_dict": f"from {_DSD} import {verb}_{what}_state_dict"
+        for verb in ("get", "set")
+        for what in ("model", "optimizer")
+    },
+}
+_OF_STATES = {"model": "model", "optimizer": "model, optimizer"}
+
+
+def optimizer(program: Program) -> str:
+    name, more = {
+        "sgd": ("SGD", ""),
+        "momentum": ("SGD", "momentum=0.5, "),
+        "adam": ("Adam", ""),
+        "adamw": ("AdamW", ""),
+    }[program.optimizer]
+    return f"torch.optim.{name}(model.parameters(), lr={LEARNING_RATE}, {more}foreach={program.foreach})"
+
+
+def construction(program: Program, chain: str = LAYERS["chain"]) -> Iterator[str]:
+    """The lines that make the model, and shard it."""
+    yield f"model = fill({program.expression(chain)}, {program.seed}).to(device, torch.{program.dtype})"
+    yield from (f"model.{new} = model.{old}" for new, old in (*program.ties, *program.shares))
+    yield from (f"model.{name}.requires_grad_(False)" for name in program.frozen)
+    shape: tuple[int, ...] = (program.world_size,)
+    names: tuple[str, ...] = ("shards",)
+    if program.replicas > 1:
+        shape, names = (program.replicas, program.world_size // program.replicas), ("replicas", "shards")
+    yield f"mesh = init_device_mesh(device.type, {shape}, mesh_dim_names={names})"
+    for name, parameters in (("columns", program.columns), ("ignored", program.ignored)):
+        if parameters:
+            yield f"{name} = {{{', '.join(f'model.{parameter}' for parameter in parameters)}}}"
+    for unit in program.units:
+        yield f"fully_shard({_modules(program, unit.modules)}, {', '.join(_arguments(program, unit))})"
+    yield f"optimizer = {optimizer(program)}"
+    yield "parameters = dict(model.named_parameters())  # while all are sharded"
+    yield "losses, saved = [], {}"
+
+
+def _module(program: Program, path: str) -> str:
+    return f"model.{resolved(program, path)}".rstrip(".")
+
+
+def _modules(program: Program, paths: Sequence[str]) -> str:
+    modules = [_module(program, path) for path in paths]
+    return modules[0] if len(modules) == 1 else f"[{', '.join(modules)}]"
+
+
+def _arguments(program: Program, unit: Unit) -> Iterator[str]:
+    yield "mesh=mesh"
+    if unit.reshard != "default":
+        yield f"reshard_after_forward={ {'yes': True, 'no': False}.get(unit.reshard, unit.reshard) }"
+    dtypes = {"param_dtype": program.param_dtype, "reduce_dtype": program.reduce_dtype}
+    if unit.modules == ("",):
+        dtypes["output_dtype"] = program.output_dtype
+    if policy := [f"{name}=torch.{dtype}" for name, dtype in dtypes.items() if dtype]:
+        yield f"mp_policy=MixedPrecisionPolicy({', '.join(policy)})"
+    if program.offload:
+        yield "offload_policy=CPUOffloadPolicy(pin_memory=False)"
+    if program.columns:
+        yield "shard_placement_fn=lambda parameter: Shard(1) if parameter in columns else None"
+    if program.ignored:
+        yield "ignored_params=ignored"
+
+
+def step(program: Program, index: int) -> str:
+    """The lines of the step with this index."""
+    step = program.steps[index]
+    at = _module(program, step.at)
+    what = step.kind.partition("_")[2]  # of steps that save or load
+    numbers = f"batch({step.number:g}, rank, {program.width}, torch.{program.dtype})"
+    data = f"x, weights = (each.to(device) for each in {numbers})"
+    skip = f", {step.names}" if step.names else ""
+    match step.kind:
+        case "forward" if step.at:
+            call = f"model(x, {step.names}, {step.at!r})\nexcept Interrupted:\n    pass"
+            return f"{data}\ntry:\n    {call}\nelse:\n    raise AssertionError('forward was not interrupted')"
+        case "forward":
+            return f"{data}\noutput = model(x{skip})\nlosses.append((output * weights).sum())"
+        case "evaluate":
+            mode = "inference_mode" if step.at == "inference" else "no_grad"
+            before, after = ("model.eval()\n", "\nmodel.train()") if step.at == "eval" else ("", "")
+            return f"{data}\n{before}with torch.{mode}():\n    output = model(x{skip}){after}"
+        case "backward" if step.flag:
+            return f"losses[{step.number:g}].backward(retain_graph=True)"
+        case "backward":
+            return f"losses.pop({step.number:g}).backward()"
+        case "step":
+            return "optimizer.step()"
+        case "zero":
+            return f"optimizer.zero_grad(set_to_none={step.flag})"
+        case "clip":
+            norm = f"norm = nn.utils.clip_grad_norm_(model.parameters(), {step.number})"
+            return f"{norm}\nnorm = norm.full_tensor() if isinstance(norm, DTensor) else norm"
+        case "sync":
+            return f"model.set_requires_gradient_sync({step.flag})"
+        case "last":
+            return f"model.set_is_last_backward({step.flag})"
+        case "keep_after_backward":
+            return f"model.set_reshard_after_backward({step.flag})"
+        case "reshard_after_forward":
+            return f"{at}.set_reshard_after_forward({step.flag}, recurse=False)"
+        case "divide":
+            return _on_each(f"module.set_gradient_divide_factor({step.number})")
+        case "sum":
+            return _on_each(f"module.set_force_sum_reduction_for_comms({step.flag})")
+        case "prefetch_forward" | "prefetch_backward":
+            return f"{at}.set_modules_to_{what}_prefetch([{_modules(program, step.names)}])"
+        case "unshard" if step.at == "*":
+            return _on_each("module.unshard()")
+        case "unshard" if step.flag:
+            return f"handle = {at}.unshard(async_op=True)\nif handle is not None:\n    handle.wait()"
+        case "reshard" if step.at == "*":
+            return _on_each("module.reshard()")
+        case "unshard" | "reshard":
+            return f"{at}.{step.kind}()"
+        case "reset":
+            return "model.reset_iter_state()"
+        case "freeze":
+            return f"{at}.requires_grad_({step.flag})"
+        case "edit":
+            return f"with torch.no_grad():\n    {at}.mul_(0.5)"
+        case "save_model" | "save_optimizer":
+            if step.at == "plain":
+                return f"saved[{what!r}] = copy.deepcopy({what}.state_dict())"
+            return (
+                f"saved[{what!r}] = copy.deepcopy(get_{what}_state_dict({_OF_STATES[what]}, options={_options(step)}))"
+            )
+        case "load_model" | "load_optimizer":
+            last = next(each for each in reversed(program.steps[:index]) if each.kind == f"save_{what}")
+            state = f"copy.deepcopy(saved[{what!r}])"
+            if last.at == "plain":
+                return f"{what}.load_state_dict({state})"
+            return f"set_{what}_state_dict({_OF_STATES[what]}, {state}, options={_options(last)})"
+    raise ValueError(f"there is no code for the step {step.kind!r}")
+
+
+def _on_each(call: str) -> str:
+    return f"for module in model.modules():\n    if isinstance(module, FSDPModule):\n        {call}"
+
+
+def _options(step: Step) -> str:
+    settings = {"full": "full_state_dict=True", "flattened": "flatten_optimizer_state_dict=True"}
+    return f"StateDictOptions({settings.get(step.at, '')})"
