@@ -30,7 +30,6 @@ class Node:
     launcher: Sequence[str]
     prefix: Sequence[str] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    checkout: Path = ROOT
 
 
 # The outcomes of the tests of some files.
@@ -42,7 +41,6 @@ RANKS_FAIL = {
     "TestRanks.test_5_passes": "passed",
 }
 LOST = {"TestMachine.test_1_is_lost": "crashed", "TestMachine.test_2_comes_after": "not run"}
-TWO_RANKS = {"TestTwo.test_passes": "passed"}
 WAITS = {"TestWaits.test_waits": "not run"}
 WELL = dict.fromkeys(
     ("TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"), "passed"
@@ -55,7 +53,7 @@ class SuiteRun:
     ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
     """
 
-    def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, files: Sequence[str], *nodes: Node) -> None:
         self.scratch = Path(tempfile.mkdtemp(prefix="launched-"))
         tree = self.scratch / "test" / "distributed"
         tree.mkdir(parents=True)
@@ -72,13 +70,13 @@ class SuiteRun:
             temporary = self.scratch / f"tmp{number}"
             temporary.mkdir()
             own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "STARTED": str(self.started)}
-            limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(node.checkout)}
+            limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(ROOT)}
             output = open(self.scratch / f"output{number}", "w+b")
-            command = [*node.prefix, *node.launcher, str(node.checkout / "run_test.py")]
+            command = [*node.prefix, *node.launcher, str(ROOT / "run_test.py")]
             command += ["--test-directory", str(self.scratch / "test"), "--keep-going", "--report", str(self._report)]
             self._processes.append(
                 subprocess.Popen(
-                    [*command, *arguments],
+                    command,
                     env=clean | own | limit | dict(node.variables),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -122,15 +120,12 @@ class SuiteRun:
         while (left := self._left()) and time.monotonic() < give_up:
             time.sleep(0.05)
         self.left = left
-        self.marks = sorted(path.name for path in self.started.iterdir())  # marks that the files' processes have left
         if (path := self._report / "report.json").exists():
             self.report = json.loads(path.read_text())
             fault = self.started / "fault"
             self.seconds_after_fault = path.stat().st_mtime - fault.stat().st_mtime if fault.exists() else None
         self.stop()
         shutil.rmtree(self.scratch, ignore_errors=True)
-        codes = re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", "\n".join(self.texts))
-        self.ranks_codes = {int(rank): int(code) for rank, code in codes}
         return self
 
     def _left(self) -> list[str]:

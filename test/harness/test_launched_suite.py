@@ -1,24 +1,19 @@
 """The suite's own command under torchrun, on one machine: its output, reports and leftovers, seen from outside."""
 
 import functools
-import shutil
 import signal
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 
-from launches import LOST, RANKS_FAIL, ROOT, TORCHRUN, TWO_RANKS, WAITS, WELL, Node, SuiteRun
+from launches import LOST, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
 
-from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 RANKS = 3
-STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)]
-FILE_LIMIT = 40  # seconds for the file that hangs; the files beside it take a few
+STANDALONE = Node([*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)])
 _begun: list[SuiteRun] = []
 
 
-def begin(files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> SuiteRun:
-    run = SuiteRun(files, *nodes, arguments=arguments)
+def begin(*files: str) -> SuiteRun:
+    run = SuiteRun(files, STANDALONE)
     _begun.append(run)
     return run
 
@@ -31,15 +26,13 @@ def tearDownModule():
 @functools.cache
 def faults() -> SuiteRun:
     """Each fault of a file, and last the loss of an agent, which ends the run."""
-    files = ["ranks_fail", "import_fails", "process_dies", "two_ranks", "well", "agent_dies", "well"]
-    return begin(files, Node(STANDALONE)).end()
+    return begin("ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "agent_dies", "well").end()
 
 
 @functools.cache
 def interrupted() -> SuiteRun:
-    """A file that hangs until its limit, and one in which the launcher gets Ctrl-C."""
-    files = ["import_hangs", "waits", "well"]
-    run = begin(files, Node(STANDALONE), arguments=["--timeout", str(FILE_LIMIT)])
+    """A run in which the launcher gets Ctrl-C."""
+    run = begin("waits", "well")
     run.wait_for("waits")
     run.signal(signal.SIGINT)
     return run.end()
@@ -52,7 +45,6 @@ class TestFaults(TestCase):
         run = faults()
         self.assertEqual(run.outcomes("ranks_fail"), RANKS_FAIL)
         self.assertEqual(run.outcomes("well"), WELL)
-        self.assertEqual(run.outcomes("two_ranks"), TWO_RANKS)
         self.assertEqual(run.report["ranks"], RANKS)
         self.assertEqual(list(run.report["hosts"].values()), [f"ranks 0-{RANKS - 1}"])
 
@@ -66,8 +58,12 @@ class TestFaults(TestCase):
             self.assertIn(words, faults().reasons("process_dies"))
         self.assertNotIn("passed", faults().outcomes("process_dies").values())
 
-    def test_ranks_that_no_test_wants_do_not_start_the_file(self):
-        self.assertEqual(faults().marks, ["0", "1", "fault"])
+    def test_process_that_hangs_after_that_of_rank_0_has_died_is_killed_with_its_stacks(self):
+        (attempt,) = faults().of_file("import_hangs")["attempts"]
+        self.assertIn("in wait_for_the_end", attempt["output"])
+        words = rf"the file's process at rank {RANKS - 1} on .* did not exit within 3 s, and was killed"
+        self.assertRegex(" ".join(attempt["notes"]), words)
+        self.assertNotIn("passed", faults().outcomes("import_hangs").values())
 
     def test_loss_of_an_agent_ends_the_run_with_its_name_and_earlier_results(self):
         run = faults()
@@ -83,15 +79,8 @@ class TestFaults(TestCase):
         self.assertRegex(faults().text, r"(?m)^\d+ passed, \d+ failed, 0 skipped$")
 
 
-class TestLimitAndSignal(TestCase):
-    """Without it, a file could hang at a rank that nobody watches, or Ctrl-C could lose the results."""
-
-    def test_file_that_hangs_at_another_rank_ends_at_its_limit_with_stacks(self):
-        (attempt,) = interrupted().of_file("import_hangs")["attempts"]
-        self.assertLess(attempt["ended"] - attempt["began"], FILE_LIMIT + 10)
-        self.assertIn("timed out", interrupted().outcomes("import_hangs").values())
-        self.assertIn("import_hangs.py", attempt["output"])
-        self.assertIn(f"rank {RANKS - 1}", " ".join(attempt["notes"]))
+class TestSignal(TestCase):
+    """Without it, Ctrl-C could lose the results."""
 
     def test_signal_to_the_launcher_is_reported_by_rank_0(self):
         run = interrupted()
@@ -99,40 +88,6 @@ class TestLimitAndSignal(TestCase):
         self.assertEqual(run.outcomes("waits"), WAITS)
         self.assertEqual(len(run.report["not_started"]), 1)
         self.assertEqual(run.left, [])
-
-
-class TestRefusals(TestCase):
-    """Without it, the machines of a launch could run different code, or wait for a rank that has refused to run."""
-
-    def other_checkout(self) -> Path:
-        """A copy of this one, in which one file differs and one is missing."""
-        folder = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, folder)
-        shutil.copy(ROOT / "run_test.py", folder)
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "torch_fsdp_tests", folder / "torch_fsdp_tests", ignore=ignore)
-        (folder / "test").mkdir()
-        with open(folder / "torch_fsdp_tests/processes/host.py", "a") as file:
-            file.write("# another line\n")
-        (folder / "torch_fsdp_tests/inductor_utils.py").unlink()
-        return folder
-
-    def test_another_checkout_is_refused_before_the_first_test(self):
-        port = find_free_port()
-        node = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
-        node += ["--rdzv-backend", "static", "--master-port", str(port)]
-        first = Node([*node, "--node-rank", "0"])
-        second = Node([*node, "--node-rank", "1"], checkout=self.other_checkout())
-        run = begin(["well"], first, second).end()
-        for words in (
-            "the machines of the launch differ",
-            "host.py differs",
-            "inductor_utils.py is missing",
-            "rank 1: ",
-        ):
-            self.assertIn(words, run.text)
-        self.assertEqual(run.ranks_codes, {0: 2, 1: 2})
-        self.assertEqual((run.report, run.left), ({}, []))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import resource
 import select
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.site import LaunchFailure
 from torch_fsdp_tests.processes import host, messages, peers
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection
@@ -163,6 +165,50 @@ class TestDismissal(PeersCase):
             select.select([end], [], [], 10)
             self.assertEqual(list(end.arrived()), [peers.Dismiss(2)])
             end.close()
+
+
+class TestRefusal(PeersCase):
+    """Without it, the machines of a launch could run different code."""
+
+    @staticmethod
+    def answer(end: Connection, machine: agent.Machine, digests: dict[str, str]) -> None:
+        """What an agent does before the first file. The connection ends with the run."""
+        while (order := end.receive()) is not None:
+            if isinstance(order, agent.Describe):
+                end.send(machine)
+            elif isinstance(order, agent.Compare):
+                end.send(agent.Differences(agent.differences(digests, order.digests)))
+
+    def test_machines_that_differ_are_named_before_the_first_test(self):
+        folder = Path(__file__).parent
+        own, digests = agent.describe(folder), agent.digests(folder)
+        digests["torch_fsdp_tests/processes/host.py"] = "another"
+        del digests["torch_fsdp_tests/inductor_utils.py"]
+        machines = [own, dataclasses.replace(own, digest="another"), dataclasses.replace(own, torch="1.0")]
+        agents = Agents(self.launch(0, 4))
+        self.close_later(agents._peers)
+        for rank, machine in enumerate(machines, 1):
+            end, _ = peers.join(self.launch(rank, 4), agent.ORDERS)
+            self.addCleanup(end.close)
+            threading.Thread(target=self.answer, args=[end, machine, digests], daemon=True).start()
+        with self.assertRaises(LaunchFailure) as refusal:
+            agents.gather(RunTests(test_directory=folder, default_directory=folder))
+        name = socket.gethostname()
+        suite = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/host.py differs"
+        expected = [
+            "the machines of the launch differ:",
+            f"rank 3: torch 1.0 on {name}, and torch {own.torch} at rank 0 on {name}",
+            f"rank 2: the suite on {name}: {suite}",
+        ]
+        self.assertEqual(str(refusal.exception).split("\n  "), expected)
+
+    def test_changed_file_changes_the_digest_of_the_suite(self):
+        with tempfile.TemporaryDirectory() as name:
+            before = agent.describe(Path(name))
+            Path(name, "test_x.py").touch()
+            after = agent.describe(Path(name))
+        self.assertNotEqual(before.digest, after.digest)
+        self.assertEqual(dataclasses.replace(before, digest=after.digest), after)
 
 
 class TestAddress(PeersCase):

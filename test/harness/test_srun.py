@@ -164,7 +164,7 @@ def launch(*files: str) -> SuiteRun:
 @functools.cache
 def faults() -> SuiteRun:
     """A file of each kind of tests, and last the loss of an agent: srun itself does not end a job then."""
-    return launch("well", "agent_dies", "two_ranks").end()
+    return launch("well", "agent_dies", "well").end()
 
 
 class TestSrun(TestCase):

@@ -6,6 +6,7 @@ A fault happens at the last rank.
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,16 @@ TIMEOUT_OVERRIDE["test_4_hangs"] = 3
 
 def leave_mark(name: str) -> None:
     Path(os.environ["STARTED"], name).touch()
+
+
+def die_after_mark(name: str) -> None:
+    while not Path(os.environ["STARTED"], name).exists():
+        time.sleep(0.05)
+    os.kill(PROCESS, signal.SIGKILL)
+
+
+def wait_for_the_end() -> None:
+    time.sleep(FOREVER)
 
 
 def total(rank: int) -> int:
@@ -55,16 +66,6 @@ if NAME == "well":
             self.assertEqual(total(self.rank), 6)
 
     class TestAlone(TestCase):
-        def test_passes(self):
-            pass
-
-
-if NAME == "two_ranks":
-    leave_mark(os.environ["RANK"])
-
-    class TestTwo(FSDPTest):
-        world_size = 2
-
         def test_passes(self):
             pass
 
@@ -99,7 +100,10 @@ if NAME in ("import_fails", "import_hangs"):
     if IS_LAST_PROCESS and NAME == "import_fails":
         raise ImportError("not to be had here")
     if IS_LAST_PROCESS:
-        time.sleep(FOREVER)
+        leave_mark("hangs")
+        wait_for_the_end()
+    if NAME == "import_hangs" and os.environ["RANK"] == "0":
+        threading.Thread(target=die_after_mark, args=["hangs"], daemon=True).start()
 
     class TestNeverBegins(FSDPTest):
         def test_1(self):
