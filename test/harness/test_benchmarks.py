@@ -2,14 +2,13 @@
 
 import contextlib
 import io
-import os
 import unittest.mock
 from typing import Any
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
-from torch_fsdp_tests.tools.benchmarks import dispatch, harness, reaching
+from torch_fsdp_tests.tools.benchmarks import harness, reaching
 
 UPSTREAM_AT = 10.0  # how many times as slow
 
@@ -115,8 +114,6 @@ class TestCommand(TestCase):
         for arguments, words in (
             ([], "no benchmark is named; name one of these"),
             (["nope"], "there is no benchmark 'nope'; name one of these"),
-            (["dispatch", "--devices", "0"], "--devices must be 1 or more"),
-            (["dispatch", "--test-directory", "/no/where"], "the test directory /no/where does not exist"),
             (["reaching", "--only", "99"], "99"),
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
         ):
@@ -124,15 +121,6 @@ class TestCommand(TestCase):
                 status, out, err = self.outputs(*arguments)
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(words, err)
-
-    def test_a_missing_file_of_times_is_named(self):
-        with unittest.mock.patch.object(dispatch, "ROUNDS", 1):
-            status, _, err = self.outputs(
-                "dispatch", "--test-directory", os.path.dirname(__file__), "--test-times", "/no"
-            )
-        self.assertEqual(
-            (status, err), (0, "benchmarks: /no does not exist; the recorded times of the project are used\n")
-        )
 
 
 if __name__ == "__main__":

@@ -320,12 +320,6 @@ def makespan(placements: Iterable[Placement]) -> Seconds:
     return max((placement.end for placement in placements), default=0.0)
 
 
-def lower_bound(jobs: Sequence[Job], slots: int, default: Seconds) -> Seconds:
-    """A lower bound for any order: evenly distributed work, or the longest job."""
-    work = sum(job.slots * job.part.get_time(default) for job in jobs)
-    return max(work / slots, max((job.part.get_time(default) for job in jobs), default=0.0))
-
-
 def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
     """The order of jobs: longest first, unless another order is expected to end earlier.
 

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.benchmarks {dispatch,harness,reaching} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.tools.benchmarks {harness,reaching} [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch_fsdp_tests.processes import host
 
 BENCHMARKS = {
-    "dispatch": "how close the plan of run_test.py comes to the shortest possible one",
     "harness": "how long a test with ranks takes, compared with torch.testing._internal",
     "reaching": "how soon --reaching finds each of sixty changes to torch's FSDP",
 }
