@@ -110,6 +110,7 @@ class TestVerdicts(TreeCase):
                         if i % 2: self.skipTest("needs an even number")
         """
         says = [r"\(i=2\)", "reason:\n +2  needs an even number", "reason:\n +1  not that one"]
+        says += ["3 tests, 1 skipped, 1 skipped in part"]
         self.check({"test_x": text}, ["--report", self.root / "r"], passed=1, failed=1, skipped=1, says=says)
         report = json.loads((self.root / "r/report.json").read_text())
         tests = {test["test"].removeprefix("TestX.test_"): test for test in report["files"][0]["tests"]}
@@ -117,6 +118,9 @@ class TestVerdicts(TreeCase):
             {name: test["subtests"] for name, test in tests.items()}, {"sub": 4, "some_skip": 3, "skips": 0}
         )
         self.assertEqual(tests["some_skip"]["subtests_skipped"], {"needs an even number": 2})
+        reasons = {name: test["reason"] for name, test in tests.items() if test["outcome"] != "failed"}
+        in_part = "skipped in part, 2 of 5 subtests: needs an even number"
+        self.assertEqual(reasons, {"some_skip": in_part, "skips": "not that one"})
         self.assertEqual(tests["some_skip"]["requirements_not_met"], ["needs an even number"])
         self.assertEqual(tests["skips"]["requirements_not_met"], ["not that one"])
         self.assertEqual(tests["sub"]["requirements_not_met"], [])

@@ -148,6 +148,9 @@ class TestKindsOfSkips(TestCase):
         wanted = {name: ("skipped", [name]) for name in ("device", "torch", "list", "slow", "other")}
         wanted |= {"name": ("skipped", [gone]), "fact": ("skipped", ["fact about torch is unknown"])}
         self.assertEqual(tests, wanted | {"name_in_subtest": ("passed", [gone])})
+        reasons = {test["test"]: test["reason"] for test in report["files"][0]["tests"]}
+        for cls in ("TestPlain", "TestRanks"):
+            self.assertRegex(reasons[f"{cls}.test_name_in_subtest"], "^skipped in part, 1 of 2 subtests: .*torch.gone")
         self.assertEqual({row["kind"]: row["tests"] for row in report["skips"]}, {kind.value: 2 for kind in SkipKind})
         for kind in SkipKind:
             self.assertRegex(text, f"skipped [(].*{kind.value}: 2.*[)], by reason:")

@@ -160,6 +160,8 @@ class Console:
         about = [plural(counted, "test")]
         about += [plural(fixtures, "failed fixture")] * bool(fixtures)
         about += [f"{skipped} skipped"] * bool(skipped)
+        in_part = sum(bool(test.skipped_in_part) for test in tests)
+        about += [f"{in_part} skipped in part"] * bool(in_part)
         about += [plural(known, "known failure")] * bool(known)
         about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
         about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)

@@ -119,14 +119,13 @@ class TestProcess:
     def _take_end(self, result: TestResult) -> None:
         name = result.name
         is_known = result.outcome.may_be_known and name in self._known
-        self.results.append(
-            dataclasses.replace(
-                result,
-                outcome=State.KNOWN_FAILURE if is_known else result.outcome,
-                notes=tuple(self._notes.pop(name, ())),
-                facts=self._test_facts.pop(name, {}),
-            )
+        taken = dataclasses.replace(
+            result,
+            outcome=State.KNOWN_FAILURE if is_known else result.outcome,
+            notes=tuple(self._notes.pop(name, ())),
+            facts=self._test_facts.pop(name, {}),
         )
+        self.results.append(dataclasses.replace(taken, reason=taken.reason or taken.skipped_in_part))
         self.running = None
 
     def stop(self, why: Ending) -> None:

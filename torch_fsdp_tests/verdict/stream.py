@@ -30,7 +30,7 @@ class TestResult:
     scope: Scope = Scope.TEST
     phase: Phase | None = None
     seconds: float = 0.0
-    reason: str = ""  # one line: why it skipped, failed or was not run
+    reason: str = ""  # one line: why it skipped, also in part, failed or was not run
     text: str = ""  # tracebacks, except those of the ranks
     ranks: tuple[RankResult, ...] = ()
     subtests: int = 0  # subtests that ran
@@ -67,6 +67,14 @@ class TestResult:
     def skipped_subtests(self) -> dict[str, int]:
         """The number of skipped subtests by reason: from the ranks, or else from unittest."""
         return dict(self.facts.get("subtests_skipped") or self.subtests_skipped)
+
+    @property
+    def skipped_in_part(self) -> str:
+        """What was skipped of a test that ran, in one line. Empty if nothing was."""
+        skipped = self.skipped_subtests if self.outcome.is_executed else {}
+        number = sum(skipped.values())
+        amount = f"{number} of {number + self.executed_subtests} subtests"
+        return f"skipped in part, {amount}: {'; '.join(skipped)}" if skipped else ""
 
     @property
     def skip_kinds(self) -> dict[str, SkipKind]:
