@@ -253,6 +253,16 @@ class TestScripts(TestCase):
         self.assertEqual(len(answers), entry.defect.world_size, done.stdout)
         return "PRESENT" in answers
 
+    def test_each_script_imports_what_it_uses(self):
+        """Its imports come from two modules, are sorted, and each is in one line."""
+        for id in registry.ids():
+            with self.subTest(id):
+                tree = ast.parse(texts.script(registry.entry(id)))
+                nodes = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+                imported = {(name.asname or name.name).partition(".")[0] for node in nodes for name in node.names}
+                used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+                self.assertEqual(imported - used - {"torch"}, set())
+
     def test_with_python_and_torchrun(self):
         for id in self._ids():
             with self.subTest(id):

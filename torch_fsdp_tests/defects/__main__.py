@@ -9,15 +9,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects import find, registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.dispatch.devices import cores
+from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.processes import host
 
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
-repaired, came back, or could not be decided), or if --fail-on applies; 2 for bad arguments;
-3 if something could not be written.
+repaired, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing; 2 for
+bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
 
@@ -39,6 +40,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"check only defects with this consequence: {', '.join(names)}",
     )
     parser.add_argument("--list", action="store_true", help="list the defects, and check none")
+    parser.add_argument(
+        "--find",
+        nargs="+",
+        metavar="WORD",
+        help="print the defects that fit these words, an issue of torch, or a traceback (- reads it from stdin)",
+    )
+    parser.add_argument(
+        "--using", metavar="FEATURES", help=f"print what can hit somebody who uses these: {', '.join(find.SHORT)}"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
@@ -52,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
     host.exit_on_signals()
     options = parse(argv)
+    if options.find or options.using is not None:
+        return _find(options)
     try:
         if options.show or options.issue:
             return _one(options)
@@ -77,6 +89,29 @@ def main(argv: Sequence[str]) -> int:
         print(texts.listing(chosen))
         return 0
     return _try(options, [defect.id for defect in chosen])
+
+
+def _find(options: argparse.Namespace) -> int:
+    import torch
+
+    from torch_fsdp_tests.defects import texts
+
+    if options.find:
+        words = sys.stdin.read() if options.find == ["-"] else " ".join(options.find)
+        if not words.strip():
+            return _complain("--find needs words or a traceback")
+        found = (find.by_traceback if "\n" in words.strip() else find.by_words)(words)
+    else:
+        used = options.using.lower().replace(" ", "").split(",")
+        if complaint := find.unknown_feature(used):
+            return _complain(complaint)
+        expected = {Answer.PRESENT, Answer.UNDECIDED}
+        found = [each for each in find.by_features(used) if each.defect.expected(torch.__version__) in expected]
+    for entry in found:
+        print(f"{texts.answer(entry, torch.__version__)}\n")
+    what = "fits" if len(found) == 1 else "fit"
+    print(f"{plural(len(found), 'known defect')} {what}" + "; --show ID prints a script for one" * bool(found))
+    return 0 if found else 1
 
 
 def _one(options: argparse.Namespace) -> int:

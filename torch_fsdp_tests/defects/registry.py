@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"
+NO_WAY_ROUND = "none is known"
+FRAME = re.compile(r"in \w+")  # the part of an error that names a function
 
 
 class Consequence(enum.Enum):
@@ -59,6 +62,9 @@ class Answer(enum.Enum):
 class Defect:
     """The facts of one defect.
 
+    ``features`` are those that it takes apart from the family, by their short names in ``dispatch/data/features.txt``.
+    ``way_round`` says how to avoid it, or is ``NO_WAY_ROUND``. ``error`` has the words in which it ends, if that is an
+    exception: names of functions as in a traceback, and words of the message, with `` ... `` for what varies.
     ``since`` is the first version that has the broken feature; ``data/seen.json`` says which of the versions since then
     have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
     ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
@@ -69,6 +75,9 @@ class Defect:
     family: str  # FSDP1 or FSDP2
     consequence: Consequence
     where: str
+    features: str
+    way_round: str
+    error: str = ""
     world_size: int = 2
     since: str = "2.9"
     place: Place = Place.ANYWHERE
@@ -79,6 +88,20 @@ class Defect:
     fails_with: tuple[str, ...] = ("AssertionError",)
     id: str = ""  # the name of its module
     title: str = ""  # the first line of its module
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The short names of all features that it takes."""
+        return (self.family.lower(), *filter(None, self.features.split(", ")))
+
+    @property
+    def message(self) -> str:
+        """The words of the error's message."""
+        return " ... ".join(piece for piece in self.error.split(" ... ") if not FRAME.fullmatch(piece))
+
+    def is_in(self, version: str) -> bool:
+        """Whether a version of torch such as ``2.13`` has the defect."""
+        return self.expected(f"{version}.0") is Answer.PRESENT
 
     def expected(self, torch_version: str) -> Answer:
         """The expected answer of this version of torch, if the defect can be tried.
@@ -145,6 +168,12 @@ def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
     version are ``seen``. Others are ``read`` in torch's source: only those that do not follow from what was seen.
     """
     return json.loads(SEEN.read_text(encoding="utf-8"))
+
+
+def versions() -> list[str]:
+    """The versions of torch about which the registry knows, such as ``2.9``, without gaps."""
+    minors = [_minor(version) for answers in recorded().values() for version in answers]
+    return [f"{min(minors)[0]}.{minor}" for minor in range(min(minors)[1], max(minors)[1] + 1)]
 
 
 def _known(id: str) -> dict[tuple[int, ...], Answer]:

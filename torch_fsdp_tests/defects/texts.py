@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import re
 from collections import Counter
@@ -43,6 +45,32 @@ def counts(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{numbers[answer]} {answer.value}" for answer in Answer)
 
 
+def answer(entry: Entry, torch_version: str) -> str:
+    """What somebody has to know who may have met the defect."""
+    defect = entry.defect
+    has = {Answer.PRESENT: "has it", Answer.ABSENT: "does not have it", Answer.UNDECIDED: "may have it"}
+    here = has.get(defect.expected(torch_version), "does not have what is broken")
+    lines = [
+        f"{defect.id} ({defect.consequence.value}): {defect.title}",
+        f"    torch {torch_version} {here}; {history(defect)}",
+        f"    way round: {defect.way_round}",
+        f"    takes: {', '.join(defect.uses)}",
+    ]
+    optional = {"ends in": defect.message, "arguable": defect.arguable, "upstream": ", ".join(defect.upstream)}
+    return "\n".join(lines + [f"    {name}: {words}" for name, words in optional.items() if words])
+
+
+def history(defect: Defect) -> str:
+    """Which versions of torch have the defect, as far as the registry knows."""
+    versions = registry.versions()
+    present = [number for number, version in enumerate(versions) if defect.is_in(version)]
+    if not present:
+        return f"no version from {versions[0]} to {versions[-1]} has it"
+    since = f"since {versions[present[0]]}" + " or earlier" * (present[0] == 0)
+    ends = present[-1] + 1
+    return f"{since}, {f'repaired in {versions[ends]}' if ends < len(versions) else f'not repaired in {versions[-1]}'}"
+
+
 def worst_first(defects: Sequence[Defect]) -> list[Defect]:
     """By consequence, then by id."""
     return sorted(defects, key=lambda defect: (defect.consequence.severity, defect.id))
@@ -61,35 +89,25 @@ def script(entry: Entry) -> str:
     """A script that needs only torch (and the defect's package), and runs with ``python`` or under ``torchrun``."""
     from torch_fsdp_tests.defects import launch
 
-    body = registry.without_registry(entry.source).rstrip()
-    helper = inspect.getsource(launch).partition("from __future__ import annotations\n")[2].strip()
-    imports, definitions = _split_imports(helper)
-    own_imports, own_body = _split_imports(body)
-    doc, own_imports = _split_docstring(own_imports)
-    merged = _sorted_imports(own_imports + imports)
+    doc, own_imports, body = _split(registry.without_registry(entry.source))
+    _, imports, helper = _split(inspect.getsource(launch))
+    lines = sorted({*own_imports, *imports} - {"from __future__ import annotations"}, key=_order)
+    merged = "\n\n".join("\n".join(group) for _, group in itertools.groupby(lines, key=lambda line: _order(line)[0]))
     end = f'if __name__ == "__main__":\n    launch(reproduce, world_size={entry.defect.world_size})\n'
-    return f"{doc}\n\n{merged}\n\n\n{own_body.strip()}\n\n\n{definitions.strip()}\n\n\n{end}"
+    return f"{doc}\n\n{merged}\n\n\n{body}\n\n\n{helper}\n\n\n{end}"
 
 
-def _split_imports(source: str) -> tuple[list[str], str]:
-    """The lines up to the last import at the top, and the rest."""
-    lines = source.splitlines()
-    last = max((n for n, text in enumerate(lines) if re.match(r"(import|from) \w", text)), default=-1)
-    while (last + 1 < len(lines) and lines[last].endswith("(")) or (lines[last].startswith("    ")):
-        last += 1
-    return lines[: last + 1], "\n".join(lines[last + 1 :])
+def _split(source: str) -> tuple[str, list[str], str]:
+    """The docstring of a module, its imports with each on one line, and what follows them."""
+    lines, (doc, *nodes) = source.splitlines(), ast.parse(source).body
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    rest = "\n".join(lines[imports[-1].end_lineno :]).strip()
+    return "\n".join(lines[: doc.end_lineno]), [ast.unparse(node) for node in imports], rest
 
 
-def _split_docstring(lines: list[str]) -> tuple[str, list[str]]:
-    ends = [n for n, text in enumerate(lines) if text.rstrip().endswith('"""')]
-    return "\n".join(lines[: ends[0] + 1]), lines[ends[0] + 1 :]
-
-
-def _sorted_imports(lines: list[str]) -> str:
-    wanted = sorted({text for text in lines if text.strip()}, key=lambda text: (text.startswith("from"), text))
-    torchs = [text for text in wanted if re.match(r"(import|from) torch", text)]
-    others = [text for text in wanted if text not in torchs]
-    return "\n".join(others) + "\n\n" + "\n".join(torchs)
+def _order(line: str) -> tuple[bool, bool, str]:
+    """The key by which imports are sorted: those of torch come last."""
+    return re.match(r"(import|from) torch", line) is not None, line.startswith("from"), line
 
 
 def issue(entry: Entry, finding: Finding) -> str:
@@ -100,13 +118,14 @@ def issue(entry: Entry, finding: Finding) -> str:
     who = "" if finding.rank is None else f" (rank {finding.rank})"
     related = f"\nRelated: {', '.join(defect.upstream)}\n" if defect.upstream else ""
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
+    way_round = f"\nA way round: {defect.way_round}\n" if defect.way_round != registry.NO_WAY_ROUND else ""
     result = (
         f"Found{who}: `{shown(finding.found)}`\nRight: `{shown(finding.right)}`"
         if finding.answer is Answer.PRESENT
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )
     return (
-        f"# {defect.title}\n\n## What happens\n\n{entry.explanation}\n{arguable}{related}\n"
+        f"# {defect.title}\n\n## What happens\n\n{entry.explanation}\n{arguable}{way_round}{related}\n"
         f"## Reproduction\n\n```python\n{script(entry)}```\n\n{result}\n\n"
         f"## Where\n\n`{defect.where}`\n\n## Environment\n\n```\n{collect_env.get_pretty_env_info()}\n```\n"
     )

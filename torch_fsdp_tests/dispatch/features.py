@@ -1,8 +1,8 @@
 """The features of FSDP, the tests of each, and their results. A test may belong to several features.
 
-``data/features.txt`` first has the features, by group. Then it has a line for each folder, file, class or test, with
-its features. Classes and tests stand indented below their file. A test that is not named belongs to the features of
-its class, its file and its folders.
+``data/features.txt`` first has the features, by group, with their short names in brackets. Then it has a line for each
+folder, file, class or test, with its features. Classes and tests stand indented below their file. A test that is not
+named belongs to the features of its class, its file and its folders.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ COUNTS = {
 
 
 class Feature(NamedTuple):
-    """A feature, the group of features that it belongs to in tables, and a sentence about it."""
+    """A feature, the group of features that it belongs to in tables, a sentence about it, and a short name.
+
+    Only what somebody can use or leave out has a short name, with which the defects of torch are declared.
+    """
 
     name: str
     group: str
     about: str
+    short: str = ""
 
 
 def _features() -> Iterator[Feature]:
@@ -40,7 +44,8 @@ def _features() -> Iterator[Feature]:
     for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[0].splitlines():
         name, _, about = line.strip().partition(" = ")
         if about:
-            yield Feature(name, group, about)
+            name, _, short = name.removesuffix("]").partition(" [")
+            yield Feature(name, group, about, short)
         else:
             group = name.removesuffix(":")
 

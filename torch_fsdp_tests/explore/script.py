@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from torch_fsdp_tests.defects import texts
-from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Entry
+from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Answer, Consequence, Defect, Entry
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.explore import code, layers
 from torch_fsdp_tests.explore.program import LAYERS, Program
@@ -39,7 +39,8 @@ def _entry(program: Program, result: Result) -> Entry:
     used = _names(ast.parse(body))
     imports = "\n".join(line for name, line in code.IMPORTS.items() if name in used)
     title = f"FSDP2: {_found(result)}"
-    defect = Defect("FSDP2", Consequence.ERROR, result.place or "unknown", program.world_size, title=title)
+    place = result.place or "unknown"
+    defect = Defect("FSDP2", Consequence.ERROR, place, "", NO_WAY_ROUND, world_size=program.world_size, title=title)
     explanation = f"{program.listing()}\n\n{result.detail}"
     return Entry(defect, explanation, f'"""{title}"""\n\n{imports}\n\n\n{body}', lambda *_: (None, None))
 

@@ -18,6 +18,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
+    features="use_orig_params, accumulation, tp",
+    way_round="Wrap with ``use_orig_params=False``, or accumulate without ``no_sync``.",
+    error="in _pre_forward ... in _writeback_orig_params ... Attempted to access the data pointer on an invalid "
+    "python storage",
     world_size=4,
     fails_with=("RuntimeError",),
 )

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
+    features="",
+    way_round="Call ``apply`` on the whole model, not on an inner instance.",
+    error="Non-root FSDP instance's `_is_root` should not have been set yet",
 )
 
 

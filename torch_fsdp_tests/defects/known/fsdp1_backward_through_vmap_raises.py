@@ -15,6 +15,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
+    features="transforms",
+    way_round="Use FSDP2, which trains through ``vmap``.",
+    error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current "
+    "state is TrainingState.IDLE",
     arguable="FSDP1's documentation does not say that it works with torch.func.",
     fails_with=("ValueError", "RuntimeError"),
 )

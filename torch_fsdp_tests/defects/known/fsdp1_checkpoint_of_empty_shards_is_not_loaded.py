@@ -20,6 +20,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
+    features="optimizer_state, checkpoint",
+    way_round="Load with ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.",
+    error="in create_local_plan ... Missing key in checkpoint state_dict: ... .param_groups.",
     upstream=("https://github.com/pytorch/pytorch/issues/102821",),
 )
 

@@ -18,6 +18,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_fqns",
+    features="activation_checkpointing, optimizer_state",
+    way_round="Apply ``checkpoint_wrapper`` after FSDP1, to modules inside the instances.",
+    error="in set_optimizer_state_dict ... Missing optimizer state for parameter ' ... _wrapped_module. ... in "
+    "checkpoint",
     fails_with=("RuntimeError", "KeyError"),
 )
 

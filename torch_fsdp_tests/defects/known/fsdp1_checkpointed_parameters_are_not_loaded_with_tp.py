@@ -18,6 +18,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
+    features="activation_checkpointing, state_dict, tp",
+    way_round="Call ``torch.utils.checkpoint.checkpoint`` in the forward of the layer, instead of "
+    "``checkpoint_wrapper``.",
+    error="size mismatch for ... _fsdp_wrapped_module. ... _checkpoint_wrapped_module.",
     world_size=4,
     fails_with=("RuntimeError",),
 )

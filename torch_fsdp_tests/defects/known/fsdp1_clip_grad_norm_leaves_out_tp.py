@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
+    features="clipping, tp",
+    way_round="Sum the squares of the local gradients over both dimensions of the mesh, count replicated parameters "
+    "once, and scale the gradients by the root.",
     world_size=4,
 )
 

@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
+    features="accumulation, compile",
+    way_round="Give all microbatches one shape, so that nothing is compiled while there are gradients.",
+    error="InternalTorchDynamoError: RuntimeError: attempting to assign a gradient of size",
     fails_with=("InternalTorchDynamoError",),
 )
 

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._unshard_param_utils._register_orig_params",
+    features="use_orig_params",
+    way_round="Call ``zero_grad()`` after the conversion, not only before it.",
 )
 
 

@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
+    features="",
+    way_round="Convert the model before its first forward, or wrap a converted model and load the state dict into it.",
     upstream=("https://github.com/pytorch/pytorch/issues/138467",),
     arguable="FSDP1 does not promise that a model may be converted once it has run",
 )

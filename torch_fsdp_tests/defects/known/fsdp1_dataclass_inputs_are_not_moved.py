@@ -15,6 +15,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._recursive_to",
+    features="",
+    way_round="Move the tensors to the device before the call, or pass them in a dict.",
     world_size=1,
 )
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._apply_to_tensors",
+    features="",
+    way_round="Compute the value in a property instead of a field.",
+    error="in _apply_to_tensors ... is declared with init=False, it cannot be specified with replace()",
     fails_with=("ValueError",),
 )
 

@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._recursive_to",
+    features="",
+    way_round="Pass ``dict(batch)``.",
+    error="in _recursive_to ... first argument must be callable or None",
     world_size=1,
     fails_with=("TypeError",),
 )

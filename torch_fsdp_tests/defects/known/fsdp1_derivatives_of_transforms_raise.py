@@ -14,6 +14,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._pre_forward",
+    features="transforms",
+    way_round="Use FSDP2 of torch 2.13 or later.",
+    error="in init_flat_param_attributes ... Cannot access storage of TensorWrapper",
     arguable="FSDP1's documentation does not say that it works with torch.func.",
     fails_with=("NotImplementedError", "RuntimeError"),
 )

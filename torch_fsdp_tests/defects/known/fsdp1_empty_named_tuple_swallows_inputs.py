@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
+    features="",
+    way_round="Pass None, or a named tuple that has a field.",
 )
 
 

@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed._shard.sharded_tensor._ops.tensor_ops.tensor_device",
+    features="state_dict",
+    way_round="Wrap with a ``device_mesh``, so that the state dict has DTensors.",
+    error="in tensor_device ... Torch not compiled with CUDA enabled",
     place=Place.APART_FROM_HOST,
 )
 

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
+    features="",
+    way_round="Evaluate after ``optimizer.step``, and not between backward and step.",
 )
 
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.sharded_grad",
+    features="use_orig_params, offload",
+    way_round="Call ``zero_grad()`` once more after the evaluation.",
     fails_with=("AssertionError", "InternalTorchDynamoError"),
 )
 

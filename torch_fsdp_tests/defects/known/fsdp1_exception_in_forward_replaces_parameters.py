@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
+    features="strategies, use_orig_params",
+    way_round="After the exception make and wrap the model anew, and load its last checkpoint.",
     arguable="FSDP1 does not document that training can go on after an exception, but with shards it can.",
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._flat_param.FlatParameter._init_metadata",
+    features="",
+    way_round="Wrap with ``use_orig_params=True``.",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/183211",
         "https://github.com/pytorch/pytorch/pull/182774",

@@ -22,6 +22,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
+    features="use_orig_params, optimizer_state",
+    way_round="Save and load without ``flatten_optimizer_state_dict``.",
 )
 
 

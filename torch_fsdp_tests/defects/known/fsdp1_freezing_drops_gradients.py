@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
+    features="frozen, use_orig_params, accumulation",
+    way_round="Freeze parameters only after ``optimizer.step`` has used their gradients.",
     arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
 )
 

@@ -15,6 +15,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
+    features="frozen, tp",
+    way_round="Give the optimizer only the parameters that are to be trained.",
     world_size=4,
 )
 

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
+    features="strategies, frozen",
+    way_round="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 

@@ -14,6 +14,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
+    features="scaler",
+    way_round="Pass a number, or a tensor without dimensions: ``scaler.update(scale.squeeze())``.",
+    error="in update ... output with shape [] doesn't match the broadcast shape [1]",
     world_size=1,
     fails_with=("RuntimeError",),
 )

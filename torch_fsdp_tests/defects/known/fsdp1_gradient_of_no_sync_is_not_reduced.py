@@ -17,6 +17,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
+    features="accumulation",
+    way_round="Let each unit take part in the backward that synchronizes: ``(loss + 0 * "
+    "output_of_the_unit.sum()).backward()``.",
+    error="All sharded parameters that received a gradient in the post-backward should use `_saved_grad_shard`",
 )
 
 

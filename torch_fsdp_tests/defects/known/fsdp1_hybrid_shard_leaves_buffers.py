@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
+    features="hsdp, meta",
+    way_round="Broadcast the buffers yourself: ``for buffer in model.buffers(): dist.broadcast(buffer, src=0)``.",
     world_size=4,
 )
 

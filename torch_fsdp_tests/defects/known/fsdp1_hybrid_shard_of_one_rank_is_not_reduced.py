@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._init_core_state",
+    features="hsdp",
+    way_round="Use ``NO_SHARD`` without a mesh, which is the same thing and reduces over all ranks.",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),
 )
 

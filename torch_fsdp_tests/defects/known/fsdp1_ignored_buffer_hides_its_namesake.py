@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
+    features="frozen, mixed_precision",
+    way_round="Give the two buffers different names.",
 )
 
 

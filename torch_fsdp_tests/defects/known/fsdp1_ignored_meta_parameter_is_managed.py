@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
+    features="meta, frozen",
+    way_round="Materialize the ignored parameters and those beside them before you wrap the module.",
     upstream=("https://github.com/pytorch/pytorch/issues/117924",),
 )
 

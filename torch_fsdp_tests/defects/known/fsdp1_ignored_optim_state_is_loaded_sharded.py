@@ -19,6 +19,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict",
+    features="frozen, optimizer_state, checkpoint",
+    way_round="Load with ``dcp.load`` and ``set_optimizer_state_dict``.",
+    error="in step ... not supported for ShardedTensor!",
     upstream=("https://github.com/pytorch/pytorch/issues/112515",),
 )
 

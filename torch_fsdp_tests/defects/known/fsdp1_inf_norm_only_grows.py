@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
+    features="clipping",
+    way_round="Use the 2-norm, or compute the largest magnitude yourself and all-reduce it with ``ReduceOp.MAX``.",
 )
 
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
+    features="",
+    way_round="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    error="in _register_post_backward_hook ... The `grad_fn` is needed to access the `AccumulateGrad`",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._verify_options",
+    features="use_orig_params, state_dict",
+    way_round="Take the state dict of the FSDP instance, and pick the module's names from it.",
     upstream=("https://github.com/pytorch/pytorch/issues/126310",),
     arguable="FSDP1 promises state dicts for its instances alone, and with flat parameters this call is refused.",
 )

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._apply_to_tensors",
+    features="mixed_precision",
+    way_round="Set ``cast_forward_inputs`` and ``cast_root_forward_inputs`` to False, and cast the inputs yourself.",
 )
 
 

@@ -19,6 +19,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
+    features="state_dict",
+    way_round="Use ``SHARDED_STATE_DICT``, or copy the state dict before the next step.",
+    error="in sharded_deepcopy ... A view was created in no_grad mode and its base",
     fails_with=("RuntimeError",),
 )
 

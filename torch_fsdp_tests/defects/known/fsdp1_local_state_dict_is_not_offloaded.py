@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
+    features="state_dict, offload",
+    way_round="Use ``SHARDED_STATE_DICT``.",
+    error="in _local_post_state_dict_hook ... requires_grad property is incompatible",
     place=Place.APART_FROM_HOST,
     fails_with=("ValueError",),
 )

@@ -15,6 +15,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
+    features="state_dict",
+    way_round="Before the load, compare ``tensor.local_shards()`` with ``tensor.metadata()`` on each rank.",
     arguable="a program has to break the sharded tensor first, and torch does not have to find that mistake",
 )
 

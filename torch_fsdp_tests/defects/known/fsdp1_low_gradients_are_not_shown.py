@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
+    features="unshard, mixed_precision",
+    way_round="Leave ``keep_low_precision_grads`` off.",
+    error="in unshard_grad ... attempting to assign a gradient with dtype",
     fails_with=("RuntimeError",),
 )
 

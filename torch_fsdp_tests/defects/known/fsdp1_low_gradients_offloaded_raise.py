@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
+    features="mixed_precision, offload",
+    way_round="Leave ``keep_low_precision_grads`` off.",
+    error="in prepare_gradient_for_optim ... attempting to assign a gradient with dtype",
     upstream=("https://github.com/pytorch/pytorch/pull/86495",),
     fails_with=("RuntimeError",),
 )

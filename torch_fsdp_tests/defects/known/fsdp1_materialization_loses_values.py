@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
+    features="meta",
+    way_round="Load values after wrapping, or wrap what is on the meta device in instances of its own.",
 )
 
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
+    features="unshard",
+    way_round="Call ``torch.set_default_dtype`` with the parameters' dtype around ``summon_full_params``.",
 )
 
 

@@ -15,6 +15,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.wrap._run_mixed_precision_override_policy",
+    features="mixed_precision",
+    way_round="Pass a copy of the arguments.",
     world_size=1,
     arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
 )

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._common_utils._FSDPState",
+    features="",
+    way_round="Wrap a copy of the plain model, and load the state dict into it.",
+    error="in deepcopy ... cannot pickle 'module' object",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/149138",
         "https://github.com/pytorch/pytorch/issues/82070",

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
+    features="use_orig_params, tp",
+    way_round="Wrap with ``use_orig_params=False``.",
+    error="in _writeback_orig_params ... Cannot writeback when the parameter shape changes",
     fails_with=("RuntimeError",),
 )
 

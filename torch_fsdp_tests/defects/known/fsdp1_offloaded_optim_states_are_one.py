@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
+    features="use_orig_params, optimizer_state",
+    way_round="Use ``FullOptimStateDictConfig(offload_to_cpu=False)``.",
     place=Place.HOST,
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu",
+    features="offload, unshard",
+    way_round="Leave ``offload_to_cpu`` off when the device is the CPU.",
     place=Place.HOST,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/188989",

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
+    features="use_orig_params, optimizer_state, tp",
+    way_round="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
     world_size=4,
 )
 

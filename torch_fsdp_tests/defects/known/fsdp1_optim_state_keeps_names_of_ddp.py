@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    features="optimizer_state",
+    way_round="Rename the states before you load them: ``name.replace('.module.', '.')``.",
 )
 
 

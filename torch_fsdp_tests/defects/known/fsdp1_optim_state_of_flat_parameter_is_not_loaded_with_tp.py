@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state",
+    features="optimizer_state, tp",
+    way_round="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
+    error="in _flatten_tensor_optim_state ... Tensor optimizer state does not have same shape as its parameter",
     world_size=4,
     fails_with=("ValueError", "RuntimeError"),
 )

@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
+    features="optimizer_state, tp",
+    way_round="Call ``FSDP.optim_state_dict(model, optim)``, without a group.",
+    error="in _map_param_key_to_optim_keys ... Global rank 0 is not part of group",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
 )
 

@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._optim_utils._convert_all_state_info",
+    features="use_orig_params, optimizer_state",
+    way_round="Wrap with ``use_orig_params=False``.",
+    error="in _convert_all_state_info ... Expected dtype == info.dtype, got",
 )
 
 

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._apply_to_tensors",
+    features="mixed_precision",
+    way_round="Cast the sequence before the call: ``sequence.to(torch.bfloat16)``.",
 )
 
 

@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
+    features="state_dict",
+    way_round="After a load that was refused, make and wrap the model anew.",
+    error="Entering the ``_unshard_fsdp_state_params`` context but _unshard_params_ctx[module] is not None",
 )
 
 

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
+    features="use_orig_params, offload",
+    way_round="Write into the parameter, as ``copy_`` under ``torch.no_grad()`` does, instead of replacing it.",
 )
 
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
+    features="",
+    way_round="Add the losses, and call ``backward`` once.",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/136861",
         "https://github.com/pytorch/pytorch/issues/106637",

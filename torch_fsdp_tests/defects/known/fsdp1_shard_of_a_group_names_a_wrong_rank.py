@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
+    features="state_dict",
+    way_round="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, so that the state dict has "
+    "DTensors.",
     world_size=4,
 )
 

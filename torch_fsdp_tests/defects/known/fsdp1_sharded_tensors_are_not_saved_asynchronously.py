@@ -17,6 +17,10 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+    features="state_dict, checkpoint",
+    way_round="Wrap with a ``device_mesh``, so that the state dict has DTensors, or pass "
+    "``storage_writer=FileSystemWriter(path)``.",
+    error="in _offload_tensor ... torch function 'data_ptr' ... not supported for ShardedTensor!",
     fails_with=("RuntimeError",),
 )
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed._shard.sharded_tensor.ShardedTensor.gather",
+    features="state_dict",
+    way_round="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, and call ``full_tensor()``.",
+    error="in gather ... IndexError: list index out of range",
     world_size=4,
     fails_with=("IndexError", "RuntimeError"),
 )

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    features="optimizer_state",
+    way_round="Call ``FSDP.optim_state_dict(model, optim, group=group)``, or call ``get_state_dict`` on all ranks "
+    "together.",
     upstream=("https://github.com/pytorch/pytorch/issues/180449", "https://github.com/pytorch/pytorch/pull/181261"),
 )
 

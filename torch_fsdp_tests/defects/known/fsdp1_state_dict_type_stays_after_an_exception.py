@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type",
+    features="state_dict",
+    way_round="Set it back after the exception: ``FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)``.",
 )
 
 

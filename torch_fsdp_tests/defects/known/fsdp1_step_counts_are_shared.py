@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._unflatten_communicated_optim_state",
+    features="optimizer_state",
+    way_round="Copy them: ``for state in saved['state'].values(): state['step'] = state['step'].clone()``.",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/96251",
         "https://github.com/pytorch/pytorch/pull/96313",

@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
+    features="checkpoint",
+    way_round="Convert the file to the dtypes of the model first.",
 )
 
 

@@ -15,6 +15,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
+    features="use_orig_params, optimizer_state",
+    way_round="Compare the shapes of the states with those of the parameters before you load them.",
     arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
 )
 

@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.ERROR,
     where="torch.distributed.tensor.parallel.fsdp._chunk_dtensor",
+    features="state_dict, tp",
+    way_round="Use ``FULL_STATE_DICT``, or sizes that tensor parallelism divides.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188947",),
 )

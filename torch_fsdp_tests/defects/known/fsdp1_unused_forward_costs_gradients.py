@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
+    features="use_orig_params, mixed_precision",
+    way_round="Run each forward without a backward under ``torch.no_grad()``.",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )
 

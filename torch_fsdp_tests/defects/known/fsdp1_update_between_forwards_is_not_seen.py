@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
+    features="",
+    way_round="Change parameters inside ``FSDP.summon_full_params``, or after a backward.",
 )
 
 

@@ -14,6 +14,8 @@ DEFECT = Defect(
     family="FSDP1",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
+    features="",
+    way_round="Return what is new, or put the container into an object that is not a list, a tuple or a dict.",
     upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),
 )
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    features="accumulation, mixed_precision",
+    way_round="Run each part of the model once under ``torch.no_grad()`` before the first step.",
+    error="in to_accumulated_grad_if_needed ... 'FSDPParam' object has no attribute '_unsharded_param'",
     upstream=("https://github.com/pytorch/pytorch/pull/194058",),
     fails_with=("AttributeError",),
 )

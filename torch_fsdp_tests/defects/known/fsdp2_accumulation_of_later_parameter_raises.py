@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    features="accumulation, mixed_precision",
+    way_round="Leave ``reduce_dtype`` unset, or let each microbatch use each parameter (``loss + 0 * output.sum()``).",
+    error="in foreach_reduce ... FSDP reduce-scatter expects uniform gradient dtype",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/196996",
         "https://github.com/pytorch/pytorch/pull/160279",

@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data, and torch.load",
+    features="checkpoint",
+    way_round="Store a checksum of each file beside the checkpoint, and compare it before the load.",
     arguable="torch.load is known not to look at checksums, and file systems have their own",
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    features="optimizer_state",
+    way_round="Ask for the state dict only after the first step.",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/164929",
         "https://github.com/pytorch/pytorch/pull/166362",

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    features="transforms",
+    way_round="Use the gradients that the function returned by ``vjp`` computes.",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     since="2.13",  # before, the first forward under a transform raises
     fails_with=("RuntimeError",),
 )

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_tensors",
+    features="state_dict",
+    way_round="Compare the shapes with those of ``model.state_dict()`` on rank 0 before the load.",
 )
 
 

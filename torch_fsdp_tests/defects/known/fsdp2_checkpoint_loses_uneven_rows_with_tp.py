@@ -22,6 +22,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    features="checkpoint, tp",
+    way_round="Pad the rows to a multiple of the number of ranks, or save a full state dict (with torch 2.10 or "
+    "later).",
     world_size=6,
     upstream=("https://github.com/pytorch/pytorch/issues/168134",),
 )

@@ -17,6 +17,10 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.nn.utils.clip_grad._get_total_norm",
+    features="clipping",
+    way_round="Combine the norms of each mesh: ``total = torch.stack([get_total_norm(grads).full_tensor() for grads "
+    "in of_each_mesh]).norm()``, then ``clip_grads_with_norm_(params, max_norm, total)``, once for each mesh.",
+    error="All operands in aten.stack.default must have the same mesh",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/180346",
         "https://github.com/pytorch/pytorch/pull/180501",

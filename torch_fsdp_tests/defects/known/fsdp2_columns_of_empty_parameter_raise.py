@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
+    features="strategies, frozen",
+    way_round="Let ``shard_placement_fn`` return ``Shard(0)`` for parameters without rows.",
+    error="FSDP does not support uneven sharding on dim 1: torch.Size([0,",
 )
 
 

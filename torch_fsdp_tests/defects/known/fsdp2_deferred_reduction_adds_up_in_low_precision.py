@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    features="accumulation, mixed_precision",
+    way_round="Turn synchronization off for all backwards but the last: ``model.set_requires_gradient_sync(False)``.",
     since="2.15",
     arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
     "finalization; nothing refuses or warns otherwise, and the sum is only less precise",

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    features="communication",
+    way_round="Where a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
     world_size=1,
 )
 

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._backward_prefetch",
+    features="pp",
+    way_round="Call ``set_is_last_backward(False)`` on all roots but the one whose backward comes last.",
+    error="in _backward_prefetch ... IndexError: list index out of range",
     since="2.10",
     arguable="it can be avoided: by set_is_last_backward(False) for all but the last of the roots' backwards, or by a "
     "backward of each root before the next one's forward",

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    features="extensions",
+    way_round="Send each payload as bytes: ``payload.view(torch.uint8)``.",
     world_size=1,
 )
 

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    features="extensions",
+    way_round="Send one tensor, and split it in ``fsdp_post_all_gather``.",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/197999",),
 )

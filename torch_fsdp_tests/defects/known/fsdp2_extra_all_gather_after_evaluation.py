@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
+    features="",
+    way_round="Call ``model.reset_iter_state()`` after the evaluation (with torch 2.13 or later).",
 )
 
 

@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
+    features="",
+    way_round="Remove the cause, and convert the model once more: a conversion that ends records all shards.",
     arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
     "own risk",
 )

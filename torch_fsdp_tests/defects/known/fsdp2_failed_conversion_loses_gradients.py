@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
+    features="mixed_precision",
+    way_round="Keep the gradients before the conversion, and set them again if it raises.",
     since="2.15",
 )
 

@@ -21,6 +21,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
+    features="checkpoint",
+    way_round="Use ``thread_count=1``, which is the default.",
 )
 
 

@@ -21,6 +21,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    features="optimizer_state",
+    way_round="Save and load without ``flatten_optimizer_state_dict``.",
+    error="in _load_optim_state_dict ... KeyError: 'param_groups. ... .params.",
     fails_with=("KeyError",),
 )
 

@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
+    features="optimizer_state",
+    way_round="Save and load without ``flatten_optimizer_state_dict``, or with the same groups of parameters.",
 )
 
 

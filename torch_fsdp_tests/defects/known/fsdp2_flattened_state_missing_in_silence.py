@@ -21,6 +21,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
+    features="optimizer_state",
+    way_round="Save and load without ``flatten_optimizer_state_dict``.",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192224",
         "https://github.com/pytorch/pytorch/pull/192239",

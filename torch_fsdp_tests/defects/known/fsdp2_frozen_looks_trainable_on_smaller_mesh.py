@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
+    features="strategies, frozen",
+    way_round="Use True or False as ``reshard_after_forward``, or look at ``requires_grad`` before forward.",
     world_size=4,
 )
 

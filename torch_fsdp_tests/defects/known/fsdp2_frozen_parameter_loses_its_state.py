@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    features="frozen, optimizer_state",
+    way_round="Set ``requires_grad`` of all parameters while the state dict is loaded.",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",

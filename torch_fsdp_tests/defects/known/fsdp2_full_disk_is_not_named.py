@@ -21,6 +21,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COSMETIC,
     where="torch.distributed.checkpoint.filesystem._write_item, and torch.save",
+    features="checkpoint",
+    way_round='If the error names an "unexpected pos", look whether the disk is full.',
+    error="in save ... unexpected pos",
 )
 
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
+    features="state_dict",
+    way_round="Load with ``broadcast_from_rank0=True``, which refuses it, or compare the keys yourself.",
     upstream=("https://github.com/pytorch/pytorch/issues/126285",),
 )
 

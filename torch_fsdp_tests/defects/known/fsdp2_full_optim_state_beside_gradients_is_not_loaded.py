@@ -22,6 +22,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    features="optimizer_state",
+    way_round="Call ``model.zero_grad()`` before the load.",
+    error="in _load_optim_state_dict ... Expected device to be set",
 )
 
 

@@ -20,6 +20,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COSMETIC,
     where="torch.distributed._state_dict_utils._unflatten_state_dict",
+    features="optimizer_state",
+    way_round="Convert it back: ``group['betas'] = tuple(group['betas'])``.",
 )
 
 

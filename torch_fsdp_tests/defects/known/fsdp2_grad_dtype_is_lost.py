@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
+    features="mixed_precision",
+    way_round="Keep the parameters in float32, and compute in bfloat16 with ``param_dtype``.",
     since="2.10",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/170648",

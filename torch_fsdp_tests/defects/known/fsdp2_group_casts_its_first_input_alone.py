@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    features="wrapping, mixed_precision",
+    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     fails_with=("RuntimeError",),
 )
 

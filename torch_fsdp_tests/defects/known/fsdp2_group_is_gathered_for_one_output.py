@@ -19,6 +19,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    features="wrapping",
+    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=("https://github.com/pytorch/pytorch/issues/183702",),
     fails_with=("RuntimeError",),
 )

@@ -18,6 +18,10 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    features="frozen",
+    way_round="Pass ``foreach=False`` to the optimizer, and clip in "
+    "``torch.distributed.tensor.experimental.implicit_replication()``.",
+    error="aten._foreach_ ... got mixed torch.Tensor and DTensor",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/183207",
         "https://github.com/pytorch/pytorch/pull/183366",

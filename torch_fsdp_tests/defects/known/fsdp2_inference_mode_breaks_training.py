@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_all_gather_outputs",
+    features="",
+    way_round="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    error="in foreach_all_gather_copy_out ... Inplace update to inference tensor outside InferenceMode is not allowed",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",
         "https://github.com/pytorch/pytorch/pull/197327",

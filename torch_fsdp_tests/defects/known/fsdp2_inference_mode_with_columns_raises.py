@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
+    features="strategies",
+    way_round="Evaluate under ``torch.no_grad()``.",
+    error="in foreach_all_gather_copy_out ... Inference tensors do not track version counter",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("RuntimeError",),
 )

@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    features="",
+    way_round="Evaluate under ``torch.no_grad()``.",
+    error="in wait_for_unshard ... Inference tensors do not track version counter",
     world_size=1,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",

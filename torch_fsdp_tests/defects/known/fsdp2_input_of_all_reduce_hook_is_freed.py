@@ -19,6 +19,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    features="communication, mixed_precision",
+    way_round="Call ``gradient.record_stream`` with the stream of the hook, or keep the tensor until the backward has "
+    "ended.",
 )
 
 

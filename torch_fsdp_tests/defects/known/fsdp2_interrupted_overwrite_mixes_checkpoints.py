@@ -21,6 +21,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
+    features="checkpoint",
+    way_round="Save each checkpoint to a folder of its own.",
     arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",
 )
 

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COSMETIC,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    features="",
+    way_round="Read the empty parentheses as the root.",
     since="2.12",
 )
 

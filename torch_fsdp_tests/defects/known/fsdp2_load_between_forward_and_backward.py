@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.pre_backward",
+    features="state_dict",
+    way_round="Load state dicts before forward or after backward.",
     upstream=("https://github.com/pytorch/pytorch/issues/117421",),
     arguable="changing weights between forward and backward is a misuse, which FSDP2 does not promise to detect; an "
     "optimizer step or a write in place there has the same effect",

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    features="state_dict",
+    way_round="Pass a copy of the dict: ``dict(state_dict)``.",
 )
 
 

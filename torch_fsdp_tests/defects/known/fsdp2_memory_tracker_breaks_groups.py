@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
+    features="wrapping, memory",
+    way_round="Track a second model of the same kind, and train the first one.",
+    error="FSDPMemTracker does not support memory tracking for multiple iterative calls",
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

@@ -11,12 +11,14 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
+    features="memory",
+    way_round=NO_WAY_ROUND,
 )
 
 

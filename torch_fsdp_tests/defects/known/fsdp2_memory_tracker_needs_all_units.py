@@ -19,6 +19,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
+    features="memory",
+    way_round="Track an iteration that uses each unit.",
+    error="in inner ... AttributeError: 'FSDPParam' object has no attribute '_unsharded_param'",
     fails_with=("AttributeError", "KeyError"),
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
+    features="memory",
+    way_round="Register your own hooks after the tracker has ended.",
 )
 
 

@@ -21,6 +21,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
+    features="checkpoint",
+    way_round="Call ``os.sync()`` on rank 0 after ``dcp.save``.",
 )
 
 

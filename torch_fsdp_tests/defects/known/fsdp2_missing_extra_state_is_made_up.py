@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    features="state_dict",
+    way_round="Let ``set_extra_state`` ignore what is not of its own kind.",
 )
 
 

@@ -21,6 +21,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    features="optimizer_state",
+    way_round="Before you load it, add what is missing from ``get_optimizer_state_dict`` of the new optimizer.",
+    error="in _split_optim_state_dict ... KeyError: '",
     upstream=("https://github.com/pytorch/pytorch/issues/132628",),
     fails_with=("KeyError",),
 )

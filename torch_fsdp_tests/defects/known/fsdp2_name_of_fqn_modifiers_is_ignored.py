@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_model_state_dict",
+    features="state_dict",
+    way_round="Give the method the default name, ``_fqn_modifiers``.",
+    error="in _get_fqns ... object has no attribute '",
     fails_with=("AttributeError",),
 )
 

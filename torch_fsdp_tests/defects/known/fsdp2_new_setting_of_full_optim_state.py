@@ -20,6 +20,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    features="optimizer_state",
+    way_round="Make the scheduler before the load, so that the optimizer has the setting.",
+    error="in _load_optim_state_dict ... KeyError: 'param_groups.",
     fails_with=("KeyError",),
 )
 

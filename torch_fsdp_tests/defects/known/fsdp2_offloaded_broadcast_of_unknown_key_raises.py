@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._state_dict_utils._broadcast_state_dict",
+    features="state_dict, offload",
+    way_round="Remove the keys that the model does not have, on rank 0.",
+    error="in _broadcast_state_dict ... KeyError: '",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/149516",
         "https://github.com/pytorch/pytorch/pull/150239",

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    features="optimizer_state",
+    way_round="Load with ``StateDictOptions(strict=False)`` (with torch 2.10 or later).",
+    error="in set_optimizer_state_dict ... Missing optimizer state for parameter '",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",

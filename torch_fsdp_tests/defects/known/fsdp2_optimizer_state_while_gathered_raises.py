@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    features="optimizer_state",
+    way_round="Call ``model.reshard()`` first, or use ``get_state_dict``.",
+    error="in _get_optim_state_dict ... KeyError: 0",
     fails_with=("KeyError",),
 )
 

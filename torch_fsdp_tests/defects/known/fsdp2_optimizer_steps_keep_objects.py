@@ -18,7 +18,14 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.tensor._op_schema.OpSchema._recompute_comparison_key",
-    upstream=("178276", "176010", "181761", "188174"),
+    features="",
+    way_round="Pass ``foreach=False`` to the optimizer and to ``clip_grad_norm_``.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/178276",
+        "https://github.com/pytorch/pytorch/issues/176010",
+        "https://github.com/pytorch/pytorch/issues/181761",
+        "https://github.com/pytorch/pytorch/issues/188174",
+    ),
 )
 
 

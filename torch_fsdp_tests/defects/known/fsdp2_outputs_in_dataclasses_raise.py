@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    features="",
+    way_round="Return the tensors in a tuple, a list or a dict.",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=("https://github.com/pytorch/pytorch/pull/173415", "https://github.com/pytorch/pytorch/pull/174692"),
     fails_with=("AssertionError", "RuntimeError"),
 )

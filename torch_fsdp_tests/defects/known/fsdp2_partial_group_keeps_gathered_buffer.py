@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    features="wrapping",
+    way_round="Run all modules of the group inside the root's forward.",
 )
 
 

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    features="wrapping",
+    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),
 )
 

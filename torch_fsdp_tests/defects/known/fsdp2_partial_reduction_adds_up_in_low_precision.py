@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    features="hsdp, accumulation, mixed_precision",
+    way_round="Set ``reduce_dtype=torch.float32``.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/194628",),
     arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "

@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
+    features="accumulation, pp",
+    way_round="Evaluate after ``optimizer.step``, when there are no gradients to lose.",
 )
 
 

@@ -18,6 +18,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
+    features="tp",
+    way_round="Do not split a layer with fewer outputs than tensor parallelism has ranks.",
+    error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     world_size=4,
     fails_with=("RuntimeError",),
 )

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs",
+    features="mixed_precision",
+    way_round="Wrap modules with complex parameters by themselves, without a ``reduce_dtype``.",
+    error="in foreach_reduce_scatter_copy_in ... torch.cat(): input types can't be cast to the desired output type",
     arguable="a real dtype cannot hold a complex gradient; but param_dtype leaves such parameters as they are",
     fails_with=("AssertionError", "TypeError", "RuntimeError"),
 )

@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
+    features="activation_checkpointing",
+    way_round=NO_WAY_ROUND,
 )
 
 

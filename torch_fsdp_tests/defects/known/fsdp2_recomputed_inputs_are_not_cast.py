@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
+    features="activation_checkpointing, mixed_precision",
+    way_round="Call ``checkpoint`` inside the forward of the FSDP module, or cast the inputs before ``checkpoint``.",
+    error="Recomputed values for the following tensors have different metadata ... torch.bfloat16",
     upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
     fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
 )

@@ -22,6 +22,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict, _load_model_state_dict",
+    features="optimizer_state",
+    way_round="Check the state dict on rank 0, and broadcast whether it is complete, before all ranks load it.",
     fails_with=("AssertionError",),
 )
 

@@ -15,6 +15,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    features="wrapping",
+    way_round="Wrap the whole model before the first forward; after the error make it anew.",
+    error="state has already been lazily initialized for",
     fails_with=("RuntimeError",),
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed._composable.replicate_with_fsdp.replicate",
+    features="replicate",
+    way_round="Use ``fully_shard`` with the same ``dp_mesh_dims``.",
     since="2.12",
 )
 

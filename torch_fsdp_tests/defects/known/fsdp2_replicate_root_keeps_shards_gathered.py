@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.COST,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
+    features="replicate",
+    way_round="Pass ``reshard_after_forward=True`` to ``fully_shard``.",
     since="2.11",
 )
 

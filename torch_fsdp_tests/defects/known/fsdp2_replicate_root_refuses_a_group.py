@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
+    features="replicate, wrapping",
+    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    error="FSDP requires a single root module but got (",
     since="2.11",
     fails_with=("RuntimeError",),
 )

@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
+    features="accumulation",
+    way_round="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
     since="2.13",
 )
 

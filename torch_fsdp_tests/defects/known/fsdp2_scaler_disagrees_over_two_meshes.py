@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
+    features="scaler, tp",
+    way_round="Let the optimizer's first parameter be one that is sharded over all dimensions of the mesh.",
     world_size=4,
 )
 

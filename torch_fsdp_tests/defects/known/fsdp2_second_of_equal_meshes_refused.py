@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
+    features="",
+    way_round="Make the mesh once, and use it everywhere.",
+    error="Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects",
     since="2.12",
     fails_with=("ValueError",),
 )

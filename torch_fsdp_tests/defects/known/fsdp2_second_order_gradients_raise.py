@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    features="",
+    way_round="Call ``model.set_reshard_after_backward(False)`` before the first backward.",
+    error="The tensor has a non-zero number of elements, but its data is not allocated yet",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/172543",
         "https://github.com/pytorch/pytorch/pull/172770",

@@ -20,6 +20,12 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict.set_state_dict",
+    features="state_dict, optimizer_state",
+    way_round="Call ``set_model_state_dict`` and ``set_optimizer_state_dict`` instead.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/157781",
+        "https://github.com/pytorch/pytorch/pull/158836",
+    ),
 )
 
 

@@ -21,6 +21,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    features="optimizer_state",
+    way_round="Make no group without parameters.",
+    error="in step ... KeyError: 'lr'",
     upstream=("https://github.com/pytorch/pytorch/issues/143828",),
     fails_with=("KeyError", "IndexError", "AssertionError"),
 )

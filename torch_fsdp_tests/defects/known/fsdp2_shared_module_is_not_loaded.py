@@ -16,6 +16,10 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._iterate_valid_model_state",
+    features="state_dict, frozen",
+    way_round="Load into the module that is wrapped: ``model._orig_mod`` of ``torch.compile``, ``model.module`` of "
+    "DDP.",
+    error='in set_model_state_dict ... Missing key(s) in state_dict: "_orig_mod. ... Unexpected key(s) in state_dict:',
     fails_with=("RuntimeError",),
 )
 

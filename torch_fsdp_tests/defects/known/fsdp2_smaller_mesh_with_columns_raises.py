@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
+    features="strategies",
+    way_round="Use True or False as ``reshard_after_forward``.",
+    error="in foreach_all_gather_copy_out ... IndexError: list index out of range",
     world_size=4,
     fails_with=("IndexError",),
 )

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
+    features="accumulation, mixed_precision, pp",
+    way_round="Use a schedule without a split backward, such as ``Schedule1F1B`` or ``ScheduleInterleaved1F1B``.",
     since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
 )
 

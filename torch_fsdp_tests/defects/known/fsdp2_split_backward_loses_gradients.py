@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining._backward.stage_backward_input",
+    features="pp",
+    way_round="Wrap the modules of a stage with ``reshard_after_forward=False``.",
     since="2.10",  # in 2.9 the stages fail to exchange shapes in a group of their own
     arguable="pipelines usually run with reshard_after_forward=False, which avoids it; nothing requires it or warns",
 )

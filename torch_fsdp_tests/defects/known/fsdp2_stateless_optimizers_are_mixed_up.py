@@ -17,6 +17,12 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    features="optimizer_state",
+    way_round="Use ``optim.state_dict()`` and ``optim.load_state_dict()``, with the groups in the same order.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/133415",
+        "https://github.com/pytorch/pytorch/pull/136000",
+    ),
     fails_with=("AssertionError", "ValueError"),
 )
 

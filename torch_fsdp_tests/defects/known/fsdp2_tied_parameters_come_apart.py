@@ -16,6 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    features="frozen",
+    way_round="Put all modules that share a parameter into one group, or wrap only a module that contains them.",
     upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
 )
 

@@ -25,6 +25,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data, and DynamicMetaLoadPlanner",
+    features="checkpoint",
+    way_round="``torch.load`` the file on rank 0, and call ``set_model_state_dict`` with ``full_state_dict`` and "
+    "``broadcast_from_rank0``.",
 )
 
 

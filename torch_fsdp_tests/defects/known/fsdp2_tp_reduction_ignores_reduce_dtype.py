@@ -18,6 +18,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
+    features="mixed_precision, tp",
+    way_round="Wrap the replicated layers by themselves, without a ``param_dtype``.",
     upstream=("https://github.com/pytorch/pytorch/issues/190626",),
     arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
 )

@@ -17,6 +17,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
+    features="state_dict, tp",
+    way_round="Load with ``broadcast_from_rank0=True``.",
+    error="in _distribute_state_dict ... in distribute_tensor ... AssertionError",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/issues/136228",),
 )

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
+    features="strategies",
+    way_round="Call ``model.reshard()`` before you look at the parameters.",
     world_size=4,
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor.placement_types._StridedShard._to_replicate_tensor",
+    features="tp",
+    way_round="Pad the rows to a multiple of the number of ranks.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/163843",),
 )

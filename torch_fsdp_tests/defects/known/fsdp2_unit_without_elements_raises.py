@@ -16,6 +16,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
+    features="",
+    way_round="Do not wrap it: the module around it manages its parameters.",
+    error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     fails_with=("RuntimeError",),
 )
 

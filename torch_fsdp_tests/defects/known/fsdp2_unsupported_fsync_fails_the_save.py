@@ -21,6 +21,9 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.filesystem._write_files_from_queue, FileSystemWriter.finish",
+    features="checkpoint",
+    way_round="Pass ``storage_writer=FileSystemWriter(path, sync_files=False)`` to ``dcp.save``.",
+    error="os.fsync( ... OSError: [Errno ",
     upstream=("https://github.com/pytorch/pytorch/pull/190697",),
     arguable="a writer that passes over errors of fsync could report a checkpoint as saved that the disk has lost, and "
     "FileSystemWriter(sync_files=False) does not sync",

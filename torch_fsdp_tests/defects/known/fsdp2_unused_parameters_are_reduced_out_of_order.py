@@ -19,6 +19,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    features="communication",
+    way_round="Let the inputs require a gradient: ``x.requires_grad_()``.",
     since="2.13",
 )
 

@@ -17,6 +17,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    features="accumulation, mixed_precision",
+    way_round="Leave ``reduce_dtype`` unset, or call ``reset_iter_state()`` as well (with torch 2.15 or later).",
 )
 
 

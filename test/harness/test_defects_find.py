@@ -1,0 +1,153 @@
+"""From words, a traceback or the features in use to the defects of torch that fit."""
+
+import contextlib
+import io
+import re
+import sys
+import unittest.mock
+from pathlib import Path
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import __main__ as command
+from torch_fsdp_tests.defects import find, registry, texts
+from torch_fsdp_tests.defects.registry import Answer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS
+
+# Those of defects are named after them, and were printed by the scripts of --show. Those of users' mistakes begin with
+# "user_"; that of a GPU's memory and that of NCCL's watchdog were put together by hand.
+TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebacks").glob("*.txt"))}
+SHOWN = "fsdp2_group_is_gathered_for_one_output"
+
+
+def ids(entries: list[registry.Entry]) -> list[str]:
+    return [entry.defect.id for entry in entries]
+
+
+def outputs(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of the command, which runs in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with unittest.mock.patch.object(sys, "stdin", io.StringIO(stdin)):
+            status = command.main(arguments)
+    return status, out.getvalue(), err.getvalue()
+
+
+class TestAnswers(TestCase):
+    """Without it, an entry could lack what its finder needs, or name a feature that nobody can ask for."""
+
+    def test_every_entry_has_features_and_a_way_round(self):
+        for id in registry.ids():
+            with self.subTest(id):
+                defect = registry.entry(id).defect
+                self.assertLessEqual({*defect.uses}, {*find.SHORT})
+                if defect.way_round != registry.NO_WAY_ROUND:
+                    self.assertRegex(defect.way_round, r"(?s)^(``|[A-Z]).{15,}\.$")
+
+    def test_an_error_has_words_of_its_message(self):
+        """Names of functions alone would fit every traceback through them."""
+        for id in registry.ids():
+            with self.subTest(id):
+                defect = registry.entry(id).defect
+                self.assertEqual(bool(defect.message), bool(defect.error))
+                self.assertIn(f"    ends in: {defect.message}" if defect.error else id, self.answer(id))
+
+    def answer(self, id: str) -> str:
+        return texts.answer(registry.entry(id), "2.13.0")
+
+    def test_answer(self):
+        """It says whether this torch has the defect, since when, until when, and how to avoid it."""
+        lines = self.answer("fsdp2_outputs_in_dataclasses_raise").splitlines()
+        self.assertIn("    torch 2.13.0 does not have it; since 2.9 or earlier, repaired in 2.12", lines)
+        self.assertIn("    way round: Return the tensors in a tuple, a list or a dict.", lines)
+        lines = self.answer("fsdp2_failed_conversion_loses_gradients").splitlines()
+        self.assertIn("    torch 2.13.0 does not have what is broken; since 2.15, not repaired in 2.15", lines)
+
+
+class TestFind(TestCase):
+    """Without it, somebody with a traceback of a known defect would not find it, or would be told of a wrong one."""
+
+    def test_tracebacks_of_defects(self):
+        known = {name: text for name, text in TRACEBACKS.items() if not name.startswith("user_")}
+        self.assertGreaterEqual(len(known), 5)
+        for name, text in known.items():
+            with self.subTest(name):
+                by_rank = "".join(f"[rank1]: {line}\n" for line in text.splitlines())
+                for printed in (text, by_rank):
+                    found = ids(find.by_traceback(printed))
+                    self.assertEqual(found[0], name)
+                    self.assertLess(len(found), 3)  # two defects may end in the same message
+
+    def test_tracebacks_of_users_mistakes(self):
+        """A wrong shape, no process group, no memory left, a wrong key, and a collective that others do not join."""
+        mistakes = {name: text for name, text in TRACEBACKS.items() if name.startswith("user_")}
+        self.assertGreaterEqual(len(mistakes), 5)
+        self.assertEqual(
+            {name: ids(find.by_traceback(text)) for name, text in mistakes.items()}, {name: [] for name in mistakes}
+        )
+
+    def test_same_message_from_another_function(self):
+        """A ``KeyError: 0`` of the user's own code is not that of ``get_optimizer_state_dict``."""
+        text = TRACEBACKS["fsdp2_optimizer_state_while_gathered_raises"]
+        self.assertEqual(ids(find.by_traceback(text.replace("_get_optim_state_dict", "_get_optim_state_dicts"))), [])
+        self.assertEqual(ids(find.by_traceback("KeyError: 0\n")), ["fsdp2_optimizer_state_while_gathered_raises"])
+
+    def test_words(self):
+        for words in ("setStorage", "183702", "#183702", "https://github.com/pytorch/pytorch/issues/183702"):
+            with self.subTest(words):
+                self.assertIn(SHOWN, ids(find.by_words(words)))
+        self.assertEqual(ids(find.by_words("group backward output last module gradient reaches"))[0], SHOWN)
+        self.assertEqual(ids(find.by_words("zebra crossing")), [])
+        side_by_side = ids(find.by_words("get_optimizer_state_dict changes"))
+        self.assertTrue(all(re.search("asking|step", id) for id in side_by_side), side_by_side)
+
+    def test_features(self):
+        """Those in use have to include all that a defect takes. The worst defect comes first."""
+        found = find.by_features({"fsdp2", "offload", "tp"})
+        self.assertTrue(all({*entry.defect.uses} <= {"fsdp2", "offload", "tp"} for entry in found))
+        self.assertIn("fsdp2_uneven_rows_with_tp_are_reordered", ids(found))
+        severities = [entry.defect.consequence.severity for entry in found]
+        self.assertEqual(severities, sorted(severities))
+        families = {entry.defect.family for entry in find.by_features({"offload"})}
+        self.assertEqual(families, {"FSDP1", "FSDP2"})
+
+
+class TestCommand(TestCase):
+    """Without it, ``--find`` and ``--using`` could find something and not print it, or pass over a wrong argument."""
+
+    def test_traceback_on_standard_input(self):
+        status, out, _ = outputs("--find", "-", stdin=TRACEBACKS["fsdp2_ignored_parameters_break_foreach"])
+        self.assertEqual(status, 0)
+        self.assertTrue(out.startswith("fsdp2_ignored_parameters_break_foreach (error): "), out)
+        self.assertTrue(out.endswith("\n1 known defect fits; --show ID prints a script for one\n"), out)
+
+    def test_nothing_fits(self):
+        self.assertEqual(outputs("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
+
+    def test_using_prints_what_this_torch_has(self):
+        with unittest.mock.patch("torch.__version__", "2.14.0"):
+            status, out, _ = outputs("--using", "FSDP2, tp")
+        self.assertEqual(status, 0)
+        printed = re.findall(r"^(\w+) \(", out, re.MULTILINE)
+        has = [e for e in find.by_features({"fsdp2", "tp"}) if e.defect.expected("2.14.0") is Answer.PRESENT]
+        self.assertEqual(printed, ids(has))
+        self.assertNotIn("fsdp2_uneven_rows_with_tp_are_reordered", printed)
+
+    def test_bad_arguments(self):
+        for arguments, words in {
+            ("--using", "fsdp2,tensor"): "there is no feature 'tensor'; there are fsdp1, fsdp2, ",
+            ("--using", ""): "there is no feature ''",
+            ("--find", "-"): "--find needs words or a traceback",
+            ("--find", " "): "--find needs words or a traceback",
+        }.items():
+            with self.subTest(arguments=arguments):
+                status, out, err = outputs(*arguments)
+                self.assertEqual((status, out), (2, ""))
+                self.assertIn(words, err)
+                self.assertEqual(err.count("\n"), 1)
+
+
+if __name__ == "__main__":
+    run_tests()
