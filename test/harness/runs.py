@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import os
 import re
 import runpy
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from torch_fsdp_tests.processes import forkserver, host
-from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.processes.programs import Fork, become
+from torch_fsdp_tests.processes import host, programs
+from torch_fsdp_tests.processes.forkserver import preload, start_fresh
+from torch_fsdp_tests.processes.programs import ProgramServer
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
 LIMIT = 60  # seconds for a test of a run
 COMMAND_LIMIT = 300  # seconds for a whole run
+POLL = 0.02  # seconds
 
 _TORCH = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "unittest")
 
@@ -57,7 +58,27 @@ def run_beside(package: str | Path, *command: object, **variables: str) -> subpr
     )
 
 
+@functools.cache
+def _server() -> ProgramServer | None:
+    """The process that has imported torch, if it may fork. Its forks become children of this process."""
+    if not (host.can_fork() and host.adopt_orphans()):
+        return None
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    server = ProgramServer([__file__], os.environ | {"PYTHONPATH": str(ROOT)}, ROOT, Path(folder))
+    atexit.register(server.close)
+    while not server.ready and not host.has_ended(server.pid):
+        time.sleep(POLL)
+    return server
+
+
 _running: list[Process] = []  # processes that nobody has waited for; they end with this one
+
+
+@atexit.register
+def _kill_what_runs() -> None:
+    for each in _running:
+        each.kill()
 
 
 class Process:
@@ -75,26 +96,20 @@ class Process:
     ) -> None:
         command = [str(file), *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment)
-        self._popen: subprocess.Popen[bytes] | None = None
-        if plain or not host.can_fork():
-            self._popen = subprocess.Popen(
-                [sys.executable, *command], env=environment, cwd=cwd, stdout=stdout, stderr=stderr
-            )
-            self.pid = self._popen.pid
-        else:
-            self.pid = _nursery().begin(
-                Fork(tuple(command), environment, str(cwd), (), (stdout.fileno(), stderr.fileno()))
-            )
+        server = None if plain else _server()
+        forked = server and server.fork(command, environment, Path(cwd), (stdout.fileno(), stderr.fileno()), {})
+        self.pid = forked or start_fresh(command, (), environment, cwd=cwd, stdout=stdout, stderr=stderr)
         _running.append(self)
 
     def wait(self) -> int:
         """Return its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
-        if self._popen is not None:
-            code = self._popen.wait(timeout=COMMAND_LIMIT)
-        else:
-            code = os.waitstatus_to_exitcode(_nursery().end_of(self.pid))
+        give_up = time.monotonic() + COMMAND_LIMIT
+        while (ended := os.waitpid(self.pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"process {self.pid} did not end within {COMMAND_LIMIT} s")
+            time.sleep(POLL)
         _running.remove(self)
-        return code
+        return os.waitstatus_to_exitcode(ended[1])
 
     def kill(self) -> None:
         """End it, unless it has ended."""
@@ -115,7 +130,7 @@ class Run:
     def end(self) -> Run:
         try:
             self.code = self._process.wait()
-        except (TimeoutError, subprocess.TimeoutExpired):
+        except TimeoutError:
             self._process.kill()
             raise
         texts = []
@@ -142,85 +157,7 @@ class Run:
         return self
 
 
-# --- the process that has imported torch ------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    pid: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    pid: int
-    status: int
-
-
-class _Nursery:
-    """This end of the connection to that process."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            entry, environment = [__file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": str(ROOT)}
-            self._pid = forkserver.start_fresh(entry, [theirs.fileno()], environment, stdin=subprocess.DEVNULL)
-        ours.settimeout(COMMAND_LIMIT)
-        self._control = Connection(ours, [Begun, Ended])
-        self._statuses: dict[int, int] = {}
-        atexit.register(self._close)
-
-    def _close(self) -> None:
-        for each in _running:
-            each.kill()
-        self._control.close()
-        os.waitpid(self._pid, 0)
-
-    def begin(self, request: Fork) -> int:
-        self._control.send(request)
-        while not isinstance(news := self._hear(), Begun):
-            pass
-        return news.pid
-
-    def end_of(self, pid: int) -> int:
-        while pid not in self._statuses:
-            self._hear()
-        return self._statuses.pop(pid)
-
-    def _hear(self) -> Begun | Ended:
-        news = self._control.receive()
-        if news is None:
-            raise ConnectionError("the process that forks the runs is gone")
-        if isinstance(news, Ended):
-            self._statuses[news.pid] = news.status
-        return news
-
-
-_nursery = functools.cache(_Nursery)
-
-
-class _Server(forkserver.ForkServer):
-    requests = (Fork,)
-
-    def obey(self, request: Fork) -> tuple[str, ...] | None:
-        """Fork one run. In the fork, return its command."""
-        pid = self.fork(keep=request.descriptors)
-        if pid == 0:
-            os.setsid()
-            return become(request)
-        self.control.send(Begun(pid))
-        return None
-
-    def collect(self) -> None:
-        super().collect()
-        for pid, status in host.ended_children():
-            self.control.send(Ended(pid, status))
-
-
 if __name__ == "__main__":
-    server = _Server(socket.socket(fileno=int(sys.argv[1])))
-    forkserver.preload(_TORCH)
-    command = server.serve()
-    if command is not None:
-        sys.argv = list(command)
-        sys.path[0] = os.path.dirname(sys.argv[0])
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = list(programs.serve(sys.argv[1:], lambda: preload(_TORCH)))
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
