@@ -22,7 +22,9 @@ from torch_fsdp_tests.defects import __main__ as command
 from torch_fsdp_tests.defects import launch, registry, texts, trial
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -288,6 +290,27 @@ class TestScripts(TestCase):
                 launch.launch(len, 2)
             self.assertEqual(tell.mock_calls, tells)
         self.assertIn("torchrun --nproc-per-node 2", str(leaving.exception))
+
+
+class TestWaysRound(TestCase):
+    """Without it, a user could be sent on a way that does not lead round the defect."""
+
+    def test_a_way_round_avoids_its_defect(self):
+        """A reproduction that can go the way round its defect finds what is right there."""
+        ids = [id for id in registry.ids() if registry.entry(id).can_go_round and self.is_for_this_torch(id)]
+        self.assertGreater(len(ids), 40)
+        findings = list(trial.try_all(ids, at_a_time=cores(), way_round=True))
+        self.assertEqual(sorted(finding.defect.id for finding in findings), ids)
+        fine = {Answer.ABSENT, Answer.CANNOT_BE_TRIED}
+        self.assertEqual(
+            [texts.details(finding) + finding.why for finding in findings if finding.answer not in fine], []
+        )
+        self.assertGreater(sum(finding.answer is Answer.ABSENT for finding in findings), 20)
+
+    def is_for_this_torch(self, id: str) -> bool:
+        """Whether the way is not ``(with torch 2.15 or later)``, or this torch is."""
+        later = re.search(r"with torch ([\d.]+) or later", registry.entry(id).defect.way_round)
+        return later is None or version_fits(torch.__version__, f">={later[1]}")
 
 
 class TestRepairs(TestCase):

@@ -120,12 +120,16 @@ class Defect:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A defect, and the module that reproduces it."""
+    """A defect, and the module that reproduces it. If ``reproduce`` takes ``way_round``, it can go the way round."""
 
     defect: Defect
     explanation: str  # what is wrong and why
     source: str
     reproduce: Callable[..., tuple[Any, Any]]
+
+    @property
+    def can_go_round(self) -> bool:
+        return "way_round" in inspect.signature(self.reproduce).parameters
 
 
 def ids() -> list[str]:

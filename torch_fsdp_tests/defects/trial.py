@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
 import selectors
 import time
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class Finding:
         return self.answer in (self.expected, Answer.CANNOT_BE_TRIED)
 
 
-def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
-    """Try these defects on the device under test, and yield each finding as it comes.
+def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iterator[Finding]:
+    """Try these defects on the device under test, or the ways round them, and yield each finding as it comes.
 
     Raises :class:`accelerator.ConfigurationError` if the requested device is not available.
     """
@@ -63,7 +64,7 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
-                    group = RankGroup(Reproduction, defect.id, defect.world_size)
+                    group = RankGroup(WayRound if way_round else Reproduction, defect.id, defect.world_size)
                     running[group] = defect
                     selector.register(group, selectors.EVENT_READ)
             if running:
@@ -105,6 +106,8 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
 class Reproduction:
     """What the ranks of a group do: the test is a defect's id."""
 
+    options: Mapping[str, bool] = {}
+
     @classmethod
     def _serve_rank(cls, assignment: Assignment) -> None:
         device, entry = accelerator.current(), registry.entry(str(assignment.test))
@@ -112,16 +115,21 @@ class Reproduction:
 
         def reproduce() -> None:
             meeting, count = f"file://{assignment.file_name}", assignment.world_size
+            program = functools.partial(entry.reproduce, **cls.options)
             try:
-                found, right = launch.run_rank(
-                    assignment.index, count, meeting, entry.reproduce, device.type, device.backend
-                )
+                found, right = launch.run_rank(assignment.index, count, meeting, program, device.type, device.backend)
             except NotImplementedError as error:
                 raise unittest.SkipTest(str(error)) from error
             answer.extend((plain(found), plain(right), launch.same(found, right)))
 
         outcome = capture(assignment.index, reproduce, time.monotonic)
         assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
+
+
+class WayRound(Reproduction):
+    """The same on the way round the defect."""
+
+    options = {"way_round": True}
 
 
 def _finding(defect: Defect, group: RankGroup) -> Finding | None:

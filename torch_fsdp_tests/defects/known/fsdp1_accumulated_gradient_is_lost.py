@@ -27,18 +27,19 @@ class Skippable(nn.Linear):
 
 
 class Model(nn.Module):
-    def __init__(self, device):
+    def __init__(self, device, use_orig_params):
         super().__init__()
         self.first = nn.Linear(2, 2, bias=False, device=device)
-        self.second = FSDP(Skippable(2, 2, bias=False, device=device), device_id=device)
+        layer = Skippable(2, 2, bias=False, device=device)
+        self.second = FSDP(layer, use_orig_params=use_orig_params, device_id=device)
         nn.init.ones_(self.first.weight)
 
     def forward(self, x, skip=False):
         return self.second(self.first(x), skip)
 
 
-def reproduce(rank, world_size, device):
-    model = FSDP(Model(device), device_id=device)
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(Model(device, way_round), use_orig_params=way_round, device_id=device)
     x = torch.ones(1, 2, device=device)
     model(x).sum().backward()
     model(x, skip=True).sum().backward()

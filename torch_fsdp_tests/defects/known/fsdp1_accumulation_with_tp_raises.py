@@ -27,11 +27,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 1, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=not way_round, device_id=device)
     found = "both backwards ran"
     with model.no_sync():
         try:

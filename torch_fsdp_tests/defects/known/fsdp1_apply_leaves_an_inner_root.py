@@ -26,12 +26,12 @@ def raise_error(module):
     raise KeyError("on purpose")
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(layer.weight)
     model = FSDP(nn.Sequential(FSDP(layer, device_id=device)), device_id=device)
     with contextlib.suppress(KeyError):
-        model.module[0].apply(raise_error)
+        (model if way_round else model.module[0]).apply(raise_error)
     try:
         found = model(torch.ones(2, device=device)).item()
     except AssertionError as error:

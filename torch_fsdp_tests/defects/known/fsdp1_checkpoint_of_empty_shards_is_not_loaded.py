@@ -27,12 +27,13 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = FSDP(nn.Linear(3, 1, device=device), device_id=device)  # rank 1 has no row of it
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3, device=device)).sum().backward()
     optim.step()
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=not way_round)
     state_dict = {"optim": FSDP.optim_state_dict(model, optim)}
 
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +41,7 @@ def reproduce(rank, world_size, device):
         dist.broadcast_object_list(folders, device=device)
         dcp.save(state_dict, checkpoint_id=folders[0])
         try:
-            dcp.load(state_dict, checkpoint_id=folders[0])
+            dcp.load(state_dict, checkpoint_id=folders[0], planner=planner)
             found = "loaded"
         except dcp.CheckpointException as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"

@@ -23,15 +23,17 @@ DEFECT = Defect(
 )
 
 
-def next_gradient(model, device):
+def next_gradient(model, device, way_round=False):
     for _ in range(2):
         model.zero_grad()
         model.to(device)
+        if way_round:
+            model.zero_grad()
         model(torch.ones(1, 4, device=device)).sum().backward()
     return next(model.parameters()).grad.max().item()
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     plain = nn.Linear(4, 4, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
-    return next_gradient(model, device), next_gradient(plain, device)
+    return next_gradient(model, device, way_round), next_gradient(plain, device)

@@ -23,21 +23,24 @@ DEFECT = Defect(
 )
 
 
-def losses(model, device):
+def losses(model, device, way_round=False):
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.linspace(-1, 1, 12, device=device).view(3, 4)
     for _ in range(3):
         loss = model(x).square().mean()
         loss.backward()
         yield loss.item()
+        if way_round:
+            optim.step()
         with torch.no_grad():
             model(x)  # the evaluation
-        optim.step()
+        if not way_round:
+            optim.step()
         optim.zero_grad()
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     torch.manual_seed(0)
     plain = nn.Linear(4, 4).to(device)
     model = FSDP(copy.deepcopy(plain), device_id=device)
-    return list(losses(model, device)), list(losses(plain, device))
+    return list(losses(model, device, way_round)), list(losses(plain, device))

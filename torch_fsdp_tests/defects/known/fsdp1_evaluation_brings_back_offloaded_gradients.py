@@ -23,7 +23,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     if device.type == "cpu":  # it has no pinned memory and no stream to wait for
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
         torch.cpu.Stream.synchronize = lambda stream: None
@@ -33,5 +33,7 @@ def reproduce(rank, world_size, device):
     model.zero_grad()
     with torch.no_grad():
         model(batch)
+    if way_round:
+        model.zero_grad()
     found = [name for name, param in model.named_parameters() if param.grad is not None]
     return found, []

@@ -27,8 +27,8 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
-    model = FSDP(nn.Linear(4, 4, device=device), device_id=device)
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(4, 4, device=device), use_orig_params=way_round, device_id=device)
     weak = {"module": weakref.ref(model.module), "parameter": weakref.ref(next(model.parameters()))}
     del model
     gc.collect()

@@ -24,10 +24,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     layers[0].requires_grad_(False)
-    how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True, "device_id": device}
+    how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": not way_round, "device_id": device}
     layers[1] = FSDP(layers[1], **how)
     model = FSDP(layers, **how)
     model(torch.ones(1, 2, device=device)).sum().backward()

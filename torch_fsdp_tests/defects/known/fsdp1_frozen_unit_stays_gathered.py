@@ -24,11 +24,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     layers[0].requires_grad_(False)
     policy = ModuleWrapPolicy({nn.Linear})
-    model = FSDP(layers, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_id=device)
+    how = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": way_round}
+    model = FSDP(layers, auto_wrap_policy=policy, **how, device_id=device)
     model(torch.ones(1, 4, device=device)).sum().backward()
 
     gathered = [layer._handle.flat_param._full_param_padded for layer in model.module]

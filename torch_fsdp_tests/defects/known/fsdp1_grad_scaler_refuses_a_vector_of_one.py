@@ -22,11 +22,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     scaler = ShardedGradScaler(device.type)
     scaler.scale(torch.ones(1, device=device))
     try:
-        scaler.update(torch.tensor([4.0], device=device))
+        scale = torch.tensor([4.0], device=device)
+        scaler.update(scale.squeeze() if way_round else scale)
         found = scaler.get_scale()
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"

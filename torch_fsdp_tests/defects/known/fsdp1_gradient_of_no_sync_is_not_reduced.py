@@ -33,7 +33,7 @@ class Branches(nn.Module):
         return getattr(self, name)(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     x = torch.full((1, 1), rank + 1.0, device=device)
     found = {}
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
@@ -44,8 +44,11 @@ def reproduce(rank, world_size, device):
         model = wrap(Branches(wrap, device))
         with model.no_sync():
             model(x, "a").sum().backward()
+        loss = model(x, "b").sum()
+        if way_round:
+            loss = loss + 0 * model(x, "a").sum()
         try:
-            model(x, "b").sum().backward()
+            loss.backward()
             found[strategy.name] = next(model.module.a.parameters()).grad[0].item()
         except AssertionError as error:
             found[strategy.name] = f"{type(error).__name__}: {str(error)[:90]}"

@@ -24,10 +24,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (world_size, 1))
     model = nn.Linear(1, 1, bias=False, device=device)
     strategy = ShardingStrategy.HYBRID_SHARD
+    if way_round:
+        mesh, strategy = None, ShardingStrategy.NO_SHARD
     model = FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device, use_orig_params=True)
     model(torch.full((1, 1), rank + 1.0, device=device)).sum().backward()
     mean = (world_size + 1) / 2  # the gradient of each rank is its input

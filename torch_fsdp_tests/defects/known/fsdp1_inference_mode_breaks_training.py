@@ -24,10 +24,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=True)
     x = torch.ones(1, 2, device=device)
-    with torch.inference_mode():
+    with torch.no_grad() if way_round else torch.inference_mode():
         model(x)
     try:
         model(x).sum().backward()

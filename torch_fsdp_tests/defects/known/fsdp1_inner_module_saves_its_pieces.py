@@ -23,7 +23,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = FSDP(nn.Sequential(nn.Linear(4, 2)), use_orig_params=True, device_id=device)
-    state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+    state = get_model_state_dict(model if way_round else model.module, options=StateDictOptions(full_state_dict=True))
     return {name: tuple(value.shape) for name, value in state.items()}, {"0.weight": (2, 4), "0.bias": (2,)}

@@ -31,8 +31,10 @@ class Model(nn.Linear):
         return super().forward(batch["x"])
 
 
-def reproduce(rank, world_size, device):
-    config = MixedPrecision(param_dtype=torch.bfloat16)
+def reproduce(rank, world_size, device, way_round=False):
+    casts = {"cast_forward_inputs": not way_round, "cast_root_forward_inputs": not way_round}
+    config = MixedPrecision(param_dtype=torch.bfloat16, **casts)
     model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
-    model(Batch(x=torch.ones(1, 2, device=device)))
+    dtype = torch.bfloat16 if way_round else torch.float32
+    model(Batch(x=torch.ones(1, 2, device=device, dtype=dtype)))
     return model.module.given, "Batch"

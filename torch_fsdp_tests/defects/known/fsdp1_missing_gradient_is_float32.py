@@ -30,7 +30,7 @@ def contribute(output, shard, *args, **kwargs):
     raise Contributed(shard.dtype)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(1, 1, bias=False, device=device, dtype=torch.bfloat16)  # the second rank has only padding
     model = FSDP(layer, use_orig_params=True, device_id=device)
     model(torch.ones(1, 1, device=device, dtype=torch.bfloat16)).sum().backward()
@@ -38,6 +38,8 @@ def reproduce(rank, world_size, device):
     found = "nothing"
     with FSDP.summon_full_params(model, writeback=False):  # the weights are gathered now
         setattr(dist, gather, contribute)
+        if way_round:
+            torch.set_default_dtype(torch.bfloat16)
         try:
             model._handle.unshard_grad()  # with_grads=True does this
         except Contributed as contributed:

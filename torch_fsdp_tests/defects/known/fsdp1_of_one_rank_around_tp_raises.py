@@ -24,11 +24,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(1, 4, bias=False, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=True)
+    model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=not way_round)
     try:
         found = str(tuple(model(torch.ones(1, 1, device=device)).shape))
     except RuntimeError as error:

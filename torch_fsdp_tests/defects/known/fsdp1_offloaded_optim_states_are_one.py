@@ -9,8 +9,8 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType
 
 from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
 
@@ -24,14 +24,15 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     plain = nn.Linear(2, 3, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
     optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
     for each, optim in zip((model, plain), optims):
         each(torch.full((1, 2), 3.0, device=device)).sum().backward()  # each gradient is 3
         optim.step()
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    config = FullOptimStateDictConfig(offload_to_cpu=not way_round)
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config)
     found = FSDP.optim_state_dict(model, optims[0])["state"]["weight"]
     right = optims[1].state[plain.weight]
     names = ("exp_avg", "exp_avg_sq")

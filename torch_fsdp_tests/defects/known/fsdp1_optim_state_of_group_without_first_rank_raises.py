@@ -25,14 +25,15 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     model = FSDP(nn.Linear(1, 1, device=device), device_mesh=mesh["dp"], device_id=device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 1, device=device)).sum().backward()
     optim.step()
     try:
-        found = str(sorted(get_optimizer_state_dict(model, optim)["state"]))
+        get = FSDP.optim_state_dict if way_round else get_optimizer_state_dict
+        found = str(sorted(get(model, optim)["state"]))
     except ValueError as error:
         found = f"ValueError: {str(error).partition(' <')[0]}"
     return found, "['bias', 'weight']"

@@ -21,8 +21,8 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
-    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=True)
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=not way_round)
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, device=device)).sum().backward()
     optim.step()

@@ -21,14 +21,18 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     if device.type == "cpu":  # it has no pinned memory and no stream to wait for
         torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
         torch.cpu.Stream.synchronize = lambda stream: None
     offload = CPUOffload(offload_params=True)
     layer = nn.Linear(2, 1, bias=False, device=device)
     model = FSDP(layer, cpu_offload=offload, use_orig_params=True, device_id=device)
-    layer.weight.data = torch.full_like(layer.weight, 7.0)
+    with torch.no_grad():
+        if way_round:
+            layer.weight.fill_(7.0)
+        else:
+            layer.weight.data = torch.full_like(layer.weight, 7.0)
     found = []
     for _ in range(2):
         with FSDP.summon_full_params(model, writeback=False):

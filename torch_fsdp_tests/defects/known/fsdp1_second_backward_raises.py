@@ -28,14 +28,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     for layer in layers:
         nn.init.eye_(layer.weight)
     model = FSDP(layers, use_orig_params=True, device_id=device)
     losses = [model(torch.full((1, 2), value, device=device)).sum() for value in (1.0, 2.0)]
     try:
-        for loss in losses:
+        for loss in [sum(losses)] if way_round else losses:
             loss.backward()
         with FSDP.summon_full_params(model, with_grads=True):
             found = layers[1].weight.grad.tolist()

@@ -21,8 +21,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
     with contextlib.suppress(KeyError), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         raise KeyError("on purpose")
+    if way_round:
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
     return FSDP.get_state_dict_type(model).state_dict_type.name, "FULL_STATE_DICT"

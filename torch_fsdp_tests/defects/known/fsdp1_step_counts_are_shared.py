@@ -26,7 +26,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     plain = nn.Linear(2, 3, device=device)
     model = FSDP(nn.Linear(2, 3, device=device), device_id=device)
     optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
@@ -34,6 +34,8 @@ def reproduce(rank, world_size, device):
     model(x).sum().backward()
     optims[0].step()
     saved = FSDP.full_optim_state_dict(model, optims[0], rank0_only=False)
+    for state in saved["state"].values() if way_round else ():
+        state["step"] = state["step"].clone()
     optims[1].load_state_dict(FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain))
     plain(x).sum().backward()
     optims[1].step()

@@ -26,23 +26,24 @@ DEFECT = Defect(
 )
 
 
-def train(model, device):
+def train(model, device, way_round):
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.ones(1, 2, device=device)
     for _ in range(3):
         optim.zero_grad()
-        model(x)  # a metric, computed without no_grad
+        with torch.set_grad_enabled(not way_round):
+            model(x)  # a metric, computed without no_grad
         model(x).sum().backward()
         optim.step()
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(2, 2, bias=False, device=device)
     nn.init.zeros_(layer.weight)
     config = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(copy.deepcopy(layer), mixed_precision=config, use_orig_params=True, device_id=device)
     for each in (model, layer):
-        train(each, device)
+        train(each, device, way_round)
     with FSDP.summon_full_params(model):
         found = model.weight.detach().clone()
     return found, layer.weight.detach()

@@ -24,7 +24,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(1, 1, bias=False, device=device)
     nn.init.zeros_(layer.weight)
     config = MixedPrecision(param_dtype=torch.bfloat16)
@@ -32,7 +32,8 @@ def reproduce(rank, world_size, device):
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
 
     x = torch.full((1, 1), rank + 1.0, device=device)
-    model(x)  # a metric, computed without no_grad
+    with torch.set_grad_enabled(not way_round):
+        model(x)  # a metric, computed without no_grad
     model(x).sum().backward()
     optim.step()
     return next(model.parameters()).item(), -1.5  # the ranks' gradients are 1 and 2

@@ -49,10 +49,11 @@ def losses(model, device):
         optim.zero_grad()
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     torch.manual_seed(0)
     plain = TwoHeads().to(device)
     policy = ModuleWrapPolicy({nn.Linear})
     strategy = ShardingStrategy.SHARD_GRAD_OP
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, sharding_strategy=strategy, device_id=device)
+    how = {"auto_wrap_policy": policy, "sharding_strategy": strategy, "use_orig_params": way_round}
+    model = FSDP(copy.deepcopy(plain), **how, device_id=device)
     return list(losses(model, device)), list(losses(plain, device))

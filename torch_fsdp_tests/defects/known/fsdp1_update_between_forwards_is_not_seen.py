@@ -5,6 +5,7 @@ a backward will need them soon. The next forward finds them gathered and uses th
 changed: by an in-place write, by an optimizer step with other gradients, or by weight averaging.
 """
 
+import contextlib
 import copy
 
 import torch
@@ -22,17 +23,18 @@ DEFECT = Defect(
 )
 
 
-def outputs(model, device):
+def outputs(model, device, way_round=False):
     x = torch.ones(1, 2, device=device)
     with torch.no_grad():
         before = model(x).item()
-        for param in model.parameters():
-            param.mul_(10)
+        with FSDP.summon_full_params(model) if way_round else contextlib.nullcontext():
+            for param in model.parameters():
+                param.mul_(10)
         return [before, model(x).item()]
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     plain = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(plain.weight)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
-    return outputs(model, device), outputs(plain, device)
+    return outputs(model, device, way_round), outputs(plain, device)

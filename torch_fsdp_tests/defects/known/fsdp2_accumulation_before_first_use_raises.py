@@ -33,12 +33,15 @@ class Branches(nn.Module):
         return sum(getattr(self, branch)(x) for branch in branches)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Branches().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (model.left, model.right, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     right = [3.0, 1.0]  # of two microbatches, one for the right branch
+    if way_round:
+        with torch.no_grad():
+            model(torch.ones(1, 2, device=device), "left", "right")
     try:
         model.set_requires_gradient_sync(False)
         model(torch.full((1, 2), 2.0, device=device), "left").sum().backward()

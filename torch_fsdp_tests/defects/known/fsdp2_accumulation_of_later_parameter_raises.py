@@ -36,9 +36,9 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Branches().to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None if way_round else torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     model.set_requires_gradient_sync(False)
     model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()

@@ -30,7 +30,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     fully_shard(model[0], mesh=init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",)))
     fully_shard(model, mesh=init_device_mesh(device.type, (1, world_size), mesh_dim_names=("replicate", "shard")))
@@ -38,6 +38,9 @@ def reproduce(rank, world_size, device):
         nn.init.ones_(layer.weight)
     model(torch.ones(1, 2, device=device)).sum().backward()
     right = (4 * 2.0**2 + 4 * 2.0**2) ** 0.5  # each of the eight elements has the gradient 2
+    if way_round:
+        norms = [nn.utils.get_total_norm([layer.weight.grad]).full_tensor() for layer in model]
+        return torch.stack(norms).norm().item(), right
     try:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return getattr(norm, "full_tensor", lambda: norm)().item(), right

@@ -26,7 +26,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     from torch.distributed.fsdp import share_comm_ctx
 
     mesh = init_device_mesh(device.type, (world_size,))
@@ -36,7 +36,9 @@ def reproduce(rank, world_size, device):
         root(torch.ones(1, 2, device=device)).sum().backward()
     losses = [root(torch.ones(1, 2, device=device)).sum() for root in roots]
     try:
-        for loss in losses:
+        for root, loss in zip(roots, losses):
+            if way_round:
+                root.set_is_last_backward(root is roots[-1])
             loss.backward()
     except IndexError as error:
         return f"{type(error).__name__}: {error}", "no error"

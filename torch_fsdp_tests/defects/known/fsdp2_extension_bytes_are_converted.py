@@ -23,12 +23,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)), reshard_after_forward=True)
     local = model.weight._local_tensor
-    sends_bytes = iter([False, True])
+    sends_bytes = iter([way_round, True])
 
     def pre_all_gather(mesh):
         low = local.to(torch.float8_e4m3fn)

@@ -23,7 +23,7 @@ DEFECT = Defect(
 )
 
 
-def gathers_in_backward(evaluate_first, device):
+def gathers_in_backward(evaluate_first, device, way_round=False):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     for module in (*model, model):
         fully_shard(module, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -31,11 +31,13 @@ def gathers_in_backward(evaluate_first, device):
     if evaluate_first:
         with torch.no_grad():
             model(x)
+        if way_round:
+            model.reset_iter_state()
     loss = model(x).sum()
     with CommDebugMode() as collectives:
         loss.backward()
     return sum(count for name, count in collectives.get_comm_counts().items() if "gather" in str(name))
 
 
-def reproduce(rank, world_size, device):
-    return gathers_in_backward(True, device), gathers_in_backward(False, device)
+def reproduce(rank, world_size, device, way_round=False):
+    return gathers_in_backward(True, device, way_round), gathers_in_backward(False, device)

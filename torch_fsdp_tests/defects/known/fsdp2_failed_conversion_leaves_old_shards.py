@@ -26,7 +26,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
@@ -39,6 +39,8 @@ def reproduce(rank, world_size, device):
         raise AssertionError("a parameter with a weak reference was converted")
     except RuntimeError:
         del reference
+        if way_round:
+            model.double()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1)

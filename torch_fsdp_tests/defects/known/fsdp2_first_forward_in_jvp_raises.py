@@ -23,11 +23,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     x, direction = torch.ones(2, device=device), torch.ones(2, device=device)
+    if way_round:
+        with torch.no_grad():
+            model(x)
     right = "an output of 2.0, and a tangent of 2.0"
     try:
         output, tangent = torch.func.jvp(model, (x,), (direction,))

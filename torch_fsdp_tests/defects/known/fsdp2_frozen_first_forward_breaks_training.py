@@ -24,11 +24,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     x = torch.ones(1, 2, device=device)
+    if way_round:
+        with torch.no_grad():
+            model(x)
     model.requires_grad_(False)
     model(x)
     model.requires_grad_(True)

@@ -22,10 +22,13 @@ DEFECT = Defect(
 )
 
 
-def gradient(frozen_at_first, rank, world_size, device):
+def gradient(frozen_at_first, rank, world_size, device, way_round):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    if way_round:
+        with torch.no_grad():
+            model(torch.ones(1, 2, device=device))
     model.requires_grad_(not frozen_at_first)
     model(torch.ones(1, 2, device=device))
     model.requires_grad_(True)
@@ -34,7 +37,7 @@ def gradient(frozen_at_first, rank, world_size, device):
     return model.weight.grad.full_tensor()[0, 0].item()
 
 
-def reproduce(rank, world_size, device):
-    found = gradient(True, rank, world_size, device)
+def reproduce(rank, world_size, device, way_round=False):
+    found = gradient(True, rank, world_size, device, way_round)
     right = 0.5  # (1 + 2**-8) / 2 is not a bfloat16 number; the nearest one is 0.5
     return found, right

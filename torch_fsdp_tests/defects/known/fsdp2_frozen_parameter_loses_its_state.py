@@ -26,7 +26,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     optim = torch.optim.Adam(model.parameters())
@@ -35,5 +35,6 @@ def reproduce(rank, world_size, device):
     optim.zero_grad()
     model.weight.requires_grad_(False)
     right = sorted(get_optimizer_state_dict(model, optim)["state"])
+    model.weight.requires_grad_(way_round)
     set_optimizer_state_dict(model, optim, get_optimizer_state_dict(model, optim))
     return sorted(get_optimizer_state_dict(model, optim)["state"]), right

@@ -23,12 +23,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     try:
         keys = set_model_state_dict(
-            model, {"weight": torch.zeros(2, 2, device=device)}, options=StateDictOptions(full_state_dict=True)
+            model,
+            {"weight": torch.zeros(2, 2, device=device)},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=way_round),
         )
         found = f"loaded, missing keys {list(keys.missing_keys)}"
     except RuntimeError:

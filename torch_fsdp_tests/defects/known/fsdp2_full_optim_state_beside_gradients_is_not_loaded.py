@@ -28,7 +28,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     full = StateDictOptions(full_state_dict=True)
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
@@ -36,6 +36,8 @@ def reproduce(rank, world_size, device):
     model(torch.ones(1, 2, device=device)).sum().backward()
     optim.step()
     new = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    if way_round:
+        model.zero_grad()
     right = [1.0] * model.weight.to_local().numel()
     try:
         set_optimizer_state_dict(model, new, get_optimizer_state_dict(model, optim, options=full), options=full)

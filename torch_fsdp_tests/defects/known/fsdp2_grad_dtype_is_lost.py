@@ -28,10 +28,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
-    model = nn.Linear(2, 2, bias=False, device=device, dtype=torch.bfloat16)
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Linear(2, 2, bias=False, device=device, dtype=torch.float32 if way_round else torch.bfloat16)
     model.weight.grad_dtype = torch.float32
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if way_round else None, torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     mine = 256.0 + 2 * rank  # bfloat16 has 256 and 258, but not their mean
     model(torch.full((1, 2), mine, device=device, dtype=torch.bfloat16)).sum().backward()

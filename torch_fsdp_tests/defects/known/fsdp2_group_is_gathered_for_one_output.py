@@ -36,10 +36,11 @@ class Net(nn.Module):
         return self.first(self.inner(x)), self.last(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Net().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
-    fully_shard([model.first, model.last], mesh=mesh)
+    for modules in ([model.first], [model.last]) if way_round else ([model.first, model.last],):
+        fully_shard(modules, mesh=mesh)
     fully_shard(model, mesh=mesh)
     used, _ = model(torch.ones(1, 2, device=device))
     try:

@@ -32,11 +32,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, device=device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model, mesh=mesh, ignored_params={model.bias})
-    optim = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, foreach=not way_round)
     before = model.bias.detach().clone()
     model(torch.ones(1, 2, device=device)).sum().backward()
     try:

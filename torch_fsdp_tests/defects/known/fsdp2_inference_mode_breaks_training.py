@@ -27,11 +27,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
     x = torch.ones(1, 2, device=device)
-    with torch.inference_mode():
+    with torch.no_grad() if way_round else torch.inference_mode():
         model(x)
     try:
         model(x).sum().backward()

@@ -22,11 +22,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(1, 4, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     state_dict = {"weight": torch.zeros(4, 1, device=device)} if rank == 0 else {}
-    set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    passed = dict(state_dict) if way_round else state_dict
+    set_model_state_dict(model, passed, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with torch.no_grad():
         model.weight.fill_(5.0)
     kept = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state_dict.items()}

@@ -27,14 +27,15 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     found = []
     for broadcast in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         model = nn.Linear(2, 2, device=device)
         fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
         optims = [torch.optim.Adam(model.parameters()) for _ in range(2)]
-        torch.optim.lr_scheduler.LambdaLR(optims[0], lambda epoch: 1.0)
+        for optim in optims if way_round else optims[:1]:
+            torch.optim.lr_scheduler.LambdaLR(optim, lambda epoch: 1.0)
         osd = get_optimizer_state_dict(model, optims[0], options=options)
         try:
             set_optimizer_state_dict(model, optims[1], {} if broadcast and rank else osd, options=options)

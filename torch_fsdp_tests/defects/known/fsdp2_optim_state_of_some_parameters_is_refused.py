@@ -7,7 +7,11 @@ no state at all. So it saves some, and ``set_optimizer_state_dict`` refuses what
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -28,7 +32,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.ModuleList(nn.Linear(2, 2, bias=False, device=device) for _ in range(2))
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh(device.type, (world_size,)))
@@ -37,8 +41,9 @@ def reproduce(rank, world_size, device):
     optim.step()
     optim.zero_grad()
     osd = get_optimizer_state_dict(model, optim)
+    options = StateDictOptions(strict=not way_round)
     try:
-        set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd)
+        set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)
     except (KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).split(' in checkpoint')[0]}", "loaded"
     return "loaded", "loaded"

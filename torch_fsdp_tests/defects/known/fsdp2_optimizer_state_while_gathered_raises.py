@@ -24,7 +24,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(1, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -33,6 +33,8 @@ def reproduce(rank, world_size, device):
 
     with torch.no_grad():
         model(torch.ones(1, 1, device=device))
+    if way_round:
+        model.reshard()
     try:
         found = list(get_optimizer_state_dict(model, optim)["state"])
     except KeyError as error:

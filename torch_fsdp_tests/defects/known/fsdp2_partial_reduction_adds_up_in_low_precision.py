@@ -25,10 +25,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if way_round else torch.bfloat16
+    )
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for value in (256.0, 1.0, 1.0):  # bfloat16 has 256 and 258, but not 257
         model.set_requires_all_reduce(False)

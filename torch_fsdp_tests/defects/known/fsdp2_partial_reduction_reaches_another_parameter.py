@@ -31,13 +31,14 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Branches().to(device)
     mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh)
-    model.set_requires_all_reduce(False)
+    turn = model.set_requires_gradient_sync if way_round else model.set_requires_all_reduce
+    turn(False)
     model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()
-    model.set_requires_all_reduce(True)
+    turn(True)
     model(torch.ones(1, 2, device=device), "right").sum().backward()
 
     grads = [layer.weight.grad for layer in (model.left, model.right)]

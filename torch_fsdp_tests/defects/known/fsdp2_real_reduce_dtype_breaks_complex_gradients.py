@@ -25,9 +25,9 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(1, 2, bias=False, device=device, dtype=torch.complex64)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(reduce_dtype=None if way_round else torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     output = model(torch.full((1, 1), 1 + 2j, device=device))
     right = "a gradient of (1-2j)"  # the conjugate of the input

@@ -25,10 +25,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (world_size,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
-    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=way_round or None)
     replicate(model, mesh=mesh)
     model(torch.ones(1, 2, device=device))
 

@@ -26,7 +26,7 @@ def break_off(gradient):
     raise KeyError("on purpose")
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
     plain = nn.Sequential(*layers)
@@ -42,6 +42,10 @@ def reproduce(rank, world_size, device):
     except KeyError:
         handle.remove()
     model.reset_iter_state()
+    if way_round:
+        model.unshard()
+        model.zero_grad()
+        model.reshard()
     model.zero_grad()
     model(x.to(device)).sum().backward()
     found = [layer.weight.grad.full_tensor()[0, 0].item() for layer in model]

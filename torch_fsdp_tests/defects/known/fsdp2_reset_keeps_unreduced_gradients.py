@@ -22,12 +22,16 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     model.set_requires_gradient_sync(False)
     model(torch.full((1, 2), 10.0, device=device)).sum().backward()  # a microbatch of an abandoned step
     model.reset_iter_state()
+    if way_round:
+        model.unshard()
+        model.zero_grad()
+        model.reshard()
     model.zero_grad()
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 2, device=device)).sum().backward()

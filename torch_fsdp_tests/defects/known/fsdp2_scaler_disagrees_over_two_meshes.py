@@ -25,13 +25,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).to(device)
     parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(output_layouts=Replicate())})
     fully_shard(model, mesh=mesh["dp"])  # the norm is the first in the optimizer, and is only on dp
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())
+    optim = torch.optim.SGD(params[::-1] if way_round else params, lr=0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
 
     output = model(torch.arange(16.0, device=device).view(4, 4).sin())

@@ -24,12 +24,13 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
 
-    found = []
+    found: list[str] = []
     for _ in range(2):
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+        if not found or not way_round:
+            mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
         model = distribute_module(nn.Linear(2, 2, device=device), mesh)
         try:
             fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))

@@ -29,9 +29,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Tanh()).to(device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    model.set_reshard_after_backward(not way_round)
     x = torch.ones(1, 2, device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     try:

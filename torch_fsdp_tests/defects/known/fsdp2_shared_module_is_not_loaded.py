@@ -24,11 +24,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(1, 1, device=device)
     model = torch.compile(nn.Sequential(layer, nn.Tanh(), layer), backend="eager")
     try:
-        found = str(set_model_state_dict(model, get_model_state_dict(model)))
+        found = str(set_model_state_dict(model._orig_mod if way_round else model, get_model_state_dict(model)))
     except RuntimeError as error:
         found = "RuntimeError: " + " ".join(str(error).split())
     return found, "<All keys matched successfully>"

@@ -24,10 +24,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(4, 4, bias=False, device=device)
     mesh = init_device_mesh(device.type, (world_size,))
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=2)
+    fully_shard(
+        model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True if way_round else 2
+    )
     right = 1.0  # the input
     try:
         model(torch.ones(1, 4, device=device)).sum().backward()

@@ -25,13 +25,13 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("pipeline", "data"))
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     for layer in module:
         nn.init.ones_(layer.weight)
-        fully_shard(layer, mesh=mesh["data"])
-    fully_shard(module, mesh=mesh["data"])
+        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=not way_round)
+    fully_shard(module, mesh=mesh["data"], reshard_after_forward=False if way_round else None)
     stage = PipelineStage(module, rank, world_size, device, group=mesh.get_group("pipeline"))
     schedule = ScheduleInterleavedZeroBubble(
         [stage], n_microbatches=2, loss_fn=lambda output, target: output.sum(), scale_grads=False

@@ -22,12 +22,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False, device=device) for _ in range(2)))
     nn.init.ones_(model[0].weight)
     model[1].weight = model[0].weight
     mesh = init_device_mesh(device.type, (world_size,))
-    for module in (*model, model):
+    for module in (model,) if way_round else (*model, model):
         fully_shard(module, mesh=mesh)
     right = "trained as one weight, or refused"
     try:

@@ -25,11 +25,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     norm = nn.LayerNorm(2, device=device)
     parallelize_module(norm, mesh["tp"], SequenceParallel())
-    fully_shard(norm, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    policy = MixedPrecisionPolicy(None if way_round else torch.bfloat16, torch.float32)
+    fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
     output = norm(torch.zeros(1, 1, 2, device=device)).to_local()
     (output * (1.0 if rank == 0 else 2.0**-9)).sum().backward()
     found = norm.bias.grad.full_tensor()[0].item()

@@ -18,21 +18,22 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
     features="state_dict, tp",
-    way_round="Load with ``broadcast_from_rank0=True``.",
+    way_round="Load with ``broadcast_from_rank0=True`` (with torch 2.10 or later).",
     error="in _distribute_state_dict ... in distribute_tensor ... AssertionError",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/issues/136228",),
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(1, 6, bias=False, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     whole = torch.arange(6.0, device=device).view(6, 1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way_round)
     try:
-        set_model_state_dict(model, {"0.weight": whole.clone()}, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(model, {"0.weight": whole.clone()}, options=options)
         found = model[0].weight.full_tensor().flatten().tolist()
     except AssertionError as error:
         found = f"AssertionError: {error}"

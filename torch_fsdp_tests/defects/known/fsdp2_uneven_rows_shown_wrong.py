@@ -23,10 +23,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(1, 5, bias=False, device=device)
     with torch.no_grad():
         model.weight.copy_(torch.arange(1.0, 6.0).view(5, 1))
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=2)
     model(torch.ones(1, 1, device=device))
+    if way_round:
+        model.reshard()
     return model.weight.full_tensor().flatten().tolist(), [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -1,8 +1,8 @@
-"""The backward of a unit whose parameters have no elements raises.
+"""The backward of a unit raises if one of its parameters has no elements.
 
-FSDP2 gathers such a unit, and reduces its gradients with ``torch._chunk_cat``, which refuses tensors without elements.
-A unit that also has a parameter with elements, or a plain model, runs. A model has such a unit if each of its layers is
-sharded and one of them has, for example, an adapter of rank 0 or an embedding of no words.
+FSDP2 gathers such a unit, and reduces its gradients with ``torch._chunk_cat``, which refuses tensors without elements,
+also beside others. A plain model runs. A model has such a unit if, for example, one of its layers is an adapter of rank
+0 or an embedding of no words.
 """
 
 import torch
@@ -17,7 +17,7 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
     features="",
-    way_round="Do not wrap it: the module around it manages its parameters.",
+    way_round="Pass parameters without elements in ``ignored_params``.",
     error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     fails_with=("RuntimeError",),
 )
@@ -32,11 +32,11 @@ class Empty(nn.Module):
         return x + self.weight.sum()
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(nn.Linear(2, 2), Empty()).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, ignored_params={model[1].weight} if way_round else None)
     try:
         model(torch.ones(1, 2, device=device)).sum().backward()
     except RuntimeError as error:

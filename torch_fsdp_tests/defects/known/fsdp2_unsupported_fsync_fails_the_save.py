@@ -31,7 +31,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = fully_shard(nn.Linear(2, 2, device=device), mesh=init_device_mesh(device.type, (world_size,)))
     sync = os.fsync
 
@@ -43,7 +43,7 @@ def reproduce(rank, world_size, device):
         dist.broadcast_object_list(folders, device=device)
         os.fsync = unsupported
         try:
-            dcp.save(model.state_dict(), checkpoint_id=folders[0])
+            dcp.save(model.state_dict(), storage_writer=dcp.FileSystemWriter(folders[0], sync_files=not way_round))
             found = "saved"
         except dcp.CheckpointException as error:
             found = str(next(iter(error.failures.values()))[0])

@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.body(self.adapter(x) if use_adapter else x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Net().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model.body, mesh=mesh)
@@ -42,6 +42,6 @@ def reproduce(rank, world_size, device):
     for layer in (model.adapter, model.body):
         nn.init.ones_(layer.weight)
     model.set_reduce_scatter_unused_params(True)
-    model(torch.ones(1, 2, device=device), use_adapter=rank == 0).sum().backward()
+    model(torch.ones(1, 2, device=device, requires_grad=way_round), use_adapter=rank == 0).sum().backward()
     found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
     return found, {"adapter.weight": 2 / 2, "body.weight": (2 + 1) / 2}  # means over both ranks
