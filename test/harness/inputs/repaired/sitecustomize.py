@@ -15,19 +15,16 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
     from collections.abc import Sequence
     from types import ModuleType
 
-    def repair(*ids: str) -> None:
-        from repairs import REPAIRS
-
-        for id in ids:
-            REPAIRS[id]()
-
     class After(importlib.machinery.SourceFileLoader):
         """Loads a module and then runs a function on it."""
 
         def exec_module(self, module: ModuleType) -> None:
             super().exec_module(module)
             if module.__name__ == "torch.distributed.fsdp":
-                repair(*NAMES)
+                from repairs import repair
+
+                for name in NAMES:
+                    repair(name)
             else:  # the part of the command by which a rank finds its defect
                 entry = module.entry
 
@@ -35,6 +32,8 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
                     from torch_fsdp_tests.ranks import in_rank
 
                     if in_rank():
+                        from repairs import repair
+
                         repair(id)
                     return entry(id)
 
