@@ -134,7 +134,7 @@ def gathered(rank: int, size: int, dtype: torch.dtype) -> Results:
 
 
 def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
-    """The same for collectives in which each pair of ranks exchanges data, for transfers, and for groups of some."""
+    """The same for collectives in which each pair of ranks exchanges data, and for groups of some."""
     output = torch.zeros(2 * size, 3, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, 2 * size, 3))
     yield "all_to_all_single", [output]
@@ -143,12 +143,6 @@ def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
     output = torch.zeros(sum(splits), 2, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, sum(splits), 2), splits, splits)
     yield "all_to_all_single, uneven", [output]
-
-    output = torch.zeros(4, dtype=dtype)
-    sent = dist.isend(sample(rank, dtype, 4), (rank + 1) % size, tag=7)
-    dist.recv(output, (rank - 1) % size, tag=7)
-    sent.wait()
-    yield "send and receive in a ring", [output]
 
     # Two groups that are not consecutive halves, so that group ranks and global ranks differ.
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
@@ -173,10 +167,6 @@ def without_complex(rank: int, size: int, dtype: torch.dtype) -> Results:
     outputs = [torch.zeros(3, dtype=dtype) for _ in range(size)] if rank == 2 else None
     dist.gather(sample(rank, dtype, 3), outputs, dst=2)
     yield "gather", outputs or []
-
-    lists = [[torch.zeros(2, dtype=dtype), torch.zeros(3, 1, dtype=dtype)] for _ in range(size)]
-    dist.group.WORLD.allgather_coalesced(lists, [sample(rank, dtype, 2), sample(rank, dtype, 3, 1)]).wait()
-    yield "allgather_coalesced", [tensor for tensors in lists for tensor in tensors]
 
     world, tensor = dist.group.WORLD, sample(rank, dtype, size, 2)
     results = [
@@ -361,16 +351,6 @@ class TestArithmetic(ThreadsTestCase):
 class TestGroups(ThreadsTestCase):
     """Without it, ranks in threads could use the group or the tables of another rank."""
 
-    def test_split_group(self):
-        def body(rank):
-            group = dist.group.WORLD.split_group([2, 0] if rank != 1 else [1])
-            tensor = torch.tensor([10.0**rank])
-            group.broadcast([tensor], dist.distributed_c10d.BroadcastOptions()).wait()  # from its first rank
-            none = dist.group.WORLD.split_group([0, 2])
-            return group.rank(), group.size(), tensor.item(), none is None
-
-        self.assertEqual(results_of(3, body), [(1, 2, 100.0, False), (0, 1, 10.0, True), (0, 2, 100.0, False)])
-
     def test_world_can_be_initialized_again(self):
         def body(rank):
             sums = []
@@ -528,13 +508,13 @@ class TestFailures(ThreadsTestCase):
             self.assertEqual(outcome.rank, 2)
             self.assertIn("rank 2 failed with LookupError: lost my way", str(outcome))
 
-    def test_failure_before_the_group_is_made_or_during_a_transfer(self):
+    def test_failure_before_the_group_is_made_or_during_a_collective(self):
         def body(rank, *, connect):
             if rank == 1:
                 raise LookupError("gone")
             if connect:
                 dist.init_process_group("threaded", rank=rank, world_size=2, store=dist.HashStore())
-            dist.recv(torch.zeros(1), 1)
+            dist.broadcast(torch.zeros(1), 1)
 
         for connect in (True, False):
             outcomes = in_threads(2, functools.partial(body, connect=connect), init=not connect)
@@ -575,12 +555,6 @@ class TestFailures(ThreadsTestCase):
             lambda rank: dist.all_gather([torch.ones(2), torch.ones(2)], [two, three][rank].clone()),
             "rank 0 expects float32[2] from rank 1, which sends float32[3]",
         )
-
-        def unmatched(rank):
-            # A transfer concerns only two ranks, so each of them checks it itself.
-            dist.send(two.clone(), 1) if rank == 0 else dist.recv(torch.zeros(3), 0)
-
-        self.mismatch(2, unmatched, "send from rank 0 to rank 1", "float32[3] from rank 0")
 
     def test_a_mismatch_neither_waits_for_the_third_nor_writes(self):
         # The third rank agrees with one of the first two, whichever came first.

@@ -6,8 +6,9 @@ A thread that fails calls `ProcessLocalGroup.exception_handle(error)`, and all o
 
 The same names as upstream's module, and the same place in torch.distributed: the group is a Python subclass of
 `ProcessGroup`, which torch reaches through PyProcessGroup.hpp, and c10d's tables are replaced by one set a thread. What
-differs, always in the direction of a real backend: every collective is here, for every reduce operation; work is
-asynchronous until somebody waits; calls that do not match are an error, not a hang or nonsense; every wait ends.
+differs, always in the direction of a real backend: every reduce operation is here; work is asynchronous until somebody
+waits; calls that do not match are an error, not a hang or nonsense; every wait ends. As upstream's, the group has no
+transfers between two ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     Call,
     CollectiveError,
     CollectiveTimeout,
+    Meeting,
     PeerFailed,
-    Pending,
-    Post,
     default_limit,
 )
 
@@ -44,47 +44,37 @@ Work = Callable[..., None]
 
 
 class ThreadedWork(dist.Work):
-    """The handle of a collective or transfer that some rank will complete. `wait` blocks the calling thread, on
+    """The handle of a collective that some rank will complete. `wait` blocks the calling thread, on
     accelerators too, and makes its current stream wait for the result.
     """
 
-    def __init__(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], limit: float) -> None:
+    def __init__(self, meeting: Meeting, outputs: Sequence[Tensor], limit: float) -> None:
         super().__init__()
-        self._pendings, self._outputs, self._limit = pendings, list(outputs), limit
+        self._meeting, self._outputs, self._limit = meeting, list(outputs), limit
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the outputs have the result, and return True. A timeout of zero means the group's limit.
 
         Raises PeerFailed, Mismatch, CollectiveError or CollectiveTimeout.
         """
-        limit = timeout.total_seconds() or self._limit
-        for pending in self._pendings:
-            pending.wait(limit)
+        self._meeting.wait(timeout.total_seconds() or self._limit)
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return all(pending.opened.is_set() for pending in self._pendings)
+        return self._meeting.opened.is_set()
 
     def is_success(self) -> bool:
-        return all(pending.finished and pending.error is None for pending in self._pendings)
+        return self._meeting.finished and self._meeting.error is None
 
     def exception(self) -> BaseException | None:
-        return next((pending.error for pending in self._pendings if pending.error is not None), None)
+        return self._meeting.error
 
     def result(self) -> list[Tensor]:
         self.wait()
         return self._outputs
-
-    def source_rank(self) -> int:
-        """The group rank of the sender, for a receive from any rank."""
-        (post,) = self._pendings
-        assert isinstance(post, Post) and post.src is not None, "only a finished receive has a source rank"
-        return post.src
-
-    _source_rank = source_rank
 
     def get_future(self) -> Future:
         """Block, and return a future that has the outputs already. If a callback ran in the thread that completes the
@@ -178,33 +168,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"ThreadedPG world_size:{self._world_size} rank:{self._rank}"
 
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> ProcessLocalGroup | None:
-        """The group of those ranks (group ranks of this one, in this order) whose callers pass the same `ranks`.
-
-        As with a real backend, every rank of this group calls this, and a rank outside `ranks` gets None.
-        `device_types` only exists for the signature, because this group supports all devices.
-        """
-        number = self._next()
-        if self._rank not in ranks:
-            return None
-        name = group_name or f"{self._name}:split:{number}:{'_'.join(map(str, ranks))}"
-        limit = self._limit if timeout is None else min(self._limit, timeout.total_seconds())
-        token = f"{self._token}/{number}/{tuple(ranks)}"
-        group = type(self)(list(ranks).index(self._rank), len(ranks), token, limit)
-        group._meet()
-        group._set_group_name(name)
-        group._set_group_desc(group_desc or f"{self._desc}:split")
-        return group
-
-    # The only entry for collectives, and the only one for transfers.
+    # The only entry for collectives.
 
     def _next(self) -> int:
         self._sequence = next(self._numbers)
@@ -213,13 +177,8 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def _meet(self) -> None:
         """Wait until every rank has made the group, as the connection of a real backend does."""
         call = Call("the creation of the group", (), [Part((), ())], lambda column, extras: None)
-        self._work([self._channel.join(self._rank, self._next(), call)], (), None).wait()
+        self._channel.join(self._rank, self._next(), call).wait(self._limit)
         self._channel.board.forget(self._token)
-
-    def _work(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        timeout = getattr(opts, "timeout", None)
-        seconds = timeout.total_seconds() if timeout is not None else -1
-        return ThreadedWork(pendings, outputs, min(self._limit, seconds) if seconds > 0 else self._limit)
 
     def _join(
         self,
@@ -254,7 +213,10 @@ class ProcessLocalGroup(dist.ProcessGroup):
 
         call = Call(name, tuple(agreed), parts, perform, reduction)
         meeting = self._channel.join(self._rank, self._next(), call)
-        return self._work([meeting], [tensor for part in parts for tensor in part.outs], opts)
+        timeout = getattr(opts, "timeout", None)
+        seconds = timeout.total_seconds() if timeout is not None else -1
+        limit = min(self._limit, seconds) if seconds > 0 else self._limit
+        return ThreadedWork(meeting, [tensor for part in parts for tensor in part.outs], limit)
 
     def _expect(self, name: str, what: str, actual: int, wanted: int) -> None:
         """Refuse at once what is wrong on this rank, whatever the other ranks do."""
@@ -292,15 +254,6 @@ class ProcessLocalGroup(dist.ProcessGroup):
         outs = self._expect_lists("all_gather", "output", output_tensors)
         self._expect("all_gather", "the number of inputs", len(input_tensors), 1)
         return self._join("all_gather", [Part(input_tensors, outs)], collectives.all_gather, opts)
-
-    def allgather_coalesced(self, output_lists: Lists, input_list: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
-        """`output_lists` holds, for each rank, one tensor for each of that rank's inputs."""
-        name = "all_gather_coalesced"
-        self._expect(name, "the number of output lists", len(output_lists), self._world_size)
-        for outs in output_lists:
-            self._expect(name, "the length of an output list", len(outs), len(input_list))
-        parts = [Part([source], outs) for source, *outs in zip(input_list, *output_lists, strict=True)]
-        return self._join(name, parts, collectives.all_gather, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ThreadedWork:
         return self._gather_into("all_gather_into_tensor", [output], [input], opts)
@@ -383,21 +336,6 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def _expect_dtypes(self, name: str, output: Tensor, input: Tensor) -> None:
         if output.dtype != input.dtype:
             raise ValueError(f"{name} on rank {self._rank}: output {describe([output])} and input {describe([input])}")
-
-    # Transfers. As with gloo and nccl, a send is complete when its receiver has the data. Nothing is buffered.
-
-    def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> ThreadedWork:
-        return self._post(True, self._rank, dst_rank, tag, tensors)
-
-    def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> ThreadedWork:
-        return self._post(False, src_rank, self._rank, tag, tensors)
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ThreadedWork:
-        return self._post(False, None, self._rank, tag, tensors)
-
-    def _post(self, sends: bool, src: int | None, dst: int, tag: int, tensors: Sequence[Tensor]) -> ThreadedWork:
-        post = Post(self._channel.board, self._channel, sends, src, dst, tag, tensors)
-        return self._work([self._channel.post(post)], () if sends else tensors, None)
 
     # The names before torch 2.13, which its PyProcessGroup.hpp and torch.distributed call.
 

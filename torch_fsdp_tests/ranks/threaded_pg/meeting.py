@@ -1,4 +1,4 @@
-"""Where the threads of one process meet: a `Meeting` for each collective, and a `Post` for each send or receive.
+"""Where the threads of one process meet: a `Meeting` for each collective.
 
 A rank adds its part without waiting. The last one to arrive performs the collective and opens the meeting for all. A
 rank that needs the result waits for that, so work objects are as asynchronous as those of a real backend. Three things
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
+from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, describe
 
 
 class PeerFailed(SystemExit):
@@ -110,7 +109,7 @@ class Board:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: set[Pending] = set()
+        self._open: set[Meeting] = set()
         self._channels: dict[str, Channel] = {}
         self.failure: PeerFailed | None = None
 
@@ -121,21 +120,21 @@ class Board:
                 self.failure = PeerFailed(rank, cause)
             waiting, self._open = self._open, set()
             self._channels.clear()
-        for pending in waiting:
-            pending.opened.set()
+        for meeting in waiting:
+            meeting.opened.set()
 
-    def open(self, pending: Pending) -> None:
+    def open(self, meeting: Meeting) -> None:
         with self._lock:
             if self.failure is None:
-                self._open.add(pending)
+                self._open.add(meeting)
             else:
-                pending.opened.set()
+                meeting.opened.set()
 
-    def close(self, pending: Pending) -> bool:
-        """Remove `pending` from the board. Returns False if it had ended already."""
+    def close(self, meeting: Meeting) -> bool:
+        """Remove `meeting` from the board. Returns False if it had ended already."""
         with self._lock:
-            self._open.discard(pending)
-            first, pending.finished = not pending.finished, True
+            self._open.discard(meeting)
+            first, meeting.finished = not meeting.finished, True
             return first
 
     def channel(self, token: str, size: int) -> Channel:
@@ -152,73 +151,45 @@ class Board:
             raise PeerFailed(self.failure.rank, self.failure.cause)
 
 
-class Pending:
-    """Something that other ranks complete. It is opened exactly once, with or without an error."""
+class Meeting:
+    """One collective of one group, from the first rank's arrival to the last one's.
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self.opened = threading.Event()
-        self.finished = False  # opened because the work is done or has failed, not because a rank did
-        self.error: BaseException | None = None
-        self.fence: Fence | None = None
-
-    def finish(self, error: BaseException | None = None, fence: Fence | None = None) -> None:
-        """Open it for all who wait. The first end counts: work that completes after its limit is still late."""
-        if self.board.close(self):
-            self.error, self.fence = error, fence
-            self.opened.set()
-
-    def missing(self) -> str:
-        """Who has not arrived, for the error of a wait that reached its limit."""
-        raise NotImplementedError
-
-    def wait(self, limit: float) -> None:
-        """Block until opened. Raises what went wrong, PeerFailed, or CollectiveTimeout after `limit` seconds."""
-        if not self.opened.wait(limit):
-            self.finish(CollectiveTimeout(f"{self.missing()} within {limit:g} s"))
-            self.opened.wait()
-        if not self.finished:
-            self.board.check()
-        if self.error is not None:
-            # Each rank raises a new exception, because one object in several threads would mix their tracebacks.
-            raise type(self.error)(*self.error.args) from self.error.__cause__
-        if self.fence is not None:
-            self.fence.wait()
-
-
-def perform(work: Callable[[], None], tensors: Sequence[Tensor], before: Sequence[Fence]) -> tuple[Any, Fence | None]:
-    """Run `work`, which moves data between ranks, and return (its error or None, the fence behind it).
-
-    Dispatch modes of the last thread are disabled. A test that counts operations must not see another rank's, and must
-    not depend on the order of arrival. Inference mode may stay on: `collectives.write` uses `.data`, which works for
-    all tensors and in all threads.
+    It is opened exactly once, with or without an error.
     """
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
-            for fence in before:
-                fence.wait()
-            work()
-            return None, Fence(tensors)
-    except Exception as error:
-        return error, None
-
-
-class Meeting(Pending):
-    """One collective of one group, from the first rank's arrival to the last one's."""
 
     def __init__(self, channel: Channel, number: int) -> None:
-        super().__init__(channel.board)
         self.channel, self.number = channel, number
         self.calls: dict[int, Call] = {}
         self.spoiled = False  # the calls disagree, so nothing may be performed
+        self.opened = threading.Event()
+        self.finished = False  # opened because the work is done or has failed, not because a rank did
+        self.error: BaseException | None = None
+        self._fence: Fence | None = None
 
     def __str__(self) -> str:
         return f"collective {self.number} of {self.channel}"
 
-    def missing(self) -> str:
+    def finish(self, error: BaseException | None = None, fence: Fence | None = None) -> None:
+        """Open it for all who wait. The first end counts: work that completes after its limit is still late."""
+        if self.channel.board.close(self):
+            self.error, self._fence = error, fence
+            self.opened.set()
+
+    def wait(self, limit: float) -> None:
+        """Block until opened. Raises what went wrong, PeerFailed, or CollectiveTimeout after `limit` seconds."""
+        if not self.opened.wait(limit):
+            self.finish(CollectiveTimeout(f"{self._missing()} within {limit:g} s"))
+            self.opened.wait()
+        if not self.finished:
+            self.channel.board.check()
+        if self.error is not None:
+            # Each rank raises a new exception, because one object in several threads would mix their tracebacks.
+            raise type(self.error)(*self.error.args) from self.error.__cause__
+        if self._fence is not None:
+            self._fence.wait()
+
+    def _missing(self) -> str:
+        """Who has not arrived, for the error of a wait that reached its limit."""
         came = sorted(self.calls)
         absent = [rank for rank in range(self.channel.size) if rank not in self.calls]
         return f"{self}, {self.calls[came[0]]}: ranks {came} wait for ranks {absent}, which did not arrive"
@@ -232,53 +203,29 @@ class Meeting(Pending):
         return Mismatch(f"{self}: rank {low[0]} calls {low[1]} while rank {high[0]} calls {high[1]}")
 
     def perform(self) -> None:
+        """Move the data between the ranks, in the thread of the last one.
+
+        Dispatch modes of that thread are disabled. A test that counts operations must not see another rank's, and must
+        not depend on the order of arrival. Inference mode may stay on: `collectives.write` uses `.data`, which works
+        for all tensors and in all threads.
+        """
         calls = [self.calls[rank] for rank in range(self.channel.size)]
-        tensors = [tensor for call in calls for tensor in call.tensors()]
-
-        def work() -> None:
-            for column in zip(*(call.parts for call in calls), strict=True):
-                calls[0].work(column, [call.extra for call in calls])
-
-        error, fence = perform(work, tensors, [call.fence for call in calls])
-        if error is not None:
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                if torch._C._len_torch_dispatch_stack():
+                    stack.enter_context(_disable_current_modes())
+                for call in calls:
+                    call.fence.wait()
+                for column in zip(*(call.parts for call in calls), strict=True):
+                    calls[0].work(column, [call.extra for call in calls])
+                self.finish(fence=Fence([tensor for call in calls for tensor in call.tensors()]))
+        except Exception as error:
             kind = Mismatch if isinstance(error, Mismatch) else CollectiveError
             named = kind(f"{self}, {calls[0]}: {error}")
             named.__cause__ = error
-            error = named
-        self.finish(error, fence)
+            self.finish(named)
         calls.clear()
-
-
-@dataclass(eq=False)
-class Post(Pending):
-    """One end of a point-to-point transfer. `src` is None if any sender is accepted."""
-
-    board: Board
-    channel: Channel
-    sends: bool
-    src: int | None
-    dst: int
-    tag: int
-    tensors: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        super().__init__(self.board)
-        self.before = Fence(self.tensors)
-
-    def __str__(self) -> str:
-        verb = f"send from rank {self.src} to rank {self.dst}"
-        if not self.sends:
-            verb = f"receive by rank {self.dst} from {'any rank' if self.src is None else f'rank {self.src}'}"
-        return f"{verb} (tag {self.tag}, {describe(self.tensors)}) in {self.channel}"
-
-    def missing(self) -> str:
-        return f"{self} found no {'receiver' if self.sends else 'sender'}"
-
-    def matches(self, other: Post) -> bool:
-        """Whether the two ends belong together. If there are several candidates, the first one counts."""
-        if self.sends == other.sends or (self.dst, self.tag) != (other.dst, other.tag):
-            return False
-        return None in (self.src, other.src) or self.src == other.src
 
 
 class Channel:
@@ -291,7 +238,6 @@ class Channel:
         self.name = f"a group of {size} ranks"
         self._lock = threading.Lock()
         self._meetings: dict[int, Meeting] = {}
-        self._posts: deque[Post] = deque()
 
     def __str__(self) -> str:
         return self.name
@@ -315,28 +261,3 @@ class Channel:
         elif complete and not meeting.spoiled:
             meeting.perform()
         return meeting
-
-    def post(self, post: Post) -> Post:
-        """Offer one end of a transfer. If the other end is there already, transfer the data."""
-        self.board.check()
-        with self._lock:
-            other = next((waiting for waiting in self._posts if waiting.matches(post)), None)
-            if other is None:
-                self._posts.append(post)
-                self.board.open(post)
-                return post
-            self._posts.remove(other)
-        source, target = (post, other) if post.sends else (other, post)
-        assert source.src is not None  # a sender knows itself
-        target.src = sender = source.src
-
-        def work() -> None:
-            for into, out_of in zip(target.tensors, source.tensors, strict=True):
-                deliver(into, out_of, target.dst, sender)
-
-        error, fence = perform(work, [*target.tensors, *source.tensors], [source.before, target.before])
-        if error is not None:
-            error = Mismatch(f"{source}: {error}")
-        source.finish(error, fence)
-        target.finish(error, fence)
-        return post
