@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,12 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Calls, recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.pipelines import (
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import FEW, check_gradients
+from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from distributed._composable.test_composability.pipelines import (
     BLOCKS,
     DIM,
     LOOPED,
@@ -43,9 +50,6 @@ from torch_fsdp_tests.fsdp.pipelines import (
     microbatched_in_bfloat16,
     shard_stage,
 )
-from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.training import FEW, check_gradients
-from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16 = torch.bfloat16
 GROUPS = 4  # parameter groups on each of two ranks that share the pipeline
