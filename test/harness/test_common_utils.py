@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import importlib.util
+import io
 import math
 import os
 import random
@@ -40,6 +42,8 @@ from torch_fsdp_tests.common_utils import (
 from torch_fsdp_tests.common_utils.seed import SEED_VARIABLE
 from torch_fsdp_tests.common_utils.state import STRICT_VARIABLE
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.verdict import stream
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -391,6 +395,19 @@ class RunTestsTest(TestCase):
             output.seek(0)
             return status, output.read().decode()
 
+    def refused(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        """The same in this process, for a command that runs no test."""
+        output = io.StringIO()
+        with (
+            unittest.mock.patch.dict(os.environ, variables),
+            unittest.mock.patch.object(stream, "attached", lambda: False),  # as if no dispatcher ran the file
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+            self.assertRaises(SystemExit) as leaving,
+        ):
+            run_tests([str(self.ours), *arguments])
+        return host.exit_status(leaving.exception), output.getvalue()
+
     def normal(self, text: str) -> str:
         text = re.sub(r"in [\d.]+s", "in Ns", text).replace("plain.py", "ours.py")
         return re.sub(r"line \d+", "line N", text)
@@ -422,19 +439,20 @@ class RunTestsTest(TestCase):
         self.assertIn("FAILED (failures=1)", text)
 
     def test_statuses_and_options(self):
-        for arguments, wanted, pattern in [
-            (["Empty"], 5, r"^ours.py: nothing ran: there is no test in Empty\n$"),
-            (["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
-            (["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
-            (["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
-            (["--repeat", "0"], 2, "less than 1"),
-            (["--save-xml=x"], 2, r"^--save-xml is not an option of a single test file: run_test.py.*\n$"),
-            (["--seed", "many"], 2, "invalid int value"),
-            (["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
-            (["-h"], 0, r"(?s)--failfast.*--seed N"),
+        call = functools.partial(self.call, self.ours)
+        for how, arguments, wanted, pattern in [
+            (call, ["Empty"], 5, r"^ours.py: nothing ran: there is no test in Empty\n$"),
+            (call, ["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
+            (call, ["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
+            (call, ["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
+            (self.refused, ["--repeat", "0"], 2, "less than 1"),
+            (self.refused, ["--save-xml=x"], 2, r"^--save-xml is not an option of a single test file: run_test.*\n$"),
+            (self.refused, ["--seed", "many"], 2, "invalid int value"),
+            (call, ["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
+            (self.refused, ["-h"], 0, r"(?s)--failfast.*--seed N"),
         ]:
             with self.subTest(arguments=arguments):
-                status, text = self.call(self.ours, *arguments)
+                status, text = how(*arguments)
                 self.assertEqual(status, wanted, text)
                 self.assertRegex(text, pattern)
 
@@ -461,7 +479,7 @@ class RunTestsTest(TestCase):
             (accelerator.BACKEND_VARIABLE, "nope", "unknown backend 'nope': "),
         ):
             with self.subTest(variable):
-                status, text = self.call(self.ours, "Beta", **{variable: value})
+                status, text = self.refused("Beta", **{variable: value})
                 self.assertEqual(status, 2, text)
                 self.assertRegex(text, rf"^ours.py: {words}[^\n]*\n$")
 
