@@ -440,7 +440,7 @@ class RunTestsTest(TestCase):
 
     def test_statuses_and_options(self):
         call = functools.partial(self.call, self.ours)
-        for how, arguments, wanted, pattern in [
+        cases: list[tuple[Any, ...]] = [
             (call, ["Empty"], 5, r"^ours.py: nothing ran: there is no test in Empty\n$"),
             (call, ["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
             (call, ["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
@@ -450,7 +450,8 @@ class RunTestsTest(TestCase):
             (self.refused, ["--seed", "many"], 2, "invalid int value"),
             (call, ["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
             (self.refused, ["-h"], 0, r"(?s)--failfast.*--seed N"),
-        ]:
+        ]
+        for how, arguments, wanted, pattern in cases:
             with self.subTest(arguments=arguments):
                 status, text = how(*arguments)
                 self.assertEqual(status, wanted, text)
