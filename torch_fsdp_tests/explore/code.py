@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch_fsdp_tests.explore.lifecycle import resolved
+from torch_fsdp_tests.explore.lifecycle import divided, resolved
 from torch_fsdp_tests.explore.program import LAYERS, Program, Step, Unit
 
 LEARNING_RATE = "2**-8"  # parameters stay moderate, so that no difference drowns in rounding
@@ -18,10 +18,18 @@ IMPORTS = {  # what the code may need, and from where
     "dataclasses": "import dataclasses",
     "namedtuple": "from collections import namedtuple",
     "OrderedDict": "from collections import OrderedDict",
+    "tempfile": "import tempfile",
     "torch": "import torch",
+    "dcp": "import torch.distributed.checkpoint as dcp",
+    "dist": "import torch.distributed as dist",
     "nn": "from torch import nn",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "replicate": "from torch.distributed._composable.replicate_with_fsdp import replicate",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    **{
+        name: f"from torch.distributed.tensor.parallel import {name}"
+        for name in ("ColwiseParallel", "RowwiseParallel", "parallelize_module")
+    },
     **{name: f"from torch.distributed.tensor import {name}" for name in ("DTensor", "Shard")},
     **{
         name: f"from torch.distributed.fsdp import {name}"
@@ -34,7 +42,14 @@ IMPORTS = {  # what the code may need, and from where
         for what in ("model", "optimizer")
     },
 }
+SCALER = "torch.amp.GradScaler(device.type, init_scale=4.0, growth_interval=2)"
 _OF_STATES = {"model": "model", "optimizer": "model, optimizer"}
+_STYLES = {"up": "ColwiseParallel", "down": "RowwiseParallel"}
+_SETTINGS = {  # of state dicts, by their kind
+    "full": "full_state_dict=True",
+    "broadcast": "full_state_dict=True, cpu_offload=True",
+    "flattened": "flatten_optimizer_state_dict=True",
+}
 
 
 def optimizer(program: Program) -> str:
@@ -51,20 +66,34 @@ def construction(program: Program, chain: str = LAYERS["chain"]) -> Iterator[str
     """The lines that make the model, and shard it."""
     yield f"model = fill({program.expression(chain)}, {program.seed}).to(device, torch.{program.dtype})"
     yield from (f"model.{new} = model.{old}" for new, old in (*program.ties, *program.shares))
+    if program.meta:
+        yield "filled, model = model, copy.deepcopy(model).to('meta')"
     yield from (f"model.{name}.requires_grad_(False)" for name in program.frozen)
     shape: tuple[int, ...] = (program.world_size,)
     names: tuple[str, ...] = ("shards",)
     if program.replicas > 1:
         shape, names = (program.replicas, program.world_size // program.replicas), ("replicas", "shards")
+    if program.tensor_parallel:
+        shape, names = (program.data_ranks, 2), ("shards", "parts")
     yield f"mesh = init_device_mesh(device.type, {shape}, mesh_dim_names={names})"
+    if program.tensor_parallel:
+        plan = {f"{path}.{part}": style for path in divided(program) for part, style in _STYLES.items()}
+        words = ", ".join(f"{name!r}: {style}()" for name, style in plan.items())
+        yield f"model = parallelize_module(model, mesh['parts'], {{{words}}})"
+        yield "mesh = mesh['shards']"
     for name, parameters in (("columns", program.columns), ("ignored", program.ignored)):
         if parameters:
             yield f"{name} = {{{', '.join(f'model.{parameter}' for parameter in parameters)}}}"
     for unit in program.units:
-        yield f"fully_shard({_modules(program, unit.modules)}, {', '.join(_arguments(program, unit))})"
+        yield f"{program.api}({_modules(program, unit.modules)}, {', '.join(_arguments(program, unit))})"
+    if program.meta:
+        yield "model.to_empty(device=device)"
+        yield "set_model_state_dict(model, filled.state_dict(), options=StateDictOptions(full_state_dict=True))"
     yield f"optimizer = {optimizer(program)}"
+    if program.scaler:
+        yield f"scaler = {SCALER}"
     yield "parameters = dict(model.named_parameters())  # while all are sharded"
-    yield "losses, saved = [], {}"
+    yield "inputs, losses, saved = [], [], {}"
 
 
 def _module(program: Program, path: str) -> str:
@@ -98,15 +127,21 @@ def step(program: Program, index: int) -> str:
     step = program.steps[index]
     at = _module(program, step.at)
     what = step.kind.partition("_")[2]  # of steps that save or load
-    numbers = f"batch({step.number:g}, rank, {program.width}, torch.{program.dtype})"
+    of_rank = "rank // 2" if program.tensor_parallel else "rank"
+    numbers = f"batch({step.number:g}, {of_rank}, {program.width}, torch.{program.dtype_at(index)})"
     data = f"x, weights = (each.to(device) for each in {numbers})"
+    if step.kind == "forward" and not step.flag:
+        data += f"\nif {of_rank} == {program.data_ranks - 1}:\n    weights[:, -1] = torch.inf"
     skip = f", {step.names}" if step.names else ""
     match step.kind:
         case "forward" if step.at:
             call = f"model(x, {step.names}, {step.at!r})\nexcept Interrupted:\n    pass"
             return f"{data}\ntry:\n    {call}\nelse:\n    raise AssertionError('forward was not interrupted')"
         case "forward":
-            return f"{data}\noutput = model(x{skip})\nlosses.append((output * weights).sum())"
+            kept = "\ninputs.append(x.requires_grad_())" if program.inputs else ""
+            loss = "(output * weights).sum()"
+            loss = f"scaler.scale({loss})" if program.scaler else loss
+            return f"{data}{kept}\noutput = model(x{skip})\nlosses.append({loss})"
         case "evaluate":
             mode = "inference_mode" if step.at == "inference" else "no_grad"
             before, after = ("model.eval()\n", "\nmodel.train()") if step.at == "eval" else ("", "")
@@ -116,12 +151,13 @@ def step(program: Program, index: int) -> str:
         case "backward":
             return f"losses.pop({step.number:g}).backward()"
         case "step":
-            return "optimizer.step()"
+            return "scaler.step(optimizer)\nscaler.update()" if program.scaler else "optimizer.step()"
         case "zero":
             return f"optimizer.zero_grad(set_to_none={step.flag})"
         case "clip":
             norm = f"norm = nn.utils.clip_grad_norm_(model.parameters(), {step.number})"
-            return f"{norm}\nnorm = norm.full_tensor() if isinstance(norm, DTensor) else norm"
+            unscaled = "scaler.unscale_(optimizer)\n" if program.scaler else ""
+            return f"{unscaled}{norm}\nnorm = norm.full_tensor() if isinstance(norm, DTensor) else norm"
         case "sync":
             return f"model.set_requires_gradient_sync({step.flag})"
         case "last":
@@ -153,15 +189,28 @@ def step(program: Program, index: int) -> str:
         case "save_model" | "save_optimizer":
             if step.at == "plain":
                 return f"saved[{what!r}] = copy.deepcopy({what}.state_dict())"
-            return (
-                f"saved[{what!r}] = copy.deepcopy(get_{what}_state_dict({_OF_STATES[what]}, options={_options(step)}))"
-            )
+            state = f"get_{what}_state_dict({_OF_STATES[what]}, options={_options(step)})"
+            if step.at == "checkpoint":
+                return f"saved[{what!r}] = new_folder()\ndcp.save({state}, checkpoint_id=saved[{what!r}][0])"
+            return f"saved[{what!r}] = copy.deepcopy({state})"
         case "load_model" | "load_optimizer":
             last = next(each for each in reversed(program.steps[:index]) if each.kind == f"save_{what}")
             state = f"copy.deepcopy(saved[{what!r}])"
             if last.at == "plain":
                 return f"{what}.load_state_dict({state})"
-            return f"set_{what}_state_dict({_OF_STATES[what]}, {state}, options={_options(last)})"
+            options, before = _options(last), ""
+            if last.at == "broadcast":
+                options = options.replace("cpu_offload", "broadcast_from_rank0")
+            if last.at == "checkpoint":
+                before = f"state = get_{what}_state_dict({_OF_STATES[what]}, options={options})\n"
+                before += f"dcp.load(state, checkpoint_id=saved[{what!r}][0])\n"
+                state = "state"
+            return f"{before}set_{what}_state_dict({_OF_STATES[what]}, {state}, options={options})"
+        case "assign":
+            load = "model.load_state_dict(copy.deepcopy(saved['model']), assign=True)"
+            return f"{load}\noptimizer = {optimizer(program)}\nparameters = dict(model.named_parameters())"
+        case "cast":
+            return f"model.to(torch.{step.at})"
     raise ValueError(f"there is no code for the step {step.kind!r}")
 
 
@@ -170,5 +219,4 @@ def _on_each(call: str) -> str:
 
 
 def _options(step: Step) -> str:
-    settings = {"full": "full_state_dict=True", "flattened": "flatten_optimizer_state_dict=True"}
-    return f"StateDictOptions({settings.get(step.at, '')})"
+    return f"StateDictOptions({_SETTINGS.get(step.at, '')})"

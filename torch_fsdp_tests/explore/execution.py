@@ -111,12 +111,19 @@ def differences(
     output: torch.Tensor | None,
 ) -> Iterator[tuple[str, str]]:
     """The differences after a step: the kind, and what exactly differs."""
-    dtypes = [program.dtype]
-    if program.world_size // program.replicas > 2:  # a sum over more than two ranks depends on their order
+    dtypes = [program.dtype, program.dtype_at(len(program.steps))]
+    if program.data_ranks // program.replicas > 2:  # a sum over more than two ranks depends on their order
         dtypes.append(program.reduce_dtype or program.param_dtype or program.dtype)
     compared = functools.partial(_compared, max(LIMITS[getattr(torch, name)] for name in dtypes))
+    data_rank = program.data_rank(rank)
     if forward is not None and output is not None:
-        yield from compared("output", "the output", output.detach(), forward.outputs[rank].detach())
+        yield from compared("output", "the output", output.detach(), forward.outputs[data_rank].detach())
+    for index, (mine, inputs) in enumerate(zip(subject.inputs(), reference.inputs)):
+        right = inputs[data_rank]
+        if (mine.grad is None) != (right.grad is None):
+            yield "gradient of an input", f"inputs[{index}]: {mine.grad} instead of {right.grad}"
+        elif mine.grad is not None and right.grad is not None:
+            yield from compared("gradient of an input", f"inputs[{index}]", mine.grad, right.grad)
     for name, master in reference.master(rank).items():
         seen = subject.seen(name)
         share = functools.partial(subject.share, name)
@@ -136,7 +143,7 @@ def differences(
             if isinstance(state[key], torch.Tensor):
                 yield from compared("optimizer state", f"{key} of {name}", seen.state[key], share(state[key]))
     buffers = subject.buffers()
-    for name, buffer in reference.models[rank].named_buffers():
+    for name, buffer in reference.models[data_rank].named_buffers():
         yield from compared("buffer", name, buffers[name], buffer)
     if reference.norm is not None and subject.norm is not None:
         yield from compared("norm", "the norm of the gradients", subject.norm, reference.norm)

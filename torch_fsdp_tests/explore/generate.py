@@ -19,17 +19,21 @@ FEATURES = {
     "boxes": "inputs and outputs in containers",
     "buffers": "buffers that forward changes",
     "clipping": "clipping of the norm of gradients",
+    "casts": "model.to(dtype) between steps",
     "columns": "parameters that are sharded in dimension 1",
     "edits": "parameters that are changed in place between steps",
     "empty": "parameters without elements, and of one element",
     "evaluation": "forward without gradients, anywhere",
     "freezing": "parameters that are frozen, or change between frozen and trainable",
     "groups": "several modules in one call of fully_shard",
+    "hooks": "hooks of the user that change inputs, outputs and gradients",
     "hsdp": "a mesh with two dimensions",
     "ignored": "parameters that FSDP does not manage",
+    "inputs": "gradients of inputs",
     "interruptions": "exceptions in forward",
     "loose": "parameters that forward does not use",
     "low": "parameters and gradients of a low precision",
+    "meta": "models that are made on the meta device",
     "norm": "LayerNorm",
     "offload": "parameters that are offloaded",
     "optimizers": "optimizers with states",
@@ -37,15 +41,18 @@ FEATURES = {
     "prefetch": "modules that are prefetched explicitly",
     "recompute": "activation checkpointing",
     "reduction": "settings of the reduction: factors and sums",
+    "replicate": "replicate instead of fully_shard",
     "resharding": "other values of reshard_after_forward and reshard_after_backward",
     "retain": "several backward passes through one graph",
+    "scaling": "losses that a gradient scaler scales, also to infinite gradients",
     "shared": "shared modules and tied parameters",
     "skips": "layers that a step leaves out",
     "state": "state dicts of the model and of the optimizer",
+    "tp": "tensor parallelism over pairs of ranks",
     "twice": "layers that run twice in one forward",
     "unshard": "unshard and reshard by hand",
 }
-_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_NAMES = [letter + number for number in ("", "2", "3") for letter in "abcdefghijklmnopqrstuvwxyz"]
 
 
 def program_of(seed: int, world_size: int = 2, without: Iterable[str] = (), demanded: Iterable[str] = ()) -> Program:
@@ -78,6 +85,8 @@ class _Generator:
         choice = self.choice
         layers = tuple(self._layer(depth=1) for _ in range(choice.randint(1, 4)))
         low = self.on("low")
+        scaler = self.on("scaling")
+        tensor_parallel = self.on("tp") and not self.on("hsdp") and self.world_size > 1
         program = Program(
             seed=self.seed,
             world_size=self.world_size,
@@ -85,14 +94,21 @@ class _Generator:
             layers=layers,
             units=(),
             steps=(),
-            replicas=2 if self.on("hsdp") and self.world_size % 2 == 0 and self.world_size > 2 else 1,
-            dtype="float32" if low else choice.choice(("float64", "float64", "float32")),
+            replicas=2
+            if self.on("hsdp") and not tensor_parallel and self.world_size % 2 == 0 and self.world_size > 2
+            else 1,
+            dtype="float32" if low or scaler else choice.choice(("float64", "float64", "float32")),
             param_dtype=choice.choice(("bfloat16", "bfloat16", "float16", "")) if low else "",
             reduce_dtype=choice.choice(("", "float32", "bfloat16")) if low else "",
             output_dtype=choice.choice(("", "float32")) if low else "",
             offload=self.on("offload"),
             optimizer=choice.choice(("momentum", "adam", "adamw")) if self.on("optimizers") and not low else "sgd",
-            foreach=choice.random() < 0.5,
+            foreach=choice.random() < 0.5 and not tensor_parallel,
+            api="replicate" if self.on("replicate") else "fully_shard",
+            tensor_parallel=tensor_parallel,
+            meta=self.on("meta"),
+            scaler=scaler,
+            inputs=self.on("inputs"),
         )
         program = program.but(units=self._units(program))
         program = self._specials(program)
@@ -112,10 +128,11 @@ class _Generator:
         return Layer(
             name,
             choice.choice(kinds),
-            rows=choice.choice((1, 2, 3, 5, 8)),
+            rows=8 if "tp" in self.features else choice.choice((1, 2, 3, 5, 8)),
             bias=choice.random() < 0.6,
             box=choice.choice(("dict", "tuple", "named", "record")) if self.on("boxes", 0.4) else "",
             twice=self.on("twice", 0.3),
+            hooked=self.on("hooks", 0.3),
             recompute=self.on("recompute", 0.3),
         )
 
@@ -230,7 +247,8 @@ class _Generator:
             yield Step("reset")
         count = choice.choice((2, 3)) if self.on("orders", 0.6) else 1
         for _ in range(count):
-            yield Step("forward", number=next(self.numbers), names=self._skipped(program))
+            is_finite = not program.scaler or choice.random() < 0.8
+            yield Step("forward", flag=is_finite, number=next(self.numbers), names=self._skipped(program))
             if self.on("evaluation", 0.2):
                 yield self._evaluation(program)
             if self.on("unshard", 0.2):
@@ -247,11 +265,14 @@ class _Generator:
             if choice.random() < 0.8:
                 yield Step("zero", flag=choice.random() < 0.7)
         if self.on("state", 0.5):
-            yield Step("save_model", choice.choice(("full", "sharded", "plain")))
+            yield Step("save_model", choice.choice(("full", "sharded", "plain", "broadcast", "checkpoint")))
         if self.on("state", 0.4):
-            yield Step("load_model")
+            yield Step(choice.choice(("load_model", "load_model", "assign")))
+        if self.on("casts", 0.3):
+            yield Step("cast", choice.choice(("float32", "float64")))
         if self.on("state", 0.4):
-            yield Step("save_optimizer", choice.choice(("full", "sharded", "plain", "flattened")))
+            kinds = ("full", "sharded", "plain", "flattened", "broadcast", "checkpoint")
+            yield Step("save_optimizer", choice.choice(kinds))
         if self.on("state", 0.4):
             yield Step("load_optimizer")
 

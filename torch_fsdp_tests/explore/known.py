@@ -82,10 +82,7 @@ def _gathers_outside_inference_mode_first(program: Program) -> Program:
 
 @_avoids("fsdp2_ignored_parameters_break_foreach")
 def _no_foreach_beside_ignored_parameters(program: Program) -> Program:
-    if not program.ignored:
-        return program
-    steps = tuple(step for step in program.steps if step.kind != "clip")
-    return program.but(steps=steps, foreach=False)
+    return _without(program, "clip").but(foreach=False) if program.ignored else program
 
 
 @_avoids("fsdp2_asking_for_optim_state_is_a_step")
@@ -145,10 +142,37 @@ def _no_states_of_stateless_optimizers(program: Program) -> Program:
 @_avoids("fsdp2_optim_state_of_some_parameters_is_refused")
 @_avoids("fsdp2_frozen_parameter_loses_its_state")
 def _no_optimizer_states_of_some_parameters(program: Program) -> Program:
-    uses_all = not any(step.names or step.kind == "freeze" for step in program.steps)
-    if uses_all and not program.frozen and not any(layer.kind == "loose" for layer in program.all_layers()):
+    return program if _trains_all(program) else _with_plain_states(program, "save_optimizer")
+
+
+def _trains_all(program: Program) -> bool:
+    """Whether every step uses and trains all parameters."""
+    has_all = not any(step.names or step.kind == "freeze" for step in program.steps) and not program.frozen
+    return has_all and not any(layer.kind == "loose" for layer in program.all_layers())
+
+
+@_avoids("fsdp2_accumulation_before_first_use_raises")
+@_avoids("fsdp2_accumulation_of_later_parameter_raises")
+def _no_accumulation_of_some_parameters(program: Program) -> Program:
+    return program if _trains_all(program) or not program.reduce_dtype else _without(program, "sync")
+
+
+@_avoids("fsdp2_frozen_first_forward_breaks_training")
+@_avoids("fsdp2_frozen_first_forward_ignores_reduce_dtype")
+def _nothing_frozen_becomes_trainable(program: Program) -> Program:
+    return _without(program, "freeze") if program.param_dtype or program.reduce_dtype else program
+
+
+@_avoids("fsdp2_divides_twice")
+def _no_division_with_one_shard(program: Program) -> Program:
+    if program.api == "fully_shard" and program.data_ranks > program.replicas:
         return program
-    return _with_plain_states(program, "save_optimizer")
+    program = _without(program, "sum", "divide")
+    return program.but(param_dtype="bfloat16") if program.param_dtype == "float16" else program
+
+
+def _without(program: Program, *kinds: str) -> Program:
+    return program.but(steps=tuple(step for step in program.steps if step.kind not in kinds))
 
 
 def _with_plain_states(program: Program, kind: str) -> Program:

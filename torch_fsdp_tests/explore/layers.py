@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import tempfile
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +118,24 @@ class Twice(nn.Module):
         return self.inner(self.inner(x))
 
 
+def _half(gradient):
+    return None if gradient is None else gradient * 0.5
+
+
+class Hooked(nn.Module):
+    """Hooks of the user change the input, the output, and the gradient of the input."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        self.register_forward_hook(lambda module, args, output: output + 0.5)
+        self.register_full_backward_hook(lambda module, inputs, outputs: (_half(inputs[0]),))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 @dataclasses.dataclass
 class Record:
     x: torch.Tensor
@@ -152,6 +172,14 @@ class Boxed(nn.Module):
 
     def forward(self, box):
         return boxed(self.kind, self.inner(unboxed(box)))
+
+
+def new_folder():
+    """A folder that all ranks know. It is removed with what this returns."""
+    folder = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    names = [folder and folder.name]
+    dist.broadcast_object_list(names)
+    return names[0], folder
 
 
 def fill(model, seed):

@@ -10,7 +10,10 @@ from torch_fsdp_tests.explore.program import Layer, Program, Step
 SHARDED, GATHERED, PARTLY = "SHARDED", "UNSHARDED", "SHARDED_POST_FORWARD"
 UNKNOWN = ""  # documented nowhere, so nothing is expected
 
-CHANGES = ("step", "edit", "load_model", "load_optimizer", "freeze", "save_optimizer", "save_model", "clip")
+CHANGES = (
+    *("step", "edit", "load_model", "load_optimizer", "freeze", "save_optimizer", "save_model", "clip"),
+    *("assign", "cast"),
+)
 WITHOUT_PARAMETERS = ("relu", "counter")
 _PARAMETERS = {
     "linear": ("weight", "bias"),
@@ -31,6 +34,8 @@ class Lifecycle:
         self._at = {path: index for index, unit in enumerate(program.units) for path in unit.modules}
         self.states = [SHARDED] * len(program.units)
         self.reshards = [_reshards(unit.reshard, unit.modules == ("",)) for unit in program.units]
+        if program.api == "replicate":
+            self.reshards = ["no" for _ in program.units]
         self.keeps = False  # after backward
         self.syncs = True
         self.unreduced = False  # gradients of a backward without synchronization are kept
@@ -42,7 +47,8 @@ class Lifecycle:
         self.has_stepped = False
         self.gathered: set[int] = set()  # units that have been gathered for training
         self.pending: list[bool] = []  # forwards without backward, and whether each used a trainable parameter
-        self.saved: set[str] = set()
+        self.saved: dict[str, str] = {}  # the kinds of the last state dicts
+        self.unscaled = False
         self._names = set(parameters(program))
         self.trainable = {resolved(program, name) for name in parameters(program)} - {
             resolved(program, name) for name in program.frozen
@@ -67,6 +73,8 @@ class Lifecycle:
         if self.interrupted != (step.kind == "reset"):
             return "a forward that raised is followed by reset_iter_state, and nothing else is"
         match step.kind:
+            case "forward" if not step.flag and not self.program.scaler:
+                return "only a scaler leaves out steps with infinite gradients"
             case "forward" if step.at and (self.pending or self.unreduced or self.has_gradients):
                 return "reset_iter_state drops what other forwards have left"
             case "backward" if self.has_factor and not self.sums:
@@ -79,6 +87,16 @@ class Lifecycle:
                 return "gradients that are not reduced yet cannot be dropped"
             case "load_model" | "load_optimizer" if step.kind.removeprefix("load_") not in self.saved:
                 return "nothing was saved"
+            case "assign" if self.saved.get("model") != "plain":
+                return "only a state dict of the same shards can be assigned"
+            case "assign" if self.unreduced or self.program.ties or self.program.shares:
+                return "tensors that are assigned have no gradients, and are not shared"
+            case "cast" if self.unreduced or self.saved or self.program.optimizer != "sgd" or self.program.scaler:
+                return "what was kept in another dtype is not converted"
+            case "clip" if self.unscaled:
+                return "gradients are unscaled once before a step"
+            case "step" | "clip" if self.program.scaler and not self.has_gradients:
+                return "a scaler needs gradients"
         return ""
 
     def apply(self, step: Step) -> None:
@@ -106,6 +124,11 @@ class Lifecycle:
                 self.has_gradients = False
             case "step":
                 self.has_stepped |= self.has_gradients
+                self.unscaled = False
+            case "clip":
+                self.unscaled = self.program.scaler
+            case "assign":
+                self.has_gradients = self.has_stepped = False
             case "divide":
                 self.has_factor = True
             case "sum":
@@ -129,7 +152,7 @@ class Lifecycle:
                 for index in self._units(step.at):
                     self.states[index] = SHARDED
             case "save_model" | "save_optimizer":
-                self.saved.add(step.kind.removeprefix("save_"))
+                self.saved[step.kind.removeprefix("save_")] = step.at
 
     def used(self, step: Step) -> set[str]:
         """The parameters that a forward uses."""
@@ -201,7 +224,16 @@ def paths(layers: tuple[Layer, ...], prefix: str = "") -> Iterator[tuple[str, La
 
 
 def _inner(layer: Layer) -> str:
-    return ".inner" * (bool(layer.box) + layer.twice)
+    return ".inner" * (bool(layer.box) + layer.twice + layer.hooked)
+
+
+def divided(program: Program) -> list[str]:
+    """The paths of the layers that tensor parallelism divides: those whose rows all ranks can share evenly."""
+    return [
+        path + _inner(layer)
+        for path, layer in paths(program.layers)
+        if layer.kind == "wide" and layer.rows % program.world_size == 0
+    ]
 
 
 def parameters(program: Program) -> list[str]:
@@ -262,8 +294,31 @@ def problem(program: Program) -> str:
             return "tied parameters must be in one unit"
     if not names.issuperset((*program.frozen, *program.ignored, *program.columns)):
         return "there is no such parameter"
-    if program.ignored and program.param_dtype:
-        return "FSDP does not cast ignored parameters"
+    if program.ignored and (program.param_dtype or program.meta or program.scaler or program.tensor_parallel):
+        return "ignored parameters are not cast, are not in the state of other ranks, and have no shards"
+    if program.meta and (program.ties or program.shares):
+        return "to_empty makes tied parameters two"
+    if program.api == "replicate" and (
+        program.replicas > 1
+        or program.columns
+        or program.tensor_parallel
+        or any(unit.reshard != "default" for unit in program.units)
+        or any(step.kind == "reshard_after_forward" for step in program.steps)
+    ):
+        return "replicate has a mesh of one dimension and no shards"
+    if program.tensor_parallel and (
+        program.world_size % 2
+        or program.replicas > 1
+        or program.columns
+        or program.param_dtype
+        or program.shares
+        or program.ties
+        or program.foreach
+        or not divided(program)
+        or any(unit.reshard.isdigit() for unit in program.units)
+        or any(step.kind in ("clip", "cast") for step in program.steps)
+    ):
+        return "this is not explored together with tensor parallelism"
     if program.world_size % program.replicas:
         return "the replicas must divide the ranks"
     if any(layer.kind == "chain" and not layer.parts for layer in layers.values()):

@@ -25,6 +25,7 @@ class Layer:
     bias: bool = True
     box: str = ""  # the container in which the input and the output travel
     twice: bool = False  # forward calls it twice
+    hooked: bool = False  # has hooks for forward and backward that change values
     recompute: bool = False  # under activation checkpointing
     parts: tuple[Layer, ...] = ()
 
@@ -66,7 +67,7 @@ class Step:
 
 # The kinds of steps, and how a listing shows them.
 STEPS = {
-    "forward": "forward(data {number:g}, skip={names}, fail={at!r})",
+    "forward": "forward(data {number:g}, skip={names}, fail={at!r}, finite={flag})",
     "evaluate": "forward(data {number:g}, skip={names}) under {at}",
     "backward": "backward of the {position} forward, retain_graph={flag}",
     "step": "optimizer.step()",
@@ -89,6 +90,8 @@ STEPS = {
     "load_model": "load the model's state dict that was saved last",
     "save_optimizer": "save the optimizer's state dict ({at})",
     "load_optimizer": "load the optimizer's state dict that was saved last",
+    "assign": "load the model's state dict that was saved last with assign=True, and make a new optimizer",
+    "cast": "model.to(torch.{at})",
 }
 
 
@@ -115,6 +118,11 @@ class Program:
     offload: bool = False
     optimizer: str = "sgd"  # or momentum, adam, adamw
     foreach: bool = True
+    api: str = "fully_shard"  # or replicate
+    tensor_parallel: bool = False  # over pairs of ranks, in layers that can be divided
+    meta: bool = False  # the model is made on the meta device
+    scaler: bool = False  # losses are scaled
+    inputs: bool = False  # inputs have gradients
 
     def as_json(self) -> str:
         return json.dumps(_brief(self))
@@ -141,6 +149,19 @@ class Program:
             return cls.from_json(path.read_text())
         except OSError as error:
             raise ProgramError(f"{path} cannot be read: {error.strerror}") from error
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have data of their own."""
+        return self.world_size // (2 if self.tensor_parallel else 1)
+
+    def data_rank(self, rank: int) -> int:
+        """The index of a rank's data: ranks that share a layer have the same."""
+        return rank // 2 if self.tensor_parallel else rank
+
+    def dtype_at(self, index: int) -> str:
+        """The dtype of the model before the step with this index."""
+        return next((step.at for step in reversed(self.steps[:index]) if step.kind == "cast"), self.dtype)
 
     def all_layers(self) -> Iterator[Layer]:
         return _layers(self.layers)
@@ -174,6 +195,8 @@ def expression(layer: Layer, width: int, chain: str) -> str:
     text = template.format(width=width, rows=layer.rows, bias=layer.bias, parts=parts)
     if layer.twice:
         text = f"Twice({text})"
+    if layer.hooked:
+        text = f"Hooked({text})"
     return f"Boxed({layer.box!r}, {text})" if layer.box else text
 
 

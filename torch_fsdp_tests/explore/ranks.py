@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import select
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -56,6 +58,7 @@ class Explorer:
     def _serve_rank(cls, assignment: Assignment) -> None:
         device = accelerator.current()
         warnings.filterwarnings("ignore")
+        tempfile.tempdir = os.path.dirname(assignment.file_name)  # it is removed with the ranks
         dist.init_process_group(
             device.backend,
             init_method=f"file://{assignment.file_name}",

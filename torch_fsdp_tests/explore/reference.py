@@ -49,6 +49,7 @@ class Forward:
 
     outputs: list[torch.Tensor]
     losses: list[torch.Tensor]
+    inputs: list[torch.Tensor]
 
 
 class Reference:
@@ -67,8 +68,9 @@ class Reference:
             self.masters += [copy.deepcopy(model) for _ in range(program.world_size - 1)]
         self.named = [dict(master.named_parameters()) for master in self.masters]
         self.ignored = {name for name, parameter in self.named[0].items() if id(parameter) in ignored}
-        self.optimizers = [eval(code.optimizer(program), NAMES | {"model": master}) for master in self.masters]
-        self.models = [copy.deepcopy(model).to(self.param_dtype) for _ in range(program.world_size)]
+        self.optimizers = self._new_optimizers()
+        self.scaler = eval(code.SCALER, NAMES | {"device": torch.device(device)}) if program.scaler else None
+        self.models = [copy.deepcopy(model).to(self.param_dtype) for _ in range(program.data_ranks)]
         self.leaves = [dict(each.named_parameters()) for each in self.models]
         for each in self.models:  # a cast of the model casts its buffers, which FSDP2 does not do
             for name, buffer in model.named_buffers():
@@ -76,10 +78,14 @@ class Reference:
                 setattr(each.get_submodule(owner), last, buffer.clone())
         self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
         self.pending: list[Forward] = []
+        self.inputs: list[list[torch.Tensor]] = []  # of each forward, if their gradients are compared
         self.syncs = True
         self.factor: float | None = None
         self.norm: torch.Tensor | None = None
         self.saved: dict[str, Any] = {}
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [eval(code.optimizer(self.program), NAMES | {"model": master}) for master in self.masters]
 
     def master(self, rank: int) -> dict[str, nn.Parameter]:
         return self.named[rank if self.ignored else 0]
@@ -101,22 +107,27 @@ class Reference:
         """Steps that change no number."""
 
     def _outputs(self, step: Step) -> Forward:
-        forward = Forward([], [])
+        forward = Forward([], [], [])
         for rank, model in enumerate(self.models):
             x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
-            if self.param_dtype is not None:
-                x = x.to(self.param_dtype)
-            output = model(x, step.names)
+            if not step.flag and rank == len(self.models) - 1:
+                weights[:, -1] = torch.inf
+            if self.program.inputs and step.kind == "forward":
+                forward.inputs.append(x.requires_grad_())
+            output = model(x if self.param_dtype is None else x.to(self.param_dtype), step.names)
             if self.program.output_dtype:
                 output = output.to(dtype_of(self.program.output_dtype))
             forward.outputs.append(output)
-            forward.losses.append((output * weights).sum())
+            loss = (output * weights).sum()
+            forward.losses.append(loss if self.scaler is None else self.scaler.scale(loss))
         return forward
 
     def _forward(self, step: Step) -> Forward | None:
         self._take_parameters()
         if not step.at:
             self.pending.append(self._outputs(step))
+            if self.program.inputs:
+                self.inputs.append(self.pending[-1].inputs)
             return self.pending[-1]
         for model in self.models:  # what ran before the exception has changed buffers
             try:
@@ -183,7 +194,7 @@ class Reference:
 
     def _mean(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Sums over the ranks that share a replica come first, as in a mesh with two dimensions."""
-        shards = len(parts) // self.program.replicas
+        shards = 1 if self.program.api == "replicate" else len(parts) // self.program.replicas
         sums = [sum(parts[first + 1 : first + shards], parts[first]) for first in range(0, len(parts), shards)]
         return sum(sums[1:], sums[0]) / (len(parts) if self.factor is None else self.factor)
 
@@ -200,14 +211,20 @@ class Reference:
 
     def _step(self, step: Step) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+                self.scaler.update()
 
     def _zero(self, step: Step) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=step.flag)
 
     def _clip(self, step: Step) -> None:
-        for master in self.masters:
+        for master, optimizer in zip(self.masters, self.optimizers):
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
             self.norm = nn.utils.clip_grad_norm_(master.parameters(), step.number)
 
     def _freeze(self, step: Step) -> None:
@@ -241,3 +258,23 @@ class Reference:
     def _load_optimizer(self, step: Step) -> None:
         for optimizer, state in zip(self.optimizers, self.saved["optimizer"]):
             optimizer.load_state_dict(copy.deepcopy(state))
+
+    def _assign(self, step: Step) -> None:
+        self._load_model(step)
+        for master in self.masters:
+            for parameter in master.parameters():
+                parameter.grad = None
+        self.optimizers = self._new_optimizers()
+
+    def _cast(self, step: Step) -> None:
+        dtype = dtype_of(step.at)
+        self.shape = self.program.width, dtype
+        if self.program.reduce_dtype == self.program.param_dtype == "":
+            self.reduce_dtype = dtype
+        for model in self.masters:
+            model.to(dtype)
+        for model in self.models:
+            if self.param_dtype is None:
+                model.to(dtype)
+            for buffer in model.buffers():
+                buffer.data = buffer.to(dtype)

@@ -35,7 +35,7 @@ def issue(program: Program, result: Result) -> str:
 
 def _entry(program: Program, result: Result) -> Entry:
     """The finding in the form of a defect of the registry."""
-    body = f"{_definitions(program)}\n\n\n{_reproduction(program, result)}\n"
+    body = f"{_definitions(program, result)}\n\n\n{_reproduction(program, result)}\n"
     used = _names(ast.parse(body))
     imports = "\n".join(line for name, line in code.IMPORTS.items() if name in used)
     title = f"FSDP2: {_found(result)}"
@@ -62,12 +62,12 @@ def _chain(program: Program) -> str:
     return LAYERS["chain"] if special else _SEQUENTIAL
 
 
-def _definitions(program: Program) -> str:
+def _definitions(program: Program, result: Result) -> str:
     """The source of what the model is made of."""
     text = inspect.getsource(layers)
     source = text.splitlines()
     nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    wanted = {"fill", "batch", *_names(ast.parse(program.expression(_chain(program))))}
+    wanted = _names(ast.parse(textwrap.dedent(_reproduction(program, result))))
     while more := {name for each in wanted & nodes.keys() for name in _names(nodes[each])} - wanted:
         wanted |= more
     parts = ['Named = namedtuple("Named", "x nothing")'] if "Named" in wanted else []
@@ -112,6 +112,7 @@ def _comparison(result: Result) -> Iterator[str]:
         "gradient": f"parameters[{name!r}].grad",
         "buffer": f"model.get_buffer({name!r})",
         "norm": "norm",
+        "gradient of an input": f"{name}.grad",
     }.get(result.what)
     if expression is None:
         words = f"the steps end here. Expected was {_right(result)}, and found: {_found(result)}"

@@ -33,6 +33,10 @@ SETTINGS = (
     "dtype",
     "width",
     "replicas",
+    "api",
+    "meta",
+    "scaler",
+    "inputs",
 )
 
 

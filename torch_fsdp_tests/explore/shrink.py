@@ -109,6 +109,7 @@ def _simpler(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
             {"bias": False},
             {"box": ""},
             {"twice": False},
+            {"hooked": False},
             {"recompute": False},
         ):
             if layer.parts and "kind" in change:

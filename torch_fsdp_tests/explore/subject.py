@@ -59,6 +59,9 @@ class Subject:
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._space["model"].named_buffers())
 
+    def inputs(self) -> list[torch.Tensor]:
+        return list(self._space["inputs"])
+
     def seen(self, name: str) -> Seen:
         parameter = self._space["parameters"][name]
         grad = None if parameter.grad is None else local_of(parameter.grad)

@@ -341,9 +341,9 @@ def sharded_state(group: Group) -> str:
 
 
 def gathered_bytes(group: Group) -> int:
-    """The bytes that a group holds for gathered parameters. 0 with one rank, whose shards are the whole."""
+    """The bytes that a group holds for gathered parameters. 0 if its shards are the whole."""
     wholes = [getattr(each, "_unsharded_param", None) for each in attribute(group, "fsdp_params")]
-    if attribute(group, "_all_gather_process_group").size() == 1:
+    if getattr(attribute(group, "mesh_info"), "shard_mesh_size", 1) == 1:
         return 0
     return sum(whole.untyped_storage().size() for whole in wholes if whole is not None)
 
