@@ -163,6 +163,11 @@ def _nothing_frozen_becomes_trainable(program: Program) -> Program:
     return _without(program, "freeze") if program.param_dtype or program.reduce_dtype else program
 
 
+@_avoids("fsdp2_cast_after_first_forward_raises")
+def _casts_before_the_first_forward(program: Program) -> Program:
+    return each_step(program, lambda life, step: [step] if step.kind != "cast" or not life.gathered else [])
+
+
 @_avoids("fsdp2_divides_twice")
 def _no_division_with_one_shard(program: Program) -> Program:
     if program.api == "fully_shard" and program.data_ranks > program.replicas:

@@ -173,11 +173,9 @@ class Reference:
                 if name in self.ignored:
                     self._accumulate(self.master(rank)[name], gradient)
                     continue
-                if not self.syncs or name in self.kept[rank]:  # what is kept adds up in the dtype of the reduction
-                    gradient = gradient.to(self.reduce_dtype)
-                    if name in self.kept[rank]:
-                        gradient = self.kept[rank][name] + gradient
-                self.kept[rank][name] = gradient
+                if name in self.kept[rank]:  # what is kept adds up in the dtype of the reduction
+                    gradient = (self.kept[rank][name] + gradient).to(self.reduce_dtype)
+                self.kept[rank][name] = gradient if self.syncs else gradient.to(self.reduce_dtype)
         if self.syncs:
             self._reduce()
 

@@ -86,6 +86,15 @@ class TestFoundByPrograms(FSDPTest):
         model(torch.ones(1, 2, device=self.device)).sum().backward()
         self.assertEqual(model[1].weight.grad.shape, (0,))
 
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_cast_after_first_forward_raises")
+    def test_model_is_cast_between_steps(self):
+        model = fully_shard(nn.Linear(2, 2, bias=False, device=self.device))
+        x = torch.ones(1, 2, device=self.device)
+        model(x).sum().backward()
+        model.to(torch.bfloat16)
+        self.assertEqual(model(x.bfloat16()), x.bfloat16() @ model.weight.full_tensor().T)
+
 
 if __name__ == "__main__":
     run_tests()
