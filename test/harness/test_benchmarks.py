@@ -47,7 +47,10 @@ class TestReachingBenchmark(TestCase):
 
     def test_seconds_until_the_first_failure(self):
         order = [("f", "T.a"), ("g", "T.a"), ("f", "T.b")]
-        self.assertEqual(reaching.until(order, order[1], {order[0]: 1.0, order[1]: 2.0, order[2]: 4.0}), 3.0)
+        seconds = {order[0]: 1.0, order[1]: 2.0, order[2]: 4.0}
+        self.assertEqual(reaching.until(order, order[1], seconds), 3.0)
+        self.assertEqual(reaching.within(3.0, order, seconds), ["f::T.a", "g::T.a"])
+        self.assertEqual(reaching.within(0.5, order, seconds), ["f::T.a"])
 
     def test_median_and_percentile(self):
         values = [float(number) for number in range(1, 10)]

@@ -1,9 +1,9 @@
 """A model that is cast after its first forward cannot run any more.
 
-``model.to(dtype)`` converts the shards of the parameters, and FSDP2 takes the new ones. The buffers into which it gathers,
-and the gathered parameters, are made in the first forward only. They keep the old dtype, so that the next forward
-raises. Where nothing is gathered, with one rank and under ``replicate``, the model computes with the parameters of the
-old dtype, and their gradients reach nobody.
+``model.to(dtype)`` converts the shards of the parameters, and FSDP2 takes the new ones. The buffers into which it
+gathers, and the gathered parameters, are made in the first forward only. They keep the old dtype, so that the next
+forward raises. Where nothing is gathered, with one rank and under ``replicate``, the model computes with the parameters
+of the old dtype, and their gradients reach nobody.
 """
 
 import torch
