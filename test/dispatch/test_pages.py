@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import Balanced, fits, schema
 
+from torch_fsdp_tests.defects import versions_page
 from torch_fsdp_tests.dispatch import compare, features, html_report, report
 from torch_fsdp_tests.tools.mutants import report as mutants
 from torch_fsdp_tests.tools.mutants.findings import Outcome
@@ -177,6 +178,7 @@ def pages() -> dict[str, str]:
         "report": html_report.render(varied()),
         "comparison": compare.render(earlier(), varied()),
         "mutants": page_of_mutants(),
+        "defects": versions_page.render(),
     }
 
 
@@ -190,7 +192,7 @@ class TestContent(unittest.TestCase):
         for name, page in pages().items():
             with self.subTest(name):
                 Balanced(self).feed(page)
-                self.assertNotRegex(page, r"<link|src=|@import|url\(|<iframe|<img")
+                self.assertNotRegex(page, r"<link|<[^>]* src=|@import|url\(|<iframe|<img")
                 self.assertRegex(page, r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^']{44}'")
                 self.assertEqual(page.count("<script"), 1)
                 self.assertIn("<div class=filter role=search data-things=", page)
@@ -561,6 +563,12 @@ class TestInChromium(unittest.TestCase):
                 self.assertEqual("failures" in seen["sections"], crash in tests)
                 self.assertIn("features", seen["sections"])
         self.assertEqual(found["cleared"], "7 tests")
+
+    def test_address_of_a_defect_opens_it(self):
+        opened = re.findall(
+            r'<details[^>]* id="(\w+)"[^>]* open', self.dump(pages()["defects"], "#fsdp2_divides_twice")
+        )
+        self.assertEqual(opened, ["fsdp2_divides_twice"])
 
     def test_address_of_the_report_selects_tests(self):
         """This works under the page's own rule for scripts, and with links from the table of features."""

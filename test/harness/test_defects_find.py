@@ -1,16 +1,20 @@
-"""From words, a traceback or the features in use to the defects of torch that fit."""
+"""From words, a traceback or the features in use to the defects that fit, and what versions of torch changed."""
 
 import contextlib
+import html
 import io
+import itertools
 import re
 import sys
+import tempfile
 import unittest.mock
 from pathlib import Path
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import __main__ as command
-from torch_fsdp_tests.defects import find, registry, texts
+from torch_fsdp_tests.defects import changes, find, registry, texts, versions_page
 from torch_fsdp_tests.defects.registry import Answer
+from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -114,6 +118,55 @@ class TestFind(TestCase):
         self.assertEqual(families, {"FSDP1", "FSDP2"})
 
 
+class TestChanges(TestCase):
+    """Without it, ``--between`` could leave out a defect that came, or tell of what both versions have."""
+
+    def test_from_one_version_to_the_next(self):
+        found = changes.between("2.13", "2.14")
+        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in found.repaired])
+        self.assertEqual(
+            [defect.id for defect in found.came],
+            ["fsdp2_order_of_spmd_axes_is_lost", "fsdp2_spmd_axis_of_one_rank_refused"],
+        )
+        words = "torch 2.14 lets parameters of FSDP2 keep the annotations of the package spmd-types."
+        self.assertEqual(found.new, [words])
+        self.assertIn("(before 2.14 it cannot show)", changes.text("2.13", "2.14"))
+
+    def test_all_versions_add_up(self):
+        """What came and was not repaired later is what the last version has and the first has not."""
+        versions = registry.versions()
+        has: list[set[str]] = [{id for id in registry.ids() if registry.entry(id).defect.is_in(versions[0])}]
+        for older, newer in itertools.pairwise(versions):
+            step = changes.between(older, newer)
+            has.append(has[-1] - {defect.id for defect in step.repaired} | {defect.id for defect in step.came})
+        total = changes.between(versions[0], versions[-1])
+        self.assertEqual({defect.id for defect in total.came}, has[-1] - has[0])
+        self.assertEqual({defect.id for defect in total.repaired}, has[0] - has[-1])
+        sentences = [*total.new, *total.different]
+        self.assertEqual(len(sentences), sum(not fact.repairs for fact in torch_facts.facts().values()))
+
+
+class TestPage(TestCase):
+    """Without it, the page could lack a defect, or what it says of a version. ``test_pages`` looks at its form."""
+
+    def test_every_defect_has_its_part(self):
+        page = versions_page.render()
+        self.assertEqual(sorted(re.findall(r'<details class=file id="(\w+)"', page)), registry.ids())
+        entry = registry.entry("fsdp2_partial_group_loses_gradients")  # came in 2.12, repaired in 2.13
+        part = page.partition(f'id="{entry.defect.id}"')[2].partition("<details class=file")[0]
+        marks = re.findall(r'data-title="([\d.]+)" title="torch [\d.]+ has the defect"', part)
+        self.assertEqual(marks, ["2.12"])
+        self.assertIn(html.escape(texts.script(entry)), part)
+        self.assertIn("fully_shard(a)", part)
+        self.assertIn('data-state="silently wrong" data-features="FSDP2|Wrapping"', part)
+
+    def test_it_is_written(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "defects.html")
+            self.assertEqual(outputs("--html", str(path)), (0, "", ""))
+            self.assertEqual(path.read_text(encoding="utf-8"), versions_page.render())
+
+
 class TestCommand(TestCase):
     """Without it, ``--find`` and ``--using`` could find something and not print it, or pass over a wrong argument."""
 
@@ -139,6 +192,11 @@ class TestCommand(TestCase):
         for arguments, words in {
             ("--using", "fsdp2,tensor"): "there is no feature 'tensor'; there are fsdp1, fsdp2, ",
             ("--using", ""): "there is no feature ''",
+            ("--between", "2.15.0", "2.9.1"): "2.15 is not older than 2.9",
+            ("--between", "2.9", "2.9.1"): "2.9 is not older than 2.9",
+            ("--between", "1.13", "2.9"): "the registry knows torch 2.9 to ",
+            ("--between", "2.9", "newest"): ", and not newest",
+            ("--html", "/no/such/folder/file"): "/no/such/folder/file is not a file in a folder that exists",
             ("--find", "-"): "--find needs words or a traceback",
             ("--find", " "): "--find needs words or a traceback",
         }.items():

@@ -7,10 +7,12 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.defects import find, registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence
+from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.processes import host
@@ -49,6 +51,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--using", metavar="FEATURES", help=f"print what can hit somebody who uses these: {', '.join(find.SHORT)}"
     )
+    parser.add_argument(
+        "--between", nargs=2, metavar="VERSION", help="print what changed from one version of torch to another"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page about all defects, their versions and the ways round"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
@@ -64,6 +72,10 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.find or options.using is not None:
         return _find(options)
+    if options.between:
+        return _between(*(".".join(version.split(".")[:2]) for version in options.between))
+    if options.html:
+        return _write_page(Path(options.html))
     try:
         if options.show or options.issue:
             return _one(options)
@@ -112,6 +124,24 @@ def _find(options: argparse.Namespace) -> int:
     what = "fits" if len(found) == 1 else "fit"
     print(f"{plural(len(found), 'known defect')} {what}" + "; --show ID prints a script for one" * bool(found))
     return 0 if found else 1
+
+
+def _between(older: str, newer: str) -> int:
+    from torch_fsdp_tests.defects import changes
+
+    if refusal := changes.refusal(older, newer):
+        return _complain(refusal)
+    print(changes.text(older, newer))
+    return 0
+
+
+def _write_page(path: Path) -> int:
+    from torch_fsdp_tests.defects import versions_page
+
+    if not path.parent.is_dir() or path.is_dir():
+        return _complain(f"{path} is not a file in a folder that exists")
+    write_text(path, versions_page.render())
+    return 0
 
 
 def _one(options: argparse.Namespace) -> int:

@@ -141,9 +141,9 @@ def facts(facts: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def filters(states: Iterable[str], features: Iterable[str] = (), things: str = "tests") -> str:
-    """The fields of the filter. It is hidden where scripts do not run."""
-    selects = [_select("state", "all states", states), _select("feature", "all features", features)]
+def filters(states: Iterable[str], features: Iterable[str] = (), things: str = "tests", kinds: str = "states") -> str:
+    """The fields of the filter. It is hidden where scripts do not run. ``kinds`` names what ``item`` calls states."""
+    selects = [_select("state", f"all {kinds}", states), _select("feature", "all features", features)]
     return (
         f"<div class=filter role=search data-things={things} hidden><input name=find type=search autocomplete=off "
         f'aria-label="Find {things}" placeholder="Find {things}: words of names, files, reasons">{"".join(selects)}'

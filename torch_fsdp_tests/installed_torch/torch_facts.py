@@ -66,6 +66,11 @@ class Fact:
             raise TorchDiffers(f"{self.differs}. If the release itself is like this, correct torch_facts.py")
         return VERSION >= self.since if IS_RELEASE else self.seen
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it is something to use. Otherwise torch does in another way what it did before."""
+        return self.says.partition(" ")[0] in ("has", "can", "lets", "accepts", "wraps")
+
     @functools.cached_property
     def seen(self) -> bool:
         """What the probe finds, or what follows from the version. Raises ``NameIsGone`` if the probe fails."""
@@ -174,7 +179,7 @@ HAS_DP_MESH_DIMS = Fact(
 )
 KEEPS_SPMD_TYPES = Fact(
     (2, 14),
-    "keeps the annotations of the package spmd-types on FSDP2's parameters",
+    "lets parameters of FSDP2 keep the annotations of the package spmd-types",
     _has(_FSDP2 + "_fsdp_param", "FSDPParam._restore_spmd_types"),
 )
 SHARDS_INTEGER_PARAMETERS = Fact(

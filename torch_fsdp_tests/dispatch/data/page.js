@@ -49,7 +49,11 @@ if (bar) {
   }
 
   function read() {
-    if (location.hash && !location.hash.includes("=")) return; // a heading of the page
+    if (location.hash && !location.hash.includes("=")) {
+      const target = document.getElementById(location.hash.slice(1)); // a heading of the page, or something folded
+      if (target?.tagName === "DETAILS") target.open = true;
+      return;
+    }
     const wanted = new URLSearchParams(location.hash.slice(1));
     for (const field of fields) field.value = wanted.get(field.name) || "";
     apply();

@@ -1,0 +1,67 @@
+"""What changes for users of FSDP from one version of torch to another: release notes for FSDP."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.registry import Defect
+from torch_fsdp_tests.defects.texts import worst_first
+from torch_fsdp_tests.installed_torch import torch_facts
+
+
+class Changes(NamedTuple):
+    """The defects of only one of two versions, and sentences about FSDP and what it stands on."""
+
+    repaired: list[Defect]
+    came: list[Defect]
+    new: list[str]
+    different: list[str]
+
+    def sections(self) -> dict[str, list[Defect] | list[str]]:
+        """The changes under their titles, without those that are empty."""
+        titles: dict[str, list[Defect] | list[str]] = {"Repaired": self.repaired, "Came": self.came}
+        titles |= {"Can do now": self.new, "Does differently": self.different}
+        return {title: each for title, each in titles.items() if each}
+
+
+def between(older: str, newer: str) -> Changes:
+    """What changed between two of ``registry.versions()``."""
+    known = registry.versions()
+    defects = worst_first([registry.entry(id).defect for id in registry.ids()])
+    facts = [
+        (f"torch {'.'.join(map(str, fact.since))} {fact.says}.", fact)
+        for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
+        if not fact.repairs and ".".join(map(str, fact.since)) in known[known.index(older) + 1 : known.index(newer) + 1]
+    ]
+    return Changes(
+        [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],
+        [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)],
+        [sentence for sentence, fact in facts if fact.is_new],
+        [sentence for sentence, fact in facts if not fact.is_new],
+    )
+
+
+def text(older: str, newer: str) -> str:
+    """The changes for a terminal."""
+    parts = [f"FSDP from torch {older} to {newer}"]
+    for title, changes in between(older, newer).sections().items():
+        lines = [_line(each, older) if isinstance(each, Defect) else each for each in changes]
+        parts.append(f"{title} ({len(changes)})\n" + "\n".join(f"  {line}" for line in lines))
+    return "\n\n".join(parts)
+
+
+def _line(defect: Defect, older: str) -> str:
+    known = registry.versions()
+    is_new = defect.since in known and known.index(defect.since) > known.index(older)
+    note = f" (before {defect.since} it cannot show)" * is_new
+    return f"{defect.id}  {defect.consequence.value}: {defect.title}{note}"
+
+
+def refusal(older: str, newer: str) -> str:
+    """Why these cannot be compared, or an empty string. Both are versions without a patch release, such as ``2.9``."""
+    known = registry.versions()
+    for version in (older, newer):
+        if version not in known:
+            return f"the registry knows torch {known[0]} to {known[-1]}, and not {version}"
+    return "" if known.index(older) < known.index(newer) else f"{older} is not older than {newer}"

@@ -1,0 +1,115 @@
+"""A page about all defects: which version of torch has which, what changed, the ways round, and the scripts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from html import escape
+
+from torch_fsdp_tests.defects import changes, registry, texts
+from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect
+from torch_fsdp_tests.dispatch import page
+from torch_fsdp_tests.dispatch.features import FEATURES
+from torch_fsdp_tests.dispatch.page import Section
+
+# The mark of an answer, its class, and what it means.
+MARKS = {
+    Answer.PRESENT: ("✗", "bad", "has the defect"),
+    Answer.ABSENT: ("✓", "ok", "does not have it"),
+    Answer.CANNOT_BE_TRIED: ("·", "none", "does not have what is broken"),
+}
+
+
+def render() -> str:
+    """The page, which needs no other file."""
+    versions = registry.versions()
+    defects = texts.worst_first([registry.entry(id).defect for id in registry.ids()])
+    used = {short for defect in defects for short in defect.uses}
+    present = [consequence for consequence in Consequence if any(each.consequence is consequence for each in defects)]
+    filters = page.filters(
+        [consequence.value for consequence in present],
+        [feature.name for feature in FEATURES if feature.short in used],
+        things="defects",
+        kinds="consequences",
+    )
+    steps = [_changes(older, newer) for older, newer in itertools.pairwise(versions)]
+    parts = [
+        Section("Defects", _defects(defects, versions), len(defects), holds_items=True),
+        Section("What changed", "".join(reversed(steps))),
+    ]
+    title = f"Known defects of FSDP in torch {versions[0]} to {versions[-1]}"
+    return page.document(title, [_head(defects, versions), page.sections(parts, filters)])
+
+
+def _head(defects: list[Defect], versions: list[str]) -> str:
+    oldest, newest = versions[0], versions[-1]
+    has = [defect for defect in defects if defect.is_in(newest)]
+    wrong = sum(defect.consequence is Consequence.SILENTLY_WRONG for defect in has)
+    total = changes.between(oldest, newest)
+    boxes = [
+        (str(len(has)), f"defects of torch {newest}", "bad"),
+        (str(wrong), "of them silently wrong", "bad"),
+        (str(len(total.repaired)), f"repaired since {oldest}", "ok"),
+        (str(len(total.came)), f"came since {oldest}", "warn"),
+    ]
+    return (
+        "<div class=kind>torch_fsdp_tests</div><h1>Known defects of torch's FSDP</h1><p class=lead>Which versions "
+        f"have each one, the way round it, and a script that shows it.</p>{page.sums(boxes)}"
+    )
+
+
+def _defects(defects: list[Defect], versions: list[str]) -> str:
+    """A folded line with a column for each version, and all about the defect below it."""
+    columns = f"<span class=versions>{''.join(f'<span>{version}</span>' for version in versions)}</span>"
+    words = "".join(f"<span><span class={kind}>{mark}</span> {means}</span>" for mark, kind, means in MARKS.values())
+    key = f"<div class='dim small key'>{words}</div>"
+    parts = [key]
+    for consequence, its in itertools.groupby(defects, key=lambda defect: defect.consequence):
+        lines = "".join(_defect(defect, versions) for defect in its)
+        head = f"<div class=columns><h3 class=what>{consequence.value.capitalize()}</h3>{columns}</div>"
+        parts.append(f"<div {page.HOLDER}>{head}{lines}</div>")
+    return "".join(parts)
+
+
+def _mark(answer: Answer, version: str) -> str:
+    mark, kind, means = MARKS[answer]
+    return f'<span class="{kind}" data-title="{version}" title="torch {version} {means}">{mark}</span>'
+
+
+def _defect(defect: Defect, versions: list[str]) -> str:
+    entry = registry.entry(defect.id)
+    names = [feature.name for feature in FEATURES if feature.short in defect.uses]
+    marks = "".join(_mark(defect.expected(f"{version}.0"), version) for version in versions)
+    about = f"{page.prose(defect.title)}<div class='dim small'>{escape(', '.join(names))}</div>"
+    head = f"<span class=what>{about}</span><span class='versions small'>{marks}</span>"
+    upstream = [f'<a href="{escape(url)}">{escape(url.partition("github.com/")[2])}</a>' for url in defect.upstream]
+    facts = {
+        "Way round": page.prose(defect.way_round),
+        "Versions": page.text(texts.history(defect)),
+        "Ends in": page.code(defect.message) * bool(defect.message),
+        "Where": page.code(defect.where),
+        "Arguable": page.prose(defect.arguable),
+        "Upstream": ", ".join(upstream),
+        "Name": page.code(defect.id),
+    }
+    shown = page.facts((title, value) for title, value in facts.items() if value)
+    explanation = "".join(f"<p>{page.prose(paragraph)}</p>" for paragraph in entry.explanation.split("\n\n"))
+    script = page.folded("Script", page.pre(texts.script(entry)))
+    attributes = f'class=file id="{defect.id}" {page.item(defect.consequence.value, names, is_test=True)}'
+    return page.folded(head, f"<div class=inside>{explanation}{shown}{script}</div>", attributes=attributes)
+
+
+def _changes(older: str, newer: str) -> str:
+    """The changes from one version to the next, folded under their numbers."""
+    sections = changes.between(older, newer).sections()
+    lists = "".join(f"<h3>{title}</h3>{_list(each)}" for title, each in sections.items())
+    counts = ", ".join(f"{title.lower()}: {len(each)}" for title, each in sections.items())
+    return page.folded(f"torch {newer} <span class='dim small'>{counts}</span>", lists)
+
+
+def _list(changed: Iterable[Defect | str]) -> str:
+    lines = [
+        f'<a href="#{each.id}">{page.prose(each.title)}</a>' if isinstance(each, Defect) else page.prose(each)
+        for each in changed
+    ]
+    return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
