@@ -176,6 +176,14 @@ class TestCommand(TestCase):
         self.assertTrue(out.startswith("fsdp2_ignored_parameters_break_foreach (error): "), out)
         self.assertTrue(out.endswith("\n1 known defect fits; --show ID prints a script for one\n"), out)
 
+    def test_what_this_torch_has_comes_first(self):
+        """``setStorage`` is the end of several defects. One cannot show before 2.13, and 2.12 repaired another one."""
+        cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
+        for version, gone in cases.items():
+            with self.subTest(version), unittest.mock.patch("torch.__version__", version):
+                printed = re.findall(r"^(\w+) \(", outputs("--find", "setStorage: sizes")[1], re.MULTILINE)
+                self.assertEqual(printed[-1], gone)
+
     def test_nothing_fits(self):
         self.assertEqual(outputs("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
 

@@ -113,6 +113,7 @@ def _find(options: argparse.Namespace) -> int:
         if not words.strip():
             return _complain("--find needs words or a traceback")
         found = (find.by_traceback if "\n" in words.strip() else find.by_words)(words)
+        found.sort(key=lambda entry: entry.defect.expected(torch.__version__) is not Answer.PRESENT)
     else:
         used = options.using.lower().replace(" ", "").split(",")
         if complaint := find.unknown_feature(used):

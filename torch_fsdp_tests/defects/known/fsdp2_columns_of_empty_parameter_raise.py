@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
     features="strategies, frozen",
     way_round="Let ``shard_placement_fn`` return ``Shard(0)`` for parameters without rows.",
-    error="FSDP does not support uneven sharding on dim 1: torch.Size([0,",
+    error="in reset_sharded_param ... requires even sharding: local_tensor.size()=torch.Size([0, 0])",
 )
 
 

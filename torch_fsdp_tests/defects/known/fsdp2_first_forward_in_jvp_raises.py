@@ -17,7 +17,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
     features="transforms",
     way_round="Run the model once without the transform, under ``torch.no_grad()``.",
-    error="in unshard ... Cannot access storage of TensorWrapper",
+    error="in alloc_storage ... Cannot access storage of TensorWrapper",
     upstream=("https://github.com/pytorch/pytorch/issues/182641", "https://github.com/pytorch/pytorch/pull/182732"),
     fails_with=("NotImplementedError", "RuntimeError"),
 )

@@ -18,7 +18,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
     features="frozen",
     way_round="Pass them in ``ignored_params``, or store them as buffers.",
-    error="in _init_sharded_param ... Only Tensors of floating point and complex dtype can require gradients",
+    error="in _init_sharded_param ... dtype can require gradients",
     upstream=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
     fails_with=("RuntimeError",),
 )

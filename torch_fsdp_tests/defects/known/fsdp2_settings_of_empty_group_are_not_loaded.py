@@ -23,7 +23,7 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     features="optimizer_state",
     way_round="Make no group without parameters.",
-    error="in step ... KeyError: 'lr'",
+    error="in step ... KeyError: 'betas'",
     upstream=("https://github.com/pytorch/pytorch/issues/143828",),
     fails_with=("KeyError", "IndexError", "AssertionError"),
 )
