@@ -9,30 +9,30 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 RANKS = 3
 STANDALONE = Node([*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)])
-_begun: list[SuiteRun] = []
 
 
-def begin(*files: str) -> SuiteRun:
-    run = SuiteRun(files, STANDALONE)
-    _begun.append(run)
-    return run
+@functools.cache
+def begun() -> tuple[SuiteRun, SuiteRun]:
+    """A run with each fault of a file, and last the loss of an agent, which ends the run; and a run that waits."""
+    files = ["ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "agent_dies", "well"]
+    return SuiteRun(files, STANDALONE), SuiteRun(["waits", "well"], STANDALONE)
 
 
 def tearDownModule():
-    for run in _begun:
+    for run in begun() if begun.cache_info().currsize else ():
         run.stop()
 
 
 @functools.cache
 def faults() -> SuiteRun:
-    """Each fault of a file, and last the loss of an agent, which ends the run."""
-    return begin("ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "agent_dies", "well").end()
+    interrupted()  # or the test that waits would reach its limit
+    return begun()[0].end()
 
 
 @functools.cache
 def interrupted() -> SuiteRun:
-    """A run in which the launcher gets Ctrl-C."""
-    run = begin("waits", "well")
+    """The run that waits, after its launcher has got Ctrl-C."""
+    run = begun()[1]
     run.wait_for("waits")
     run.signal(signal.SIGINT)
     return run.end()

@@ -19,12 +19,11 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 READY_LIMIT = 60  # seconds for Slurm to be ready
 DAEMONS = ("munged", "slurmctld", "slurmd")
-_begun: list[SuiteRun] = []
 _slurm: "Slurm"
 
 
 class Slurm:
-    """A Slurm cluster of two hosts with two processors each, until :meth:`close`. It runs as root, from one folder.
+    """A Slurm cluster of two hosts with four processors each, until :meth:`close`. It runs as root, from one folder.
 
     Raises :class:`unittest.SkipTest`, which names what the machine lacks.
     """
@@ -94,10 +93,11 @@ class Slurm:
             "JobAcctGatherType": "jobacct_gather/none",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_CPU",
+            "SlurmdParameters": "config_overrides",  # the hosts may have fewer processors than they say
         }
         lines = [f"{name}={value}" for name, value in values.items()]
         for name, address in zip(NAMES, self.hosts.addresses, strict=True):
-            lines.append(f"NodeName={name} NodeAddr={address} CPUs=2 State=UNKNOWN")
+            lines.append(f"NodeName={name} NodeAddr={address} CPUs=4 State=UNKNOWN")
         lines.append(f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP")
         return "\n".join(lines) + "\n"
 
@@ -147,24 +147,43 @@ def setUpModule():
 
 
 def tearDownModule():
-    for run in _begun:
+    for run in begun() if begun.cache_info().currsize else ():
         run.stop()
     _slurm.close()
 
 
-def launch(*files: str) -> SuiteRun:
-    """Run the suite's command with two ranks on each host."""
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable]
-    node = Node(srun, _slurm.hosts.prefix(0), _slurm.variables)
-    run = SuiteRun(files, node)
-    _begun.append(run)
-    return run
+@functools.cache
+def begun() -> tuple[SuiteRun, SuiteRun]:
+    """A run with a file of each kind of tests, and last the loss of an agent: srun itself does not end a job then. And
+    a run that waits. Both have two ranks on each host.
+    """
+    jobs = {"faults": ["well", "agent_dies", "well"], "waits": ["waits", "well"]}
+    faults, waits = (
+        SuiteRun(
+            files,
+            Node(
+                ["srun", f"--job-name={name}", "--nodes=2", "--ntasks-per-node=2", sys.executable],
+                _slurm.hosts.prefix(0),
+                _slurm.variables,
+            ),
+        )
+        for name, files in jobs.items()
+    )
+    return faults, waits
 
 
 @functools.cache
 def faults() -> SuiteRun:
-    """A file of each kind of tests, and last the loss of an agent: srun itself does not end a job then."""
-    return launch("well", "agent_dies", "well").end()
+    cancelled()  # or the test that waits would reach its limit
+    return begun()[0].end()
+
+
+@functools.cache
+def cancelled() -> SuiteRun:
+    run = begun()[1]
+    run.wait_for("waits")
+    _slurm.run("scancel", "--name=waits")
+    return run.end()
 
 
 class TestSrun(TestCase):
@@ -181,10 +200,7 @@ class TestSrun(TestCase):
         self.assertEqual(faults().left, [])
 
     def test_cancelled_job_writes_its_reports(self):
-        run = launch("waits", "well")
-        run.wait_for("waits")
-        _slurm.run("scancel", _slurm.run("squeue", "--noheader", "--format=%i"))
-        run.end()
+        run = cancelled()
         self.assertEqual(run.report["exit_code"], 128 + signal.SIGTERM)
         self.assertEqual(run.outcomes("waits"), WAITS)
         self.assertEqual(run.left, [])
