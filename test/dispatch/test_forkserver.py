@@ -77,27 +77,20 @@ class TestForkServer(TreeCase):
         self.assertEqual(*sights)
         self.assertNotEqual(*process_ids)  # both are children of their dispatcher
 
-    def test_bad_ends(self):
+    def test_bad_ends_and_processes_left_by_forked_files(self):
+        """The processes that are left are also outside of the file's process group: programs and forks."""
+        program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
+        fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
         ends = {
             "fails": body("print('words'), self.fail('on purpose')"),
             "leaves": body("os._exit(3)"),
             "dies": body("os.kill(os.getpid(), signal.SIGSEGV)"),
             "breaks": "import no_such_module\n",
-            "passes": PASS,
+            "passes": body(program, fork),
         }
         says = ["words(.|\n)*on purpose", "exited with status 3", "SIGSEGV", "no_such_module"]
         forked = {name: FORKED + text for name, text in ends.items()}
-        self.check_forked(forked, passed=1, failed=4, says=says)
-
-    def test_processes_left_by_forked_files_are_named_and_ended(self):
-        """This includes processes outside of the file's process group: programs and forks."""
-        program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
-        fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
-        out = self.check_forked(
-            {"leaves": FORKED + body(program, fork), "other": PASS, "third": PASS},
-            passed=4,
-            env={"VERBOSE_TEST_LOGS": "1"},
-        )
+        out = self.check_forked(forked, passed=2, failed=4, says=says, env={"VERBOSE_TEST_LOGS": "1"})
         left = set(map(int, re.findall(r"pid (\d+)", out)))
         self.assertEqual(len(left), 2, out)
         self.assertEqual(set(map(int, re.findall(r"note: the process (\d+) .*was left running", out))), left, out)

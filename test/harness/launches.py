@@ -1,4 +1,4 @@
-"""Runs the whole suite's command under a launcher, for other tests to check. Not a test file."""
+"""Launchers, and the whole suite's command under them, for other tests to check. Not a test file."""
 
 import dataclasses
 import json
@@ -46,6 +46,61 @@ WELL = dict.fromkeys(
 )
 
 
+class Launcher:
+    """A launcher, which starts at once. Its temporary files, and those of its ranks, are in a folder of its own."""
+
+    def __init__(self, command: Sequence[str], **variables: str) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="launched-"))
+        self._output = tempfile.TemporaryFile()
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+        clean.pop("GLOO_SOCKET_IFNAME", None)
+        own = {"TMPDIR": str(self._scratch), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command,
+            env=clean | own | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def read(self) -> str:
+        """What it and its ranks have printed."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="backslashreplace")
+
+    def remains(self) -> list[str]:
+        """Processes and folders of its ranks that still exist."""
+        left = [str(path) for path in self._scratch.iterdir() if path.name.startswith(("run_test", "torch_fsdp"))]
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"TMPDIR={self._scratch}".encode() in (path / "environ").read_bytes():
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    left += [command] * ("torch.distributed.run" not in command)
+            except OSError:
+                continue
+        return left
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # it ends its ranks then
+            try:
+                self.process.wait(STOP_LIMIT)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._output.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def left_after(seconds: float, *launchers: Launcher) -> list[str]:
+    """What is left of launches after so many seconds."""
+    give_up = time.monotonic() + seconds
+    while (left := [each for launcher in launchers for each in launcher.remains()]) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return left
+
+
 class SuiteRun:
     """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
 
@@ -53,94 +108,48 @@ class SuiteRun:
     """
 
     def __init__(self, files: Sequence[str], *nodes: Node) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="launched-"))
-        tree = self.scratch / "test" / "distributed"
+        self._scratch = Path(tempfile.mkdtemp(prefix="launched-suite-"))
+        tree = self._scratch / "test" / "distributed"
         tree.mkdir(parents=True)
         for number, name in enumerate(files):
             shutil.copy(FILE, tree / f"test_{number}_{name}.py")
-        self.started = self.scratch / "started"
-        self.started.mkdir()
-        self._report = self.scratch / "report"
-        self._outputs = []
-        self._processes = []
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
-        clean.pop("GLOO_SOCKET_IFNAME", None)
-        for number, node in enumerate(nodes):
-            temporary = self.scratch / f"tmp{number}"
-            temporary.mkdir()
-            own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "STARTED": str(self.started)}
-            limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(ROOT)}
-            output = open(self.scratch / f"output{number}", "w+b")
-            command = [*node.prefix, *node.launcher, str(ROOT / "run_test.py")]
-            command += ["--test-directory", str(self.scratch / "test"), "--keep-going", "--report", str(self._report)]
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=clean | own | limit | dict(node.variables),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-            self._outputs.append(output)
+        self._started, self._report = self._scratch / "started", self._scratch / "report"
+        self._started.mkdir()
+        command = [str(ROOT / "run_test.py"), "--test-directory", str(self._scratch / "test"), "--keep-going"]
+        command += ["--report", str(self._report)]
+        own = {"STARTED": str(self._started), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
+        self._launchers = [
+            Launcher([*node.prefix, *node.launcher, *command], **own, **node.variables) for node in nodes
+        ]
         self.report: dict[str, Any] = {}
 
     def wait_for(self, mark: str) -> None:
         """Wait until a process of the run has left this mark."""
         give_up = time.monotonic() + START_LIMIT
-        while not (self.started / mark).exists() and time.monotonic() < give_up:
+        while not (self._started / mark).exists() and time.monotonic() < give_up:
             time.sleep(0.05)
 
     def signal(self, number: int) -> None:
         """Send a signal to the first launcher."""
-        self._processes[0].send_signal(number)
+        self._launchers[0].process.send_signal(number)
 
     def stop(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()  # it ends its ranks then
-                try:
-                    process.wait(STOP_LIMIT)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        for launcher in self._launchers:
+            launcher.stop()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def end(self, nodes: int | None = None) -> "SuiteRun":
         """Wait for the first ``nodes`` only: a torchrun that has lost its store runs on for many minutes."""
-        self.codes = [process.wait(timeout=LIMIT) for process in self._processes[:nodes]]
-        self.texts = []
-        for output in self._outputs:
-            output.seek(0)
-            self.texts.append(output.read().decode(errors="backslashreplace"))
-            output.close()
+        self.codes = [launcher.process.wait(LIMIT) for launcher in self._launchers[:nodes]]
+        self.texts = [launcher.read() for launcher in self._launchers]
         self.text = self.texts[0]
-        give_up = time.monotonic() + GONE
-        while (left := self._left()) and time.monotonic() < give_up:
-            time.sleep(0.05)
-        self.left = left
+        self.left = left_after(GONE, *self._launchers)
         if (path := self._report / "report.json").exists():
             self.report = json.loads(path.read_text())
-            fault = self.started / "fault"
+            fault = self._started / "fault"
             self.seconds_after_fault = path.stat().st_mtime - fault.stat().st_mtime if fault.exists() else None
         self.stop()
-        shutil.rmtree(self.scratch, ignore_errors=True)
         return self
-
-    def _left(self) -> list[str]:
-        """Processes and folders of the run that still exist, except torchrun itself."""
-        folders = [
-            str(path) for path in self.scratch.glob("tmp*/*") if path.name.startswith(("run_test", "torch_fsdp"))
-        ]
-        processes = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"={self.scratch}/".encode() in (path / "environ").read_bytes():
-                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    processes += [command] * ("torch.distributed.run" not in command)
-            except OSError:
-                continue
-        return folders + processes
 
     def outcomes(self, file: str) -> dict[str, str]:
         """The outcome of each test of a file."""

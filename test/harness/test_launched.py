@@ -7,12 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import io
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import time
 import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +24,10 @@ from torch_fsdp_tests.common_utils import (
 from torch_fsdp_tests.dispatch import options
 from torch_fsdp_tests.processes import host, launcher
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launches import ROOT, TORCHRUN, Launcher, left_after
+
 FILE = Path(__file__).parent / "inputs" / "launched.py"
 LIMIT = 300  # seconds for a launch
 TEST_LIMIT = 60  # seconds for one of its tests
@@ -36,40 +35,20 @@ GONE = 2  # seconds after the end of a launch in which the ranks of a killed pro
 TESTS = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]
 
 
-class Launch:
+class Launch(Launcher):
     """One torchrun. It starts at once; :meth:`end` waits for it and reads the output of its ranks and its own."""
 
     def __init__(self, options: Sequence[str], tests: Sequence[str], **variables: str) -> None:
-        self._scratch = tempfile.TemporaryDirectory()
-        self._output = tempfile.TemporaryFile()
-        own = {"PYTHONPATH": str(ROOT), "TMPDIR": self._scratch.name, "OMP_NUM_THREADS": "1"}
         limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
-        command = [sys.executable, "-m", "torch.distributed.run", *options, str(FILE), "-v", *tests]
-        self._process = subprocess.Popen(
-            command, env=os.environ | own | limit | variables, stdout=self._output, stderr=subprocess.STDOUT
-        )
-
-    def _folders(self) -> list[str]:
-        return [name for name in os.listdir(self._scratch.name) if name.startswith("torch_fsdp_tests")]
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()  # torchrun ends its ranks then
-            self._process.wait()
+        super().__init__([*TORCHRUN, *options, str(FILE), "-v", *tests], **limit | variables)
 
     def end(self) -> "Launch":
         try:
-            self.code = self._process.wait(timeout=LIMIT)
+            self.code = self.process.wait(timeout=LIMIT)
+            self.text = self.read()
+            self.left = left_after(GONE, self)
         finally:
             self.stop()
-        self._output.seek(0)
-        self.text = self._output.read().decode(errors="backslashreplace")
-        self._output.close()
-        give_up = time.monotonic() + GONE
-        while (left := self._folders()) and time.monotonic() < give_up:
-            time.sleep(0.05)
-        self.left = left
-        self._scratch.cleanup()
         name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
         self.outcomes: dict[str, list[str]] = {}
         for test, cls, outcome in re.findall(
