@@ -16,13 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
-from torch_fsdp_tests.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
+from torch_fsdp_tests.ranks import Kind, Outcome
 
 
 class Method:
@@ -128,25 +125,12 @@ class TestSharedDirectory(MultiProcessTestCase):
     def test_threads_share_a_folder_that_is_removed(self):
         paths: list[Any] = [None] * 3
         names: list[Any] = [None] * 3
-        store = dist.HashStore()
 
-        def run(rank):
-            dist.init_process_group("threaded", rank=rank, world_size=3, store=store)
-            try:
-                paths[rank], names[rank] = Method().write_and_list(rank, after=dist.barrier)
-            except BaseException as error:
-                ProcessLocalGroup.exception_handle(error)
-            finally:
-                dist.destroy_process_group()
+        def live(rank: int) -> Outcome:
+            paths[rank], names[rank] = Method().write_and_list(rank, after=dist.barrier)
+            return Outcome(rank, Kind.PASSED)
 
-        _install_threaded_pg()
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ProcessLocalGroup.reset()
-        _uninstall_threaded_pg()
+        run_threads(3, live)
         self.assertEqual(names, [["0", "1", "2"]] * 3)
         self.assertEqual(len(set(paths)), 1)
         self.assertFalse(os.path.exists(os.path.dirname(paths[0])))

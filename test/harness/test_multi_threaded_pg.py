@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import unittest.mock
@@ -24,10 +23,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     CollectiveTimeout,
     Mismatch,
     PeerFailed,
-    ProcessLocalGroup,
     ThreadLocalWorld,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.ranks import Kind, Outcome
 
@@ -206,33 +202,19 @@ def every_case(rank: int, size: int) -> dict[tuple[Any, ...], list[torch.Tensor]
     return results
 
 
-def in_threads(size: int, body: Callable[[int], Any], *, init: bool = True) -> list[Any]:
+def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     """Run `body(rank)` in one thread per rank. Returns, by rank, the result or the exception that ended it."""
-    _install_threaded_pg()
-    store = dist.HashStore()
     outcomes: list[Any] = [None] * size
 
-    def run(rank):
+    def live(rank: int) -> Outcome:
         try:
-            if init:
-                dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
             outcomes[rank] = body(rank)
         except BaseException as error:
             outcomes[rank] = error
-            ProcessLocalGroup.exception_handle(error, rank)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            raise
+        return Outcome(rank, Kind.PASSED)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        ProcessLocalGroup.reset()
-        _uninstall_threaded_pg()
+    run_threads(size, live)
     return outcomes
 
 
@@ -506,19 +488,26 @@ class TestFailures(ThreadsTestCase):
         for outcome in outcomes:
             self.assertIsInstance(outcome, PeerFailed)
             self.assertEqual(outcome.rank, 2)
-            self.assertIn("rank 2 failed with LookupError: lost my way", str(outcome))
+            self.assertRegex(str(outcome), "rank 2 failed with .*LookupError: lost my way")
 
     def test_failure_before_the_group_is_made_or_during_a_collective(self):
-        def body(rank, *, connect):
+        init = dist.init_process_group
+
+        def init_at_rank_0(*args, rank, **kwargs):
             if rank == 1:
                 raise LookupError("gone")
-            if connect:
-                dist.init_process_group("threaded", rank=rank, world_size=2, store=dist.HashStore())
-            dist.broadcast(torch.zeros(1), 1)
+            init(*args, rank=rank, **kwargs)
 
-        for connect in (True, False):
-            outcomes = in_threads(2, functools.partial(body, connect=connect), init=not connect)
-            self.assertEqual([type(outcome) for outcome in outcomes], [PeerFailed, LookupError])
+        def wait_for_rank_1(rank):
+            if rank == 1:
+                raise LookupError("gone")
+            dist.broadcast(torch.zeros(1), 1)
+            return Outcome(rank, Kind.PASSED)
+
+        with unittest.mock.patch.object(dist, "init_process_group", init_at_rank_0):
+            before = run_threads(2, wait_for_rank_1)
+        for outcomes in (before, run_threads(2, wait_for_rank_1)):
+            self.assertEqual([outcome.exception for outcome in outcomes], ["PeerFailed", "LookupError"])
         self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])  # the next world is whole
 
     def mismatch(self, size: int, body: Callable[[int], object], *words: str) -> None:
