@@ -23,11 +23,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     batch = collections.defaultdict(list, x=torch.ones(1, device=device))
     elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
     try:
-        ((moved,),), _ = _to_kwargs((batch,), {}, elsewhere, False)
+        ((moved,),), _ = _to_kwargs((dict(batch) if way_round else batch,), {}, elsewhere, False)
         found = moved["x"].device.type
     except TypeError as error:
         found = f"{type(error).__name__}: {error}"

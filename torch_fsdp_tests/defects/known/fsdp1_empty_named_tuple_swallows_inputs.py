@@ -19,6 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.utils._recursive_to",
     features="",
     way_round="Pass None, or a named tuple that has a field.",
+    upstream=("https://github.com/pytorch/pytorch/pull/171617",),
 )
 
 

@@ -27,7 +27,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(4, 4, device=device)), mesh["tp"], {"0": ColwiseParallel()})
     model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
@@ -36,5 +36,7 @@ def reproduce(rank, world_size, device):
     optim.step()
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = FSDP.optim_state_dict(model, optim)["state"]["0.weight"]["exp_avg"]
+    if way_round and isinstance(state, DTensor):
+        state = state.full_tensor()
     found = state.to_local() if isinstance(state, DTensor) else state
     return list(found.shape), [4, 4]

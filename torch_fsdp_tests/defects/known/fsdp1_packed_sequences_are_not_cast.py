@@ -26,12 +26,12 @@ class Model(nn.Linear):
         return super().forward(sequence.data)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     config = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
     sequence = pack_padded_sequence(torch.ones(3, 1, 2, device=device), torch.tensor([3]))
     try:
-        found = str(model(sequence).dtype)
+        found = str(model(sequence.to(torch.bfloat16) if way_round else sequence).dtype)
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"
     return found, "torch.bfloat16"

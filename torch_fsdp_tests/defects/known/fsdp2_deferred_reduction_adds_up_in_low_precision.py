@@ -26,12 +26,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     model.set_manual_backward_finalization(True)
     for value in (256.0, 1.0):  # bfloat16 has 256 and 258, but not 257
+        if way_round:
+            model.set_requires_gradient_sync(value == 1.0)
         model(torch.full((1, 2), value, device=device)).sum().backward()
     model.finalize_backward()
 

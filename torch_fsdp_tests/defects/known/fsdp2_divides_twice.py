@@ -19,6 +19,7 @@ DEFECT = Defect(
     features="communication",
     way_round="Where a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
     world_size=1,
+    upstream=("https://github.com/pytorch/pytorch/pull/167178",),
 )
 
 

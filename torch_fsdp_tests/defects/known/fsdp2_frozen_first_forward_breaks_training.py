@@ -19,7 +19,10 @@ DEFECT = Defect(
     features="frozen, mixed_precision",
     way_round="Run the first forward before you freeze all parameters of a unit, if need be under ``torch.no_grad()``.",
     error="in foreach_reduce ... attempting to assign a gradient with dtype",
-    upstream=("https://github.com/pytorch/pytorch/issues/186998",),
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/186998",
+        "https://github.com/pytorch/pytorch/pull/187376",
+    ),
     fails_with=("RuntimeError", "AssertionError"),
 )
 

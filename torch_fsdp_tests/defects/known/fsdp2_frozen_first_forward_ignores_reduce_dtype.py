@@ -18,7 +18,10 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
     features="frozen, mixed_precision",
     way_round="Run the first forward before you freeze all parameters of a unit, if need be under ``torch.no_grad()``.",
-    upstream=("https://github.com/pytorch/pytorch/issues/186998",),
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/186998",
+        "https://github.com/pytorch/pytorch/pull/187376",
+    ),
 )
 
 

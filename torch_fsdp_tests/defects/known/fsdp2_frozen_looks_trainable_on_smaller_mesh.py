@@ -22,10 +22,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(4, 4, device=device)
     model.bias.requires_grad_(False)
-    fully_shard(model, reshard_after_forward=2)
+    fully_shard(model, reshard_after_forward=True if way_round else 2)
     model(torch.ones(1, 4, device=device))
 
     found = model.bias.requires_grad

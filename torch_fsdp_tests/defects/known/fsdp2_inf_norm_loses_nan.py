@@ -21,15 +21,15 @@ DEFECT = Defect(
 )
 
 
-def norm_of(params):
+def norm_of(params, order=torch.inf):
     try:
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.0, norm_type=float("inf"), error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0, norm_type=order, error_if_nonfinite=True)
         return getattr(norm, "full_tensor", lambda: norm)().item()
     except RuntimeError:
         return "raises"
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, world_size, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     model(torch.ones(1, 2, device=device)).sum().backward()
@@ -38,4 +38,4 @@ def reproduce(rank, world_size, device):
 
     plain = nn.Linear(2, world_size, bias=False, device=device)
     plain.weight.grad = model.weight.grad.full_tensor().clone()
-    return norm_of(model.parameters()), norm_of(plain.parameters())
+    return norm_of(model.parameters(), 2.0 if way_round else torch.inf), norm_of(plain.parameters())

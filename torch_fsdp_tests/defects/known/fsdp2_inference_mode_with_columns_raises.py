@@ -25,13 +25,13 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True)
     try:
-        with torch.inference_mode():
+        with torch.no_grad() if way_round else torch.inference_mode():
             found = model(torch.ones(1, 2, device=device)).item()
     except RuntimeError as error:
         found = f"RuntimeError: {str(error).splitlines()[0]}"

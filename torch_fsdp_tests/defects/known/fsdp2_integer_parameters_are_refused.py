@@ -19,7 +19,11 @@ DEFECT = Defect(
     features="frozen",
     way_round="Pass them in ``ignored_params``, or store them as buffers.",
     error="in _init_sharded_param ... dtype can require gradients",
-    upstream=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/177844",
+        "https://github.com/pytorch/pytorch/issues/185239",
+        "https://github.com/pytorch/pytorch/pull/177948",
+    ),
     fails_with=("RuntimeError",),
 )
 

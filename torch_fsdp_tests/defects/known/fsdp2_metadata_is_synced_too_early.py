@@ -23,6 +23,7 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
     features="checkpoint",
     way_round="Call ``os.sync()`` on rank 0 after ``dcp.save``.",
+    upstream=("https://github.com/pytorch/pytorch/pull/183877",),
 )
 
 

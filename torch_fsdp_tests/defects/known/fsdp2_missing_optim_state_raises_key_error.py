@@ -24,7 +24,10 @@ DEFECT = Defect(
     features="optimizer_state",
     way_round="Before you load it, add what is missing from ``get_optimizer_state_dict`` of the new optimizer.",
     error="in _split_optim_state_dict ... KeyError: '",
-    upstream=("https://github.com/pytorch/pytorch/issues/132628",),
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/132628",
+        "https://github.com/pytorch/pytorch/pull/165228",
+    ),
     fails_with=("KeyError",),
 )
 

@@ -37,9 +37,11 @@ class Embedding(nn.Module):
         return {"weight": "inner"}
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Sequential(Embedding(device))
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    if way_round:
+        Embedding._fqn_modifiers = Embedding.modifiers
     try:
         found = ", ".join(get_model_state_dict(model, options=StateDictOptions(dsd_fqn_modifiers="modifiers")))
     except AttributeError as error:

@@ -25,12 +25,13 @@ DEFECT = Defect(
 
 
 class Body(nn.Module):
-    def __init__(self):
+    def __init__(self, runs_head):
         super().__init__()
+        self.runs_head = runs_head
         self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def forward(self, x):
-        return self.body(x)
+        return self.head(self.body(x)) if self.runs_head else self.body(x)
 
 
 class Remembering:
@@ -48,12 +49,13 @@ class Remembering:
         return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-def reproduce(rank, world_size, device):
-    model = Body().to(device)
+def reproduce(rank, world_size, device, way_round=False):
+    model = Body(way_round).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard([model.body, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     remembering = Remembering()
     model.body.set_custom_all_gather(remembering)
-    model.head(model(torch.ones(1, 2, device=device))).sum().backward()
+    output = model(torch.ones(1, 2, device=device))
+    (output if way_round else model.head(output)).sum().backward()
     return sum(buffer() is not None for buffer in remembering.buffers), 0

@@ -31,12 +31,13 @@ class Body(nn.Module):
         return self.body(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Body().to(device)
     for param in model.parameters():
         nn.init.ones_(param)
     mesh = init_device_mesh(device.type, (world_size,))
-    fully_shard([model.body, model.head], mesh=mesh)
+    for modules in ([model.body], [model.head]) if way_round else ([model.body, model.head],):
+        fully_shard(modules, mesh=mesh)
     fully_shard(model, mesh=mesh)
     hidden = model(torch.ones(1, 2, device=device))
     chunk = hidden.detach().requires_grad_()

@@ -31,10 +31,11 @@ class Body(nn.Module):
         return self.body(x)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = Body().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
-    fully_shard([model.body, model.head], mesh=mesh, reshard_after_forward=True)
+    for modules in ([model.body], [model.head]) if way_round else ([model.body, model.head],):
+        fully_shard(modules, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     with torch.no_grad():
         model(torch.ones(1, 2, device=device))

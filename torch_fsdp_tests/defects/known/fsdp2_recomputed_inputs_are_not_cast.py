@@ -25,11 +25,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
-    output = checkpoint(model, torch.ones(1, 2, device=device), use_reentrant=False)
+    x = torch.ones(1, 2, device=device, dtype=torch.bfloat16 if way_round else torch.float32)
+    output = checkpoint(model, x, use_reentrant=False)
     try:
         output.sum().backward()
     except RuntimeError as error:

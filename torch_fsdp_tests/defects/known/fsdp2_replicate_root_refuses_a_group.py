@@ -25,10 +25,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     mesh = init_device_mesh(device.type, (world_size,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
-    fully_shard([model[0], model[1]], mesh=mesh)
+    for modules in ([model[0]], [model[1]]) if way_round else ([model[0], model[1]],):
+        fully_shard(modules, mesh=mesh)
     replicate(model, mesh=mesh)
     try:
         model(torch.ones(1, 2, device=device))

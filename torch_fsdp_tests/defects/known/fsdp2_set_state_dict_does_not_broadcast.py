@@ -29,7 +29,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, way_round=False):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = nn.Linear(2, 2, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
@@ -38,5 +38,9 @@ def reproduce(rank, world_size, device):
     if rank > 0:
         states = {}, {}
     with mock.patch.object(state_dict, "_broadcast_state_dict") as broadcast:  # otherwise rank 0 would wait
-        set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+        if way_round:
+            state_dict.set_model_state_dict(model, states[0], options=options)
+            state_dict.set_optimizer_state_dict(model, optim, states[1], options=options)
+        else:
+            set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return f"takes part in {broadcast.call_count} broadcasts", "takes part in 2 broadcasts"
