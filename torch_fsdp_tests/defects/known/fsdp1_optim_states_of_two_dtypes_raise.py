@@ -17,7 +17,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._convert_all_state_info",
     features="use_orig_params, optimizer_state",
     way_round="Wrap with ``use_orig_params=False``.",
-    error="in _convert_all_state_info ... Expected dtype == info.dtype, got",
+    error="in _convert_all_state_info ... dtype == info.dtype",
+    upstream=("https://github.com/pytorch/pytorch/issues/156166",),
 )
 
 

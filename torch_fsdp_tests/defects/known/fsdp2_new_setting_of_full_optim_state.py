@@ -23,6 +23,7 @@ DEFECT = Defect(
     features="optimizer_state",
     way_round="Make the scheduler before the load, so that the optimizer has the setting.",
     error="in _load_optim_state_dict ... KeyError: 'param_groups.",
+    upstream=("https://github.com/pytorch/pytorch/issues/126948",),
     fails_with=("KeyError",),
 )
 
