@@ -72,7 +72,7 @@ def _defects(defects: list[Defect], versions: list[str]) -> str:
 
 
 def _mark(answer: Answer, version: str) -> str:
-    mark, kind, means = MARKS[answer]
+    mark, kind, means = MARKS.get(answer, ("?", "warn", "may have it"))  # as for an entry that is new
     return f'<span class="{kind}" data-title="{version}" title="torch {version} {means}">{mark}</span>'
 
 
