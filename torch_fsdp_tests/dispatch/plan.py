@@ -212,7 +212,6 @@ def calculate_shards(
     tests: Sequence[TestRun],
     test_file_times: TestTimes,
     test_class_times: ClassTimes | None = None,
-    sort_by_time: bool = True,
     threshold: Seconds = SPLIT_THRESHOLD,
     weights: Mapping[str, int] | None = None,
     names: TestNames | None = None,
@@ -221,8 +220,8 @@ def calculate_shards(
 
     Each part goes to the shard with the least load, the longest first, as upstream does. Unlike upstream, parts of
     unknown length are assumed to last as long as the mean of the others, so that they are distributed too. A file that
-    needs ``weights[file]`` devices counts that many times. Without ``sort_by_time``, the given order is cut into runs
-    of equal size. The union of the shards is the input, and the same input gives the same shards.
+    needs ``weights[file]`` devices counts that many times. The union of the shards is the input, and the same input
+    gives the same shards.
     """
     parts = split(tests, test_file_times, test_class_times or {}, threshold, names)
     default = assumed(parts)
@@ -235,12 +234,10 @@ def calculate_shards(
     # Ties go to the shard with fewer parts, then to the lower number, so that parts without a length are distributed
     # too.
     heap = [(0.0, 0, shard) for shard in range(num_shards)]
-    for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)) if sort_by_time else ():
+    for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)):
         load, count, shard = heapq.heappop(heap)
         shards[shard].append(part)
         heapq.heappush(heap, (load + cost(part), count + 1, shard))
-    for index, part in enumerate(() if sort_by_time else parts):
-        shards[index * num_shards // len(parts)].append(part)
     return [(sum((part.get_time(default) for part in shard), 0.0), shard) for shard in shards]
 
 

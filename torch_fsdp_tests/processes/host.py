@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 LINUX = sys.platform.startswith("linux")
-MACOS = sys.platform == "darwin"
 
 REFUSAL = "torch_fsdp_tests does not run on Windows: use Linux, WSL 2, or macOS (CPU only)"
 
