@@ -23,18 +23,6 @@ Layer = Callable[[int, int], nn.Module]
 Wrapper = Callable[..., nn.Module]
 
 
-def _init_in_mode(
-    build: Callable[[bool], nn.Module], fsdp_init_mode: FSDPInitMode, device_init_mode: DEVICEInitMode
-) -> nn.Module:
-    """Call ``build(wrap_fsdp)`` as the modes say. ``DEVICE_AFTER`` moves the model after it is wrapped."""
-    if fsdp_init_mode not in (FSDPInitMode.NO_FSDP, FSDPInitMode.RECURSIVE):
-        raise ValueError(f"unsupported FSDP init mode: {fsdp_init_mode}")
-    wrap_fsdp = fsdp_init_mode is FSDPInitMode.RECURSIVE
-    model = build(wrap_fsdp)
-    moves_last = wrap_fsdp and device_init_mode is DEVICEInitMode.DEVICE_AFTER
-    return model.to(get_devtype()) if moves_last else model
-
-
 def _group_of_this_rank() -> dist.ProcessGroup:
     """Make a group with only the calling rank. Each rank makes its own, and the others need not take part."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -95,41 +83,54 @@ class NestedWrappedModule(FSDPTestModel):
     def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    @staticmethod
+    @classmethod
     def init(
+        cls,
         group: dist.ProcessGroup,
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
+        **more: Any,
     ) -> nn.Module:
         """Build the model. In ``RECURSIVE`` mode its inner layers are wrapped with ``fsdp_kwargs``, but not the model
-        itself. Like the ``init`` of every model here, it raises ``ValueError`` for another init mode.
+        itself. Like the ``init`` of every model here, it raises ``ValueError`` for another init mode. ``DEVICE_AFTER``
+        moves the model after it is wrapped. ``more`` are other arguments of the class.
         """
+        if fsdp_init_mode not in (FSDPInitMode.NO_FSDP, FSDPInitMode.RECURSIVE):
+            raise ValueError(f"unsupported FSDP init mode: {fsdp_init_mode}")
+        wrap_fsdp = fsdp_init_mode is FSDPInitMode.RECURSIVE
+        kwargs = {"deterministic": deterministic, **more}
+        model = cls._wrapped(group, wrap_fsdp, device_init_mode, fsdp_kwargs or {}, **kwargs)
+        moves_last = wrap_fsdp and device_init_mode is DEVICEInitMode.DEVICE_AFTER
+        return model.to(get_devtype()) if moves_last else model
 
-        def build(wrap_fsdp: bool) -> nn.Module:
-            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
-            return NestedWrappedModule(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
-
-        return _init_in_mode(build, fsdp_init_mode, device_init_mode)
+    @classmethod
+    def _wrapped(
+        cls,
+        group: dist.ProcessGroup,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any],
+        **kwargs: Any,
+    ) -> nn.Module:
+        return cls(group, wrap_fsdp, device_init_mode, **kwargs, **(fsdp_kwargs if wrap_fsdp else {}))
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     """A :class:`NestedWrappedModule` whose submodules are all wrapped in ``RECURSIVE`` mode, over the default group."""
 
-    @staticmethod
-    def init(
+    @classmethod
+    def _wrapped(
+        cls,
         group: dist.ProcessGroup,
-        fsdp_init_mode: FSDPInitMode,
+        wrap_fsdp: bool,
         device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
+        fsdp_kwargs: dict[str, Any],
+        **kwargs: Any,
     ) -> nn.Module:
-        def build(wrap_fsdp: bool) -> nn.Module:
-            plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
-            return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **(fsdp_kwargs or {}))
-
-        return _init_in_mode(build, fsdp_init_mode, device_init_mode)
+        plain = NestedWrappedModule(group, False, device_init_mode, **kwargs)
+        return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
@@ -153,21 +154,11 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             if re.match(req_grad_mask, name) is None:
                 parameter.requires_grad_(False)
 
-    @staticmethod
-    def init(
-        group: dist.ProcessGroup,
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
-    ) -> nn.Module:
-        def build(wrap_fsdp: bool) -> nn.Module:
-            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
-            return NonUniformReqGradNWM(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
-
-        model = _init_in_mode(build, fsdp_init_mode, device_init_mode)
+    @classmethod
+    def init(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super().init(*args, **kwargs)
         # FSDP's own part of a name, if there is one, is between the two numbers.
-        NonUniformReqGradNWM._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
+        cls._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
         return model
 
 
@@ -306,17 +297,6 @@ class MixtureOfExperts(NestedWrappedModule):
         if not self.wrap_fsdp:
             self._average_gradients()
 
-    @staticmethod
-    def init(
-        group: dist.ProcessGroup,
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
-        delay_before_free_ms: int = 0,
-    ) -> nn.Module:
-        def build(wrap_fsdp: bool) -> nn.Module:
-            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
-            return MixtureOfExperts(group, wrap_fsdp, device_init_mode, delay_before_free_ms, deterministic, **kwargs)
-
-        return _init_in_mode(build, fsdp_init_mode, device_init_mode)
+    @classmethod
+    def init(cls, *args: Any, delay_before_free_ms: int = 0, **kwargs: Any) -> nn.Module:
+        return super().init(*args, delay_before_free_ms=delay_before_free_ms, **kwargs)
