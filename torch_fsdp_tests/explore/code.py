@@ -35,6 +35,11 @@ IMPORTS = {  # what the code may need, and from where
         name: f"from torch.distributed.fsdp import {name}"
         for name in ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "fully_shard")
     },
+    **{
+        name: f"from torch.distributed.fsdp import {name}"
+        for name in ("BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy")
+    },
+    "FSDP": "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP",
     "StateDictOptions": f"from {_DSD} import StateDictOptions",
     **{
         f"{verb}_{what}_state_dict": f"from {_DSD} import {verb}_{what}_state_dict"
@@ -44,6 +49,10 @@ IMPORTS = {  # what the code may need, and from where
 }
 SCALER = "torch.amp.GradScaler(device.type, init_scale=4.0, growth_interval=2)"
 _OF_STATES = {"model": "model", "optimizer": "model, optimizer"}
+PARAMETERS = (  # while all are sharded
+    "parameters = {name.replace('_fsdp_wrapped_module.', ''): each for name, each in model.named_parameters()}"
+)
+_DTYPES = ("param_dtype", "reduce_dtype")
 _STYLES = {"up": "ColwiseParallel", "down": "RowwiseParallel"}
 _SETTINGS = {  # of state dicts, by their kind
     "full": "full_state_dict=True",
@@ -84,7 +93,9 @@ def construction(program: Program, chain: str = LAYERS["chain"]) -> Iterator[str
     for name, parameters in (("columns", program.columns), ("ignored", program.ignored)):
         if parameters:
             yield f"{name} = {{{', '.join(f'model.{parameter}' for parameter in parameters)}}}"
-    for unit in program.units:
+    if program.api == "fsdp1":
+        yield from _wrapping(program)
+    for unit in program.units if program.api != "fsdp1" else ():
         yield f"{program.api}({_modules(program, unit.modules)}, {', '.join(_arguments(program, unit))})"
     if program.meta:
         yield "model.to_empty(device=device)"
@@ -92,8 +103,29 @@ def construction(program: Program, chain: str = LAYERS["chain"]) -> Iterator[str
     yield f"optimizer = {optimizer(program)}"
     if program.scaler:
         yield f"scaler = {SCALER}"
-    yield "parameters = dict(model.named_parameters())  # while all are sharded"
+    yield PARAMETERS
     yield "inputs, losses, saved = [], [], {}"
+
+
+def _wrapping(program: Program) -> Iterator[str]:
+    """The lines that wrap each unit with FSDP1."""
+    settings = [
+        f"device_mesh=mesh, device_id=device, sharding_strategy=ShardingStrategy.{program.strategy}",
+        f"use_orig_params={program.original_parameters}, limit_all_gathers={program.limit_all_gathers}",
+        f"forward_prefetch={program.forward_prefetch}",
+        f"backward_prefetch={(program.backward_prefetch and f'BackwardPrefetch.{program.backward_prefetch}') or None}",
+    ]
+    if dtypes := [f"{name}=torch.{getattr(program, name)}" for name in _DTYPES if getattr(program, name)]:
+        settings.append(f"mixed_precision=MixedPrecision({', '.join(dtypes)})")
+    if program.offload:
+        settings.append("cpu_offload=CPUOffload(True)")
+    if program.ignored:
+        settings.append("ignored_states=list(ignored)")
+    yield f"settings = dict({', '.join(settings)})"
+    for unit in program.units:
+        name = _module(program, unit.modules[0])
+        yield f"{name} = FSDP({name}, **settings)"
+        yield from (f"model.{new} = model.{old}" for new, old in program.shares if old == unit.modules[0])
 
 
 def _module(program: Program, path: str) -> str:
@@ -154,10 +186,18 @@ def step(program: Program, index: int) -> str:
             return "scaler.step(optimizer)\nscaler.update()" if program.scaler else "optimizer.step()"
         case "zero":
             return f"optimizer.zero_grad(set_to_none={step.flag})"
+        case "clip" if program.api == "fsdp1":
+            return f"norm = model.clip_grad_norm_({step.number})"
         case "clip":
             norm = f"norm = nn.utils.clip_grad_norm_(model.parameters(), {step.number})"
             unscaled = "scaler.unscale_(optimizer)\n" if program.scaler else ""
             return f"{unscaled}{norm}\nnorm = norm.full_tensor() if isinstance(norm, DTensor) else norm"
+        case "sync" if program.api == "fsdp1":
+            enter, leave = (
+                "accumulation = model.no_sync()\naccumulation.__enter__()",
+                "accumulation.__exit__(None, None, None)",
+            )
+            return leave if step.flag else enter
         case "sync":
             return f"model.set_requires_gradient_sync({step.flag})"
         case "last":
@@ -185,7 +225,8 @@ def step(program: Program, index: int) -> str:
         case "freeze":
             return f"{at}.requires_grad_({step.flag})"
         case "edit":
-            return f"with torch.no_grad():\n    {at}.mul_(0.5)"
+            whole = "FSDP.summon_full_params(model), " if program.api == "fsdp1" else ""
+            return f"with {whole}torch.no_grad():\n    {at}.mul_(0.5)"
         case "save_model" | "save_optimizer":
             if step.at == "plain":
                 return f"saved[{what!r}] = copy.deepcopy({what}.state_dict())"
@@ -208,7 +249,7 @@ def step(program: Program, index: int) -> str:
             return f"{before}set_{what}_state_dict({_OF_STATES[what]}, {state}, options={options})"
         case "assign":
             load = "model.load_state_dict(copy.deepcopy(saved['model']), assign=True)"
-            return f"{load}\noptimizer = {optimizer(program)}\nparameters = dict(model.named_parameters())"
+            return f"{load}\noptimizer = {optimizer(program)}\n{PARAMETERS}"
         case "cast":
             return f"model.to(torch.{step.at})"
     raise ValueError(f"there is no code for the step {step.kind!r}")

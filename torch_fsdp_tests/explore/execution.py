@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from torch_fsdp_tests.explore.coverage import LineCoverage
+from torch_fsdp_tests.explore.flat import FlatSubject
 from torch_fsdp_tests.explore.lifecycle import SHARDED, UNKNOWN, Lifecycle
 from torch_fsdp_tests.explore.program import Program
 from torch_fsdp_tests.explore.reference import Forward, Invalid, Reference
@@ -69,7 +70,7 @@ def _run(program: Program, rank: int, device: str, keeps: bool) -> Outcome:
     with recorded() as calls, _coverage if rank == 0 else contextlib.nullcontext():
         try:
             reference, life = Reference(program, device), Lifecycle(program)
-            subject = Subject(program, rank, device)
+            subject = (FlatSubject if program.api == "fsdp1" else Subject)(program, rank, device)
             for index, step in enumerate(program.steps):
                 forward = reference.apply(step)
                 output = subject.apply(index)
@@ -114,6 +115,8 @@ def differences(
     dtypes = [program.dtype, program.dtype_at(len(program.steps))]
     if program.data_ranks // program.replicas > 2:  # a sum over more than two ranks depends on their order
         dtypes.append(program.reduce_dtype or program.param_dtype or program.dtype)
+    if program.api == "fsdp1":  # what it accumulates is rounded more than once
+        dtypes += [name for name in (program.param_dtype, program.reduce_dtype) if name]
     compared = functools.partial(_compared, max(LIMITS[getattr(torch, name)] for name in dtypes))
     data_rank = program.data_rank(rank)
     if forward is not None and output is not None:
@@ -132,6 +135,8 @@ def differences(
             yield "requires_grad", f"{name} has requires_grad {seen.requires_grad}"
         if not seen.value.numel():
             continue
+        if program.api == "fsdp1" and life.unreduced:
+            continue  # gradients are those of the rank, and not sharded
         if (seen.grad is None) != (master.grad is None):
             yield "a gradient is missing" if seen.grad is None else "a gradient too many", name
         elif seen.grad is not None and master.grad is not None:
@@ -171,6 +176,7 @@ def _compared(
 def shape_of(text: str) -> str:
     """The first line of a message without numbers, quoted names and addresses."""
     line = (text.splitlines() or [""])[0][:160]
+    line = re.sub(r"\b(c10::)?(double|float|half|bfloat16)\b", "DTYPE", line, flags=re.IGNORECASE)
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"'[^']*'|\"[^\"]*\"", "NAME", re.sub(r"0x[0-9a-f]+", "N", line)))
 
 

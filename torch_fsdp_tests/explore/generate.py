@@ -25,6 +25,7 @@ FEATURES = {
     "empty": "parameters without elements, and of one element",
     "evaluation": "forward without gradients, anywhere",
     "freezing": "parameters that are frozen, or change between frozen and trainable",
+    "fsdp1": "FullyShardedDataParallel instead of fully_shard",
     "groups": "several modules in one call of fully_shard",
     "hooks": "hooks of the user that change inputs, outputs and gradients",
     "hsdp": "a mesh with two dimensions",
@@ -110,9 +111,30 @@ class _Generator:
             scaler=scaler,
             inputs=self.on("inputs"),
         )
+        if self.on("fsdp1"):
+            program = self._for_fsdp1(program)
         program = program.but(units=self._units(program))
         program = self._specials(program)
         return program.but(steps=tuple(self._steps(program)))
+
+    def _for_fsdp1(self, program: Program) -> Program:
+        choice = self.choice
+        self.features -= {"groups", "resharding", "columns"}
+        strategies = (
+            ["HYBRID_SHARD"] if program.replicas > 1 else ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+        )
+        return program.but(
+            api="fsdp1",
+            output_dtype="",
+            meta=False,
+            scaler=False,
+            tensor_parallel=False,
+            strategy=choice.choice(strategies),
+            original_parameters=choice.random() < 0.6,
+            limit_all_gathers=choice.random() < 0.8,
+            forward_prefetch=choice.random() < 0.2,
+            backward_prefetch=choice.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "")),
+        )
 
     # --- The model ----------------------------------------------------------------------------------------------------
 

@@ -196,3 +196,65 @@ def _no_gradients_before_a_full_load(program: Program) -> Program:
 @_avoids("fsdp2_smaller_mesh_with_columns_raises")
 def _no_columns_on_smaller_meshes(program: Program) -> Program:
     return program.but(columns=()) if any(unit.reshard.isdigit() for unit in program.units) else program
+
+
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
+
+
+def _of_fsdp1(rewriting: Rewriting) -> Rewriting:
+    """A rewriting that leaves programs over FSDP2 alone."""
+    return lambda program: rewriting(program) if program.api == "fsdp1" else program
+
+
+@_avoids("fsdp1_second_backward_raises")
+@_of_fsdp1
+def _one_backward_for_each_forward(program: Program) -> Program:
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        if step.kind == "backward":
+            return [dataclasses.replace(step, flag=False)]
+        return [] if step.kind == "forward" and life.pending else [step]
+
+    return each_step(program, change)
+
+
+@_avoids("fsdp1_evaluation_before_step_trains_old_weights")
+@_avoids("fsdp1_update_between_forwards_is_not_seen")
+@_of_fsdp1
+def _training_after_each_evaluation(program: Program) -> Program:
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        if step.kind != "evaluate" or (steps and steps[-1].kind in ("forward", "evaluate")):
+            steps.append(step)
+    return program.but(steps=tuple(reversed(steps)))
+
+
+@_avoids("fsdp1_inference_mode_breaks_training")
+@_of_fsdp1
+def _no_inference_mode(program: Program) -> Program:
+    steps = [dataclasses.replace(step, at="no_grad") if step.at == "inference" else step for step in program.steps]
+    return program.but(steps=tuple(steps))
+
+
+@_avoids("fsdp1_accumulation_of_one_element_is_wrong")
+@_avoids("fsdp1_accumulated_gradient_is_lost")
+@_avoids("fsdp1_unused_unit_computes_with_old_weights")
+@_of_fsdp1
+def _original_parameters(program: Program) -> Program:
+    accumulates = any(step.kind == "sync" or step.names for step in program.steps)
+    small = program.width == 1 or any(layer.kind in ("one", "loose") for layer in program.all_layers())
+    return program.but(original_parameters=True) if accumulates or small else program
+
+
+@_avoids("fsdp1_gradient_of_no_sync_is_not_reduced")
+@_of_fsdp1
+def _every_unit_in_each_microbatch(program: Program) -> Program:
+    if not any(step.kind == "sync" for step in program.steps):
+        return program
+    return program.but(steps=tuple(dataclasses.replace(step, names=()) for step in program.steps))
+
+
+@_avoids("fsdp1_offloading_on_the_host_frees_parameters")
+@_of_fsdp1
+def _nothing_offloaded(program: Program) -> Program:
+    steps = [dataclasses.replace(step, at="full") if step.at == "broadcast" else step for step in program.steps]
+    return program.but(offload=False, steps=tuple(steps))

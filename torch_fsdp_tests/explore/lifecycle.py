@@ -14,6 +14,8 @@ CHANGES = (
     *("step", "edit", "load_model", "load_optimizer", "freeze", "save_optimizer", "save_model", "clip"),
     *("assign", "cast"),
 )
+_STATE_STEPS = ("save_model", "load_model", "save_optimizer", "load_optimizer")
+FSDP1_STEPS = ("forward", "evaluate", "backward", "step", "zero", "clip", "sync", "edit", *_STATE_STEPS)
 WITHOUT_PARAMETERS = ("relu", "counter")
 _PARAMETERS = {
     "linear": ("weight", "bias"),
@@ -56,6 +58,13 @@ class Lifecycle:
 
     def problem(self, step: Step) -> str:
         """Why the step is not valid now. Empty if it is."""
+        if self.program.api == "fsdp1":
+            if step.kind not in FSDP1_STEPS or (step.kind == "forward" and step.at):
+                return "FSDP1 has nothing like it"
+            if step.kind in CHANGES and self.unreduced:
+                return "FSDP1 steps only after a reduction"
+            if step.kind == "sync" and (self.pending or step.flag == self.syncs):
+                return "no_sync is a context around forward and backward"
         match step.kind:
             case "unshard" | "reshard" | "reshard_after_forward" if step.at != "*" and step.at not in self._at:
                 return f"{step.at!r} is not sharded"
@@ -87,6 +96,8 @@ class Lifecycle:
                 return "gradients that are not reduced yet cannot be dropped"
             case "load_model" | "load_optimizer" if step.kind.removeprefix("load_") not in self.saved:
                 return "nothing was saved"
+            case "save_model" | "save_optimizer" if self.program.ignored and step.at in ("broadcast", "checkpoint"):
+                return "what is not sharded is taken from one rank"
             case "assign" if self.saved.get("model") != "plain":
                 return "only a state dict of the same shards can be assigned"
             case "assign" if self.unreduced or self.program.ties or self.program.shares:
@@ -193,6 +204,8 @@ class Lifecycle:
                     left[index] = set(self.program.units[index].modules)
 
         run("", self.program.layers)
+        if self.program.api == "fsdp1":  # nothing is promised about what is gathered
+            self.states = [SHARDED for _ in self.states]
         for index, modules in left.items():  # the root completes groups of which only a part has run
             if modules and len(modules) < len(self.program.units[index].modules):
                 self._leave(index)
@@ -306,6 +319,19 @@ def problem(program: Program) -> str:
         or any(step.kind == "reshard_after_forward" for step in program.steps)
     ):
         return "replicate has a mesh of one dimension and no shards"
+    if program.api == "fsdp1":
+        if any(len(unit.modules) > 1 or unit.reshard != "default" for unit in program.units):
+            return "FSDP1 wraps single modules"
+        if program.columns or program.output_dtype or program.meta or program.scaler or program.tensor_parallel:
+            return "this is not explored with FSDP1"
+        if (program.replicas > 1) != program.strategy.startswith("HYBRID"):
+            return "hybrid strategies need a mesh with two dimensions, and no other strategy does"
+        for index in range(len(program.units)):
+            owned = [name for name in names if unit_of(program, name) == index and name not in program.ignored]
+            if not program.original_parameters and len({name in program.frozen for name in owned}) > 1:
+                return "a flat parameter is frozen as a whole"
+    elif program.strategy or program.original_parameters:
+        return "only FSDP1 has strategies and original parameters"
     if program.tensor_parallel and (
         program.world_size % 2
         or program.replicas > 1

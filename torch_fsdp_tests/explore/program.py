@@ -118,7 +118,12 @@ class Program:
     offload: bool = False
     optimizer: str = "sgd"  # or momentum, adam, adamw
     foreach: bool = True
-    api: str = "fully_shard"  # or replicate
+    api: str = "fully_shard"  # or replicate, or fsdp1
+    strategy: str = ""  # of FSDP1: the name of a ShardingStrategy
+    original_parameters: bool = False  # of FSDP1: use_orig_params
+    limit_all_gathers: bool = True  # of FSDP1
+    forward_prefetch: bool = False  # of FSDP1
+    backward_prefetch: str = "BACKWARD_PRE"  # of FSDP1. Empty for none
     tensor_parallel: bool = False  # over pairs of ranks, in layers that can be divided
     meta: bool = False  # the model is made on the meta device
     scaler: bool = False  # losses are scaled

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_fsdp_tests.explore import code, layers
-from torch_fsdp_tests.explore.lifecycle import resolved
+from torch_fsdp_tests.explore.lifecycle import resolved, unit_of
 from torch_fsdp_tests.explore.program import Program, Step
 
 NAMES = {**vars(layers), "nn": nn, "torch": torch}
@@ -179,7 +179,18 @@ class Reference:
         if self.syncs:
             self._reduce()
 
+    def _fill_units(self) -> None:
+        """A flat parameter has a gradient as a whole: zeros for the parameters in it that were not used."""
+        for rank, (kept, leaves) in enumerate(zip(self.kept, self.leaves)):
+            used = {unit_of(self.program, name) for name in kept}
+            for name, leaf in leaves.items():
+                trains = self.master(rank)[name].requires_grad and name not in self.ignored
+                if trains and unit_of(self.program, name) in used:
+                    kept.setdefault(name, torch.zeros_like(leaf))
+
     def _reduce(self) -> None:
+        if self.program.api == "fsdp1":
+            self._fill_units()
         for name in list(self.named[0]):
             parts = [kept.pop(name) for kept in self.kept if name in kept]
             if not parts:

@@ -40,9 +40,11 @@ def attempts(program: Program) -> Iterator[Program]:
             yield program.but(steps=steps[:start] + steps[start + size :])
         size //= 2
     for field in dataclasses.fields(Program):
-        if field.name not in ("seed", "world_size", "width", "layers", "units", "steps", "dtype"):
+        if field.name not in ("seed", "world_size", "width", "layers", "units", "steps", "dtype", "strategy"):
             if getattr(program, field.name) != field.default:
                 yield program.but(**{field.name: field.default})
+    if program.api == "fsdp1":
+        yield program.but(api="fully_shard", strategy="", original_parameters=False)
     for setting in ("frozen", "ignored", "columns"):
         names = getattr(program, setting)
         for name in names:

@@ -122,6 +122,11 @@ def local_shard(flat_param: FlatParam) -> torch.Tensor:
     return attribute(flat_param, "_local_shard")
 
 
+def parameters_in(flat_param: FlatParam) -> tuple[nn.Parameter, ...]:
+    """The original parameters inside a flat parameter, with ``use_orig_params``."""
+    return attribute(flat_param, "_params")
+
+
 def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
     """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` if there is none."""
     return attribute(flat_param, "_mp_shard")
