@@ -253,6 +253,19 @@ def _every_unit_in_each_microbatch(program: Program) -> Program:
     return program.but(steps=tuple(dataclasses.replace(step, names=()) for step in program.steps))
 
 
+@_avoids("fsdp1_flattened_load_by_some_ranks")
+@_of_fsdp1
+def _no_flattened_states(program: Program) -> Program:
+    steps = [dataclasses.replace(step, at="full") if step.at == "flattened" else step for step in program.steps]
+    return program.but(steps=tuple(steps))
+
+
+@_avoids("fsdp1_clip_grad_norm_refuses_float64")
+@_of_fsdp1
+def _no_clipping_in_double_precision(program: Program) -> Program:
+    return _without(program, "clip") if program.dtype == "float64" else program
+
+
 @_avoids("fsdp1_offloading_on_the_host_frees_parameters")
 @_of_fsdp1
 def _nothing_offloaded(program: Program) -> Program:

@@ -76,6 +76,13 @@ class Reference:
             for name, buffer in model.named_buffers():
                 owner, _, last = name.rpartition(".")
                 setattr(each.get_submodule(owner), last, buffer.clone())
+        # A flat parameter has gradients of its frozen parts, too, but nobody sees them.
+        trained = {unit_of(program, name) for name, each in self.named[0].items() if each.requires_grad}
+        self.hidden = {
+            name
+            for name, each in self.named[0].items()
+            if program.api == "fsdp1" and name not in self.ignored and unit_of(program, name) in trained
+        }
         self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
         self.pending: list[Forward] = []
         self.inputs: list[list[torch.Tensor]] = []  # of each forward, if their gradients are compared
@@ -158,7 +165,7 @@ class Reference:
             for rank, leaves in enumerate(self.leaves):
                 for name, parameter in self.master(rank).items():
                     leaves[name].copy_(parameter)
-                    leaves[name].requires_grad_(parameter.requires_grad)
+                    leaves[name].requires_grad_(parameter.requires_grad or name in self.hidden)
 
     def _backward(self, step: Step) -> None:
         index = int(step.number)
@@ -181,11 +188,10 @@ class Reference:
 
     def _fill_units(self) -> None:
         """A flat parameter has a gradient as a whole: zeros for the parameters in it that were not used."""
-        for rank, (kept, leaves) in enumerate(zip(self.kept, self.leaves)):
+        for kept, leaves in zip(self.kept, self.leaves):
             used = {unit_of(self.program, name) for name in kept}
             for name, leaf in leaves.items():
-                trains = self.master(rank)[name].requires_grad and name not in self.ignored
-                if trains and unit_of(self.program, name) in used:
+                if name not in self.ignored and unit_of(self.program, name) in used:
                     kept.setdefault(name, torch.zeros_like(leaf))
 
     def _reduce(self) -> None:
@@ -199,7 +205,8 @@ class Reference:
                 raise Invalid(f"some ranks have no gradient of {name}")
             mean = self._mean([part.to(self.reduce_dtype) for part in parts])
             for named in self.named:
-                self._accumulate(named[name], mean)
+                if named[name].requires_grad or name not in self.hidden:
+                    self._accumulate(named[name], mean)
 
     def _mean(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Sums over the ranks that share a replica come first, as in a mesh with two dimensions."""

@@ -1,0 +1,37 @@
+"""``clip_grad_norm_`` raises if the gradients are in float64.
+
+It computes the norm of every gradient in float32, so that gradients of a low precision lose nothing. For float64 that
+would be narrowing, which ``torch.linalg.vector_norm`` refuses. ``torch.nn.utils.clip_grad_norm_`` computes in the dtype
+of the gradients.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp.fully_sharded_data_parallel._get_grad_norm",
+    features="clipping",
+    way_round="Sum the squares of the shards' gradients, all-reduce the sum, and scale the gradients yourself.",
+    error="in _get_grad_norm ... should be convertible without narrowing to the specified dtype",
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(2, 2, bias=False, device=device, dtype=torch.float64)
+    model = FSDP(copy.deepcopy(plain), device_id=device)
+    for each in (model, plain):
+        each(torch.ones(1, 2, device=device, dtype=torch.float64)).sum().backward()
+    right = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+    try:
+        found = model.clip_grad_norm_(1.0).item()
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    return found, right
