@@ -165,6 +165,8 @@ def step(program: Program, index: int) -> str:
     if step.kind == "forward" and not step.flag:
         data += f"\nif {of_rank} == {program.data_ranks - 1}:\n    weights[:, -1] = torch.inf"
     skip = f", {step.names}" if step.names else ""
+    if step.odd:
+        skip = f", {step.names} if ({of_rank}) % 2 == 0 else {step.names + step.odd}"
     match step.kind:
         case "forward" if step.at:
             call = f"model(x, {step.names}, {step.at!r})\nexcept Interrupted:\n    pass"
@@ -182,6 +184,8 @@ def step(program: Program, index: int) -> str:
             return f"losses[{step.number:g}].backward(retain_graph=True)"
         case "backward":
             return f"losses.pop({step.number:g}).backward()"
+        case "input_gradient":
+            return "(inputs[-1].grad,) = torch.autograd.grad(losses.pop(), inputs[-1])"
         case "step":
             return "scaler.step(optimizer)\nscaler.update()" if program.scaler else "optimizer.step()"
         case "zero":
@@ -200,6 +204,10 @@ def step(program: Program, index: int) -> str:
             return leave if step.flag else enter
         case "sync":
             return f"model.set_requires_gradient_sync({step.flag})"
+        case "all_reduce":
+            return f"model.set_requires_all_reduce({step.flag})"
+        case "unused":
+            return f"model.set_reduce_scatter_unused_params({step.flag})"
         case "last":
             return f"model.set_is_last_backward({step.flag})"
         case "keep_after_backward":

@@ -28,9 +28,9 @@ FEATURES = {
     "fsdp1": "FullyShardedDataParallel instead of fully_shard",
     "groups": "several modules in one call of fully_shard",
     "hooks": "hooks of the user that change inputs, outputs and gradients",
-    "hsdp": "a mesh with two dimensions",
+    "hsdp": "a mesh with two dimensions, and gradients that are only reduced in one of them",
     "ignored": "parameters that FSDP does not manage",
-    "inputs": "gradients of inputs",
+    "inputs": "gradients of inputs, also alone",
     "interruptions": "exceptions in forward",
     "loose": "parameters that forward does not use",
     "low": "parameters and gradients of a low precision",
@@ -51,6 +51,7 @@ FEATURES = {
     "state": "state dicts of the model and of the optimizer",
     "tp": "tensor parallelism over pairs of ranks",
     "twice": "layers that run twice in one forward",
+    "unused": "layers that only some ranks use",
     "unshard": "unshard and reshard by hand",
 }
 _NAMES = [letter + number for number in ("", "2", "3") for letter in "abcdefghijklmnopqrstuvwxyz"]
@@ -261,6 +262,10 @@ class _Generator:
             yield Step("sync", flag=choice.random() < 0.4)
             if choice.random() < 0.3:
                 yield Step("last", flag=choice.random() < 0.5)
+        if program.replicas > 1 and self.on("accumulation", 0.4):
+            yield Step("all_reduce", flag=choice.random() < 0.5)
+        if self.on("unused", 0.5):
+            yield Step("unused", flag=choice.random() < 0.8)
         if self.on("interruptions", 0.3):
             yield Step("zero")
             yield Step(
@@ -270,12 +275,15 @@ class _Generator:
         count = choice.choice((2, 3)) if self.on("orders", 0.6) else 1
         for _ in range(count):
             is_finite = not program.scaler or choice.random() < 0.8
-            yield Step("forward", flag=is_finite, number=next(self.numbers), names=self._skipped(program))
+            odd = self._for_odd_ranks(program) if life.reduces_unused else ()
+            yield Step("forward", "", is_finite, next(self.numbers), self._skipped(program), odd)
             if self.on("evaluation", 0.2):
                 yield self._evaluation(program)
             if self.on("unshard", 0.2):
                 yield Step(choice.choice(("unshard", "reshard")), choice.choice((*wrapped, "*")))
         for _ in range(count):
+            if self.on("inputs", 0.2):
+                yield Step("input_gradient")
             number = choice.choice((0, -1))
             if self.on("retain", 0.4):
                 yield Step("backward", number=number, flag=True)
@@ -301,6 +309,14 @@ class _Generator:
     def _evaluation(self, program: Program) -> Step:
         mode = self.choice.choice(("no_grad", "inference", "eval"))
         return Step("evaluate", mode, number=next(self.numbers), names=self._skipped(program))
+
+    def _for_odd_ranks(self, program: Program) -> tuple[str, ...]:
+        """Layers that are no units, and have none below them."""
+        wrapped = [path for unit in program.units for path in unit.modules]
+        names = [
+            each.name for each in program.all_layers() if not any(each.name in path.split(".") for path in wrapped)
+        ]
+        return tuple(name for name in names if self.choice.random() < 0.4)
 
     def _skipped(self, program: Program) -> tuple[str, ...]:
         if not self.on("skips", 0.6):

@@ -30,6 +30,7 @@ def _avoids(id: str) -> Callable[[Rewriting], Rewriting]:
 
 
 NEEDS = {  # of features
+    "unused": torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS,
     "interruptions": torch_facts.HAS_RESET_ITER_STATE,
     "clipping": torch_facts.ADDS_NUMBERS_TO_NORMS_ONCE,
 }
@@ -147,14 +148,29 @@ def _no_optimizer_states_of_some_parameters(program: Program) -> Program:
 
 def _trains_all(program: Program) -> bool:
     """Whether every step uses and trains all parameters."""
-    has_all = not any(step.names or step.kind == "freeze" for step in program.steps) and not program.frozen
+    has_all = not any(step.names or step.odd or step.kind == "freeze" for step in program.steps) and not program.frozen
     return has_all and not any(layer.kind == "loose" for layer in program.all_layers())
 
 
 @_avoids("fsdp2_accumulation_before_first_use_raises")
 @_avoids("fsdp2_accumulation_of_later_parameter_raises")
 def _no_accumulation_of_some_parameters(program: Program) -> Program:
-    return program if _trains_all(program) or not program.reduce_dtype else _without(program, "sync")
+    if _trains_all(program) or not program.reduce_dtype:
+        return program
+    return _without(program, "sync", "unused")
+
+
+@_avoids("fsdp2_partial_reduction_adds_up_in_low_precision")
+@_avoids("fsdp2_partial_reduction_of_unused_group_is_left")
+@_avoids("fsdp2_partial_reduction_reaches_another_parameter")
+def _no_partial_reduction_of_some_parameters(program: Program) -> Program:
+    simple = _trains_all(program) and not program.param_dtype and not program.reduce_dtype
+    return program if simple else _without(program, "all_reduce")
+
+
+@_avoids("fsdp2_unused_parameters_are_reduced_out_of_order")
+def _gradients_of_inputs_order_the_reductions(program: Program) -> Program:
+    return program.but(inputs=True) if any(step.odd for step in program.steps) else program
 
 
 @_avoids("fsdp2_frozen_first_forward_breaks_training")

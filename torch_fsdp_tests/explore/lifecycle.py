@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch_fsdp_tests.explore.program import Layer, Program, Step
 
@@ -39,7 +39,8 @@ class Lifecycle:
         if program.api == "replicate":
             self.reshards = ["no" for _ in program.units]
         self.keeps = False  # after backward
-        self.syncs = True
+        self.syncs = self.all_reduces = True
+        self.reduces_unused = False
         self.unreduced = False  # gradients of a backward without synchronization are kept
         self.is_last = True
         self.unfinished = False  # the last backward was said not to be the last one
@@ -88,6 +89,12 @@ class Lifecycle:
                 return "reset_iter_state drops what other forwards have left"
             case "backward" if self.has_factor and not self.sums:
                 return "not every backend can divide in a reduction"
+            case "forward" if step.odd and (not self.reduces_unused or self._in_units(step.odd)):
+                return "all ranks run the same units, and zeros stand for what a rank does not use"
+            case "unused" if len(self.gathered) < len(self.program.units):
+                return "zeros are sent for units that have run"
+            case "input_gradient" if len(self.pending) != 1 or not self.program.inputs:
+                return "there is not one forward with a gradient of its input"
             case "backward" if not -len(self.pending) <= int(step.number) < len(self.pending):
                 return "there is no such forward"
             case "backward" if not self.pending[int(step.number)]:
@@ -128,7 +135,7 @@ class Lifecycle:
                 if not step.flag:
                     self.pending.pop(int(step.number))
                 self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
-                self.unreduced = not self.syncs
+                self.unreduced = not (self.syncs and self.all_reduces)
                 self.has_gradients = True
                 self.unfinished = not self.is_last
             case "zero" if step.flag:
@@ -148,7 +155,16 @@ class Lifecycle:
                 name = resolved(self.program, step.at)
                 self.trainable = self.trainable | {name} if step.flag else self.trainable - {name}
             case "sync":
-                self.syncs = step.flag
+                self.syncs = self.all_reduces = step.flag
+            case "all_reduce":
+                self.all_reduces = step.flag
+            case "unused":
+                self.reduces_unused = step.flag
+            case "input_gradient":
+                self.pending.pop()
+                self.unreduced = self.unreduced and not (self.syncs and self.all_reduces)
+                self.has_gradients = True
+                self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
             case "last":
                 self.is_last = step.flag
             case "keep_after_backward":
@@ -175,6 +191,10 @@ class Lifecycle:
             if not set(above).intersection(step.names) and not any(kinds.get(each) == "loose" for each in above):
                 used.add(resolved(self.program, name))
         return used
+
+    def _in_units(self, names: Iterable[str]) -> bool:
+        """Whether one of the layers is a unit, or has one below it."""
+        return any(set(names).intersection(path.split(".")) for path in self._at)
 
     def _units(self, at: str) -> Iterator[int]:
         """The unit of a module, or all units with ``"*"``."""
@@ -309,6 +329,8 @@ def problem(program: Program) -> str:
         return "there is no such parameter"
     if program.ignored and (program.param_dtype or program.meta or program.scaler or program.tensor_parallel):
         return "ignored parameters are not cast, are not in the state of other ranks, and have no shards"
+    if program.replicas == 1 and any(step.kind == "all_reduce" for step in program.steps):
+        return "nothing is all-reduced"
     if program.meta and (program.ties or program.shares):
         return "to_empty makes tied parameters two"
     if program.api == "replicate" and (

@@ -63,17 +63,21 @@ class Step:
     flag: bool = True
     number: float = 0.0
     names: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ()  # of a forward: layers that every second rank leaves out, too
 
 
 # The kinds of steps, and how a listing shows them.
 STEPS = {
-    "forward": "forward(data {number:g}, skip={names}, fail={at!r}, finite={flag})",
+    "forward": "forward(data {number:g}, skip={names}, odd ranks also {odd}, fail={at!r}, finite={flag})",
     "evaluate": "forward(data {number:g}, skip={names}) under {at}",
     "backward": "backward of the {position} forward, retain_graph={flag}",
+    "input_gradient": "torch.autograd.grad of the forward, for its input",
     "step": "optimizer.step()",
     "zero": "optimizer.zero_grad(set_to_none={flag})",
     "clip": "clip_grad_norm_(model.parameters(), {number:g})",
     "sync": "set_requires_gradient_sync({flag})",
+    "all_reduce": "set_requires_all_reduce({flag})",
+    "unused": "set_reduce_scatter_unused_params({flag})",
     "last": "set_is_last_backward({flag})",
     "keep_after_backward": "set_reshard_after_backward({flag})",
     "reshard_after_forward": "set_reshard_after_forward({flag}) at {at!r}",

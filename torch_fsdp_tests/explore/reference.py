@@ -86,7 +86,8 @@ class Reference:
         self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
         self.pending: list[Forward] = []
         self.inputs: list[list[torch.Tensor]] = []  # of each forward, if their gradients are compared
-        self.syncs = True
+        self.syncs = self.all_reduces = True
+        self.reduces_unused = False
         self.factor: float | None = None
         self.norm: torch.Tensor | None = None
         self.saved: dict[str, Any] = {}
@@ -121,7 +122,8 @@ class Reference:
                 weights[:, -1] = torch.inf
             if self.program.inputs and step.kind == "forward":
                 forward.inputs.append(x.requires_grad_())
-            output = model(x if self.param_dtype is None else x.to(self.param_dtype), step.names)
+            skip = step.names + (step.odd if rank % 2 else ())
+            output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip)
             if self.program.output_dtype:
                 output = output.to(dtype_of(self.program.output_dtype))
             forward.outputs.append(output)
@@ -183,7 +185,13 @@ class Reference:
                 if name in self.kept[rank]:  # what is kept adds up in the dtype of the reduction
                     gradient = (self.kept[rank][name] + gradient).to(self.reduce_dtype)
                 self.kept[rank][name] = gradient if self.syncs else gradient.to(self.reduce_dtype)
-        if self.syncs:
+        if self.syncs and self.all_reduces:
+            self._reduce()
+
+    def _input_gradient(self, step: Step) -> None:
+        for loss, x in zip(self.pending.pop().losses, self.inputs[-1]):
+            (x.grad,) = torch.autograd.grad(loss, x)
+        if self.syncs and self.all_reduces:  # FSDP takes it for a backward
             self._reduce()
 
     def _fill_units(self) -> None:
@@ -197,6 +205,11 @@ class Reference:
     def _reduce(self) -> None:
         if self.program.api == "fsdp1":
             self._fill_units()
+        if self.reduces_unused:
+            for kept, leaves in zip(self.kept, self.leaves):
+                for name, leaf in leaves.items():
+                    if leaf.requires_grad and name not in self.ignored:
+                        kept.setdefault(name, torch.zeros_like(leaf))
         for name in list(self.named[0]):
             parts = [kept.pop(name) for kept in self.kept if name in kept]
             if not parts:
@@ -220,7 +233,13 @@ class Reference:
         parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
     def _sync(self, step: Step) -> None:
-        self.syncs = step.flag
+        self.syncs = self.all_reduces = step.flag
+
+    def _all_reduce(self, step: Step) -> None:
+        self.all_reduces = step.flag
+
+    def _unused(self, step: Step) -> None:
+        self.reduces_unused = step.flag
 
     def _divide(self, step: Step) -> None:
         self.factor = step.number

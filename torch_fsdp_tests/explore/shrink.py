@@ -64,6 +64,8 @@ def attempts(program: Program) -> Iterator[Program]:
     for layers in _simpler(program.layers):
         yield _fitted(program.but(layers=layers))
     for index, step in enumerate(steps):
+        if step.odd:
+            yield program.but(steps=(*steps[:index], dataclasses.replace(step, odd=()), *steps[index + 1 :]))
         if step.names:
             yield program.but(steps=(*steps[:index], dataclasses.replace(step, names=()), *steps[index + 1 :]))
     for width in range(1, program.width):
