@@ -169,8 +169,14 @@ def _compared(
         yield f"shape of {kind}", f"{name}: {tuple(found.shape)} instead of {tuple(right.shape)}"
     elif found.dtype != right.dtype:
         yield f"dtype of {kind}", f"{name}: {found.dtype} instead of {right.dtype}"
-    elif not torch.allclose(found, right, rtol=limit, atol=limit, equal_nan=True):
+    elif not torch.allclose(found, right, rtol=limit, atol=limit * _size(right), equal_nan=True):
         yield kind, f"{name}: {found.tolist()} instead of {right.tolist()}"
+
+
+def _size(values: torch.Tensor) -> float:
+    """The largest magnitude, at least 1: where large terms cancel, the rounding is that of the terms."""
+    finite = values[values.isfinite()].abs()
+    return max(1.0, float(finite.max())) if finite.numel() else 1.0
 
 
 def shape_of(text: str) -> str:
