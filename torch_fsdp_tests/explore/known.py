@@ -222,17 +222,6 @@ def _of_fsdp1(rewriting: Rewriting) -> Rewriting:
     return lambda program: rewriting(program) if program.api == "fsdp1" else program
 
 
-@_avoids("fsdp1_second_backward_raises")
-@_of_fsdp1
-def _one_backward_for_each_forward(program: Program) -> Program:
-    def change(life: Lifecycle, step: Step) -> list[Step]:
-        if step.kind == "backward":
-            return [dataclasses.replace(step, flag=False)]
-        return [] if step.kind == "forward" and life.pending else [step]
-
-    return each_step(program, change)
-
-
 @_avoids("fsdp1_evaluation_before_step_trains_old_weights")
 @_avoids("fsdp1_update_between_forwards_is_not_seen")
 @_of_fsdp1
@@ -269,6 +258,19 @@ def _every_unit_in_each_microbatch(program: Program) -> Program:
     return program.but(steps=tuple(dataclasses.replace(step, names=()) for step in program.steps))
 
 
+@_avoids("fsdp1_frozen_replica_loses_its_parameters")
+@_of_fsdp1
+def _shards_of_all_units(program: Program) -> Program:
+    replicates = program.strategy == "NO_SHARD" or program.world_size == program.replicas
+    return program.but(strategy="FULL_SHARD", replicas=1) if replicates and not _trains_all(program) else program
+
+
+@_avoids("fsdp1_zero_grad_after_forward_is_missed")
+@_of_fsdp1
+def _zero_grad_before_forward(program: Program) -> Program:
+    return each_step(program, lambda life, step: [] if step.kind == "zero" and life.pending else [step])
+
+
 @_avoids("fsdp1_flattened_load_by_some_ranks")
 @_of_fsdp1
 def _no_flattened_states(program: Program) -> Program:
@@ -287,3 +289,14 @@ def _no_clipping_in_double_precision(program: Program) -> Program:
 def _nothing_offloaded(program: Program) -> Program:
     steps = [dataclasses.replace(step, at="full") if step.at == "broadcast" else step for step in program.steps]
     return program.but(offload=False, steps=tuple(steps))
+
+
+@_avoids("fsdp1_second_backward_raises")
+@_of_fsdp1
+def _one_backward_for_each_forward(program: Program) -> Program:
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        if step.kind == "backward":
+            return [dataclasses.replace(step, flag=False)]
+        return [] if step.kind == "forward" and life.pending else [step]
+
+    return each_step(program, change)

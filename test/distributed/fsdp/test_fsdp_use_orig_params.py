@@ -498,6 +498,23 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
             self.assertTrue(any(param.grad is not None for param in model.parameters()))
             model.zero_grad()
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], use_orig_params=[False, True])
+    def test_zero_grad_between_forward_and_backward(self, sharding_strategy, use_orig_params):
+        """Each step has the gradient of its own loss, also in the unit that makes the model's output."""
+        kwargs = {"sharding_strategy": sharding_strategy, "use_orig_params": use_orig_params, "device_id": self.device}
+        model = FSDP(nn.Sequential(nn.Linear(4, 4), FSDP(nn.Linear(4, 4), **kwargs)), **kwargs)
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
+        model(inp).sum().backward()
+        first = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        loss = model(inp).sum()
+        optim.zero_grad()
+        loss.backward()
+        shows = sharding_strategy is SHARD_GRAD_OP and use_orig_params
+        with torch_defect("fsdp1_zero_grad_after_forward_is_missed", when=shows):
+            self.assertEqual([param.grad for param in model.parameters() if param.grad is not None], first)
+
 
 class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     """Parameters, gradients and optimizer state outside forward and backward."""

@@ -3,8 +3,9 @@
 Before backward FSDP1 replaces the original parameters by views, which are not registered. The hook after backward that
 registers them again does not run if the unit is frozen and its input needs no gradient. Then ``_catch_all_reshard`` has
 to do it. But it takes a unit for resharded if the flat parameter points to the shard, and under NO_SHARD it always
-does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError. FSDP1 of one rank, and hybrid
-sharding over one rank, are NO_SHARD, too. Only ``use_orig_params=True`` is affected.
+does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError. The same happens to a unit
+that a step does not use: an optimizer that has its parameters does not change them any more. FSDP1 of one rank, and
+hybrid sharding over one rank, are NO_SHARD, too. Only ``use_orig_params=True`` is affected.
 """
 
 import torch

@@ -1,0 +1,45 @@
+"""``zero_grad()`` between forward and backward does not drop the gradients of the last unit under SHARD_GRAD_OP.
+
+With ``use_orig_params``, FSDP1 notices at certain points that all gradients of a unit have become None, and then drops
+the gradient of its flat parameter. In backward the root does so. But the hook of a unit that makes the model's output
+runs before that of the root, and takes the old gradient for one to add to. FULL_SHARD unshards the unit there, and
+compares the gradients on the way. SHARD_GRAD_OP kept it unsharded after forward. ``loss = model(x)``,
+``optimizer.zero_grad()``, ``loss.backward()`` is a usual order, and it adds up the gradients of all steps. (The model's
+own ``zero_grad()`` does nothing there for any unit: until backward, their parameters are not registered.)
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
+    features="use_orig_params",
+    way_round="Call ``zero_grad()`` before forward.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    plain = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    layers = copy.deepcopy(plain)
+    settings = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True, "device_id": device}
+    layers[1] = FSDP(layers[1], **settings)
+    model = FSDP(layers, **settings)
+    x = torch.ones(1, 2, device=device)
+    for each in (model, plain):
+        optim = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(x).sum().backward()
+        if way_round:
+            optim.zero_grad()
+        loss = each(x).sum()
+        optim.zero_grad()
+        loss.backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        return layers[1].weight.grad.tolist(), plain[1].weight.grad.tolist()
