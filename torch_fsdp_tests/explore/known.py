@@ -13,6 +13,7 @@ import torch
 
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.explore.lifecycle import Lifecycle, problem
 from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -45,6 +46,13 @@ def present() -> list[str]:
     """The known defects that the installed torch has, and that programs can show."""
     absent = (Answer.ABSENT, Answer.CANNOT_BE_TRIED)
     return [id for id in REWRITINGS if registry.entry(id).defect.expected(torch.__version__) not in absent]
+
+
+def possible(program: Program) -> Program:
+    """The program without what the device under test cannot do."""
+    if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
+        return program.but(offload=False)
+    return program
 
 
 def avoiding(program: Program, ids: Iterable[str]) -> Program:

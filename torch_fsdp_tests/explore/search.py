@@ -163,6 +163,7 @@ class Search:
         else:
             program = self._new(self._next)
             self._next += 1
+        program = known.possible(program)
         return program if self.settings.with_known else known.avoiding(program, self._present)
 
     def _take(self, result: Result) -> None:
