@@ -222,6 +222,12 @@ def _no_columns_on_smaller_meshes(program: Program) -> Program:
     return program.but(columns=()) if any(unit.reshard.isdigit() for unit in program.units) else program
 
 
+def _with_at(program: Program, old: str, new: str) -> Program:
+    """The program with another ``at`` in the steps that have this one."""
+    steps = [dataclasses.replace(step, at=new) if step.at == old else step for step in program.steps]
+    return program.but(steps=tuple(steps))
+
+
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +250,7 @@ def _training_after_each_evaluation(program: Program) -> Program:
 @_avoids("fsdp1_inference_mode_breaks_training")
 @_of_fsdp1
 def _no_inference_mode(program: Program) -> Program:
-    steps = [dataclasses.replace(step, at="no_grad") if step.at == "inference" else step for step in program.steps]
-    return program.but(steps=tuple(steps))
+    return _with_at(program, "inference", "no_grad")
 
 
 @_avoids("fsdp1_accumulation_of_one_element_is_wrong")
@@ -276,14 +281,15 @@ def _shards_of_all_units(program: Program) -> Program:
 @_avoids("fsdp1_zero_grad_after_forward_is_missed")
 @_of_fsdp1
 def _zero_grad_before_forward(program: Program) -> Program:
+    if program.strategy != "SHARD_GRAD_OP" or not program.original_parameters:
+        return program
     return each_step(program, lambda life, step: [] if step.kind == "zero" and life.pending else [step])
 
 
 @_avoids("fsdp1_flattened_load_by_some_ranks")
 @_of_fsdp1
 def _no_flattened_states(program: Program) -> Program:
-    steps = [dataclasses.replace(step, at="full") if step.at == "flattened" else step for step in program.steps]
-    return program.but(steps=tuple(steps))
+    return _with_at(program, "flattened", "full")
 
 
 @_avoids("fsdp1_clip_grad_norm_refuses_float64")
@@ -295,8 +301,7 @@ def _no_clipping_in_double_precision(program: Program) -> Program:
 @_avoids("fsdp1_offloading_on_the_host_frees_parameters")
 @_of_fsdp1
 def _nothing_offloaded(program: Program) -> Program:
-    steps = [dataclasses.replace(step, at="full") if step.at == "broadcast" else step for step in program.steps]
-    return program.but(offload=False, steps=tuple(steps))
+    return _with_at(program, "broadcast", "full").but(offload=False)
 
 
 @_avoids("fsdp1_second_backward_raises")

@@ -76,9 +76,9 @@ class Reference:
             for name, buffer in model.named_buffers():
                 owner, _, last = name.rpartition(".")
                 setattr(each.get_submodule(owner), last, buffer.clone())
-        # A flat parameter has gradients of its frozen parts, too, but nobody sees them.
+        # A flat parameter that trains has gradients of its frozen parts, too, but nobody sees them.
         trained = {unit_of(program, name) for name, each in self.named[0].items() if each.requires_grad}
-        self.hidden = {
+        self.in_trained_units = {
             name
             for name, each in self.named[0].items()
             if program.api == "fsdp1" and name not in self.ignored and unit_of(program, name) in trained
@@ -167,7 +167,7 @@ class Reference:
             for rank, leaves in enumerate(self.leaves):
                 for name, parameter in self.master(rank).items():
                     leaves[name].copy_(parameter)
-                    leaves[name].requires_grad_(parameter.requires_grad or name in self.hidden)
+                    leaves[name].requires_grad_(parameter.requires_grad or name in self.in_trained_units)
 
     def _backward(self, step: Step) -> None:
         index = int(step.number)
@@ -194,22 +194,17 @@ class Reference:
         if self.syncs and self.all_reduces:  # FSDP takes it for a backward
             self._reduce()
 
-    def _fill_units(self) -> None:
-        """A flat parameter has a gradient as a whole: zeros for the parameters in it that were not used."""
+    def _fill(self) -> None:
+        """Gradients of zero for parameters that were not used: in FSDP1 those of used units, in FSDP2 if it is set."""
         for kept, leaves in zip(self.kept, self.leaves):
-            used = {unit_of(self.program, name) for name in kept}
+            used = {unit_of(self.program, name) for name in kept} if self.program.api == "fsdp1" else set()
             for name, leaf in leaves.items():
-                if name not in self.ignored and unit_of(self.program, name) in used:
+                is_sent = unit_of(self.program, name) in used or (self.reduces_unused and leaf.requires_grad)
+                if is_sent and name not in self.ignored:
                     kept.setdefault(name, torch.zeros_like(leaf))
 
     def _reduce(self) -> None:
-        if self.program.api == "fsdp1":
-            self._fill_units()
-        if self.reduces_unused:
-            for kept, leaves in zip(self.kept, self.leaves):
-                for name, leaf in leaves.items():
-                    if leaf.requires_grad and name not in self.ignored:
-                        kept.setdefault(name, torch.zeros_like(leaf))
+        self._fill()
         for name in list(self.named[0]):
             parts = [kept.pop(name) for kept in self.kept if name in kept]
             if not parts:
@@ -218,7 +213,7 @@ class Reference:
                 raise Invalid(f"some ranks have no gradient of {name}")
             mean = self._mean([part.to(self.reduce_dtype) for part in parts])
             for named in self.named:
-                if named[name].requires_grad or name not in self.hidden:
+                if named[name].requires_grad or name not in self.in_trained_units:
                     self._accumulate(named[name], mean)
 
     def _mean(self, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +30,14 @@ TRAINING = Program(
     steps=(Step("forward", number=1), Step("backward", number=-1, flag=False), Step("step")),
 )
 
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"inputs": True, "meta": True},
+    {"scaler": True, "dtype": "float32"},
+    {"api": "fsdp1", "strategy": "FULL_SHARD"},
+    {"api": "fsdp1", "strategy": "SHARD_GRAD_OP", "original_parameters": True},
+)
+
 
 class TestPrograms(FSDPTest):
     @property
@@ -46,7 +56,7 @@ class TestPrograms(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_wrong_gradient_is_noticed(self):
-        """Gradients that are summed and not averaged differ from the plain model's, after the backward."""
+        """Gradients that are twice too large differ from the plain model's, after the backward."""
         original = internals.reduce_scatter()
 
         def doubled(*args, **kwargs):
@@ -54,9 +64,10 @@ class TestPrograms(FSDPTest):
             (kwargs["output"] if "output" in kwargs else args[0]).mul_(2)
             return work
 
-        with patch_reduce_scatter(doubled):
-            outcome = execution.run(TRAINING, self.rank, self.device.type)
-        self.assertEqual((outcome.what, outcome.step), ("gradient", 1))
+        for changes in VARIANTS:
+            with self.subTest(str(changes)), patch_reduce_scatter(doubled):
+                outcome = execution.run(TRAINING.but(**changes), self.rank, self.device.type)
+                self.assertEqual((outcome.what, outcome.step), ("gradient", 1))
 
     @skip_if_lt_x_gpu(2)
     def test_unit_that_stays_gathered_is_noticed(self):
