@@ -524,6 +524,8 @@ class TestCommand(CommandCase):
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 40)[id].executed, 2)
         # What noticed a mutant of the function before comes first.
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 1)[id].executed, 1)
+        # Without a budget only random programs try it, which do not run this package.
+        self.assertEqual(self.check_outcomes({id: Outcome.MISSED}, "--budget", 0, "--explore", 1)[id].executed, 0)
 
     def test_the_list_of_mutants(self):
         out = self.run_command("--list", "--module", "sizes")

@@ -13,6 +13,7 @@ from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 
 START_LIMIT = 180.0  # seconds for the imports, and for confirming what was found
+OF_FAMILY = {"FSDP1": ("--with", "fsdp1"), "FSDP2": ("--without", "fsdp1")}  # the programs that may run the change
 
 
 def explored(finding: Finding, seconds: float, environment: Mapping[str, str]) -> Finding:
@@ -23,7 +24,7 @@ def explored(finding: Finding, seconds: float, environment: Mapping[str, str]) -
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         changed = {**environment, **hook.environment(finding.id, Path(folder, "reached"), environment)}
         found = Path(folder, "found")
-        arguments = ("--seconds", str(seconds), "--first", "--output", str(found))
+        arguments = ("--seconds", str(seconds), "--first", "--output", str(found), *OF_FAMILY.get(finding.family, ()))
         if _explore(arguments, changed, seconds + START_LIMIT) != 1:
             return finding
         programs = sorted(found.glob("new-*.json"))

@@ -101,7 +101,7 @@ def parse(argv: Sequence[str]) -> Options:
     words = (
         "run tests of at most S seconds for each mutant, by the times in the map; the most specific tests run first "
     )
-    words += "(default: no limit)"
+    words += "(default: no limit; 0 leaves the mutants to --explore)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     words = "let random programs try each mutant that the tests miss for S seconds (see torch_fsdp_tests.explore)"
     add("--explore", type=_positive, metavar="S", help=words)
@@ -117,8 +117,8 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--mutant and --sample cannot be used together")
     if given.patience <= 0:
         parser.error("--patience must be greater than 0")
-    if not given.budget > 0:
-        parser.error("--budget must be greater than 0")
+    if not (given.budget > 0 or (given.budget == 0 and given.explore)):
+        parser.error("--budget must be greater than 0, or 0 together with --explore")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     try:

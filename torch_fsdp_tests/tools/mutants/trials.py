@@ -113,6 +113,8 @@ class Trials:
         argued = self._argued.get(mutant.id)
         if argued is not None and argued["change"] == finding.change:
             return dataclasses.replace(finding, outcome=Outcome.EQUIVALENT, why=argued["why"])
+        if not self._setting.budget:
+            return dataclasses.replace(finding, outcome=Outcome.MISSED)
         executed: list[str] = []
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
