@@ -1,6 +1,7 @@
 """The explorer: programs from seeds, what is valid, shrinking, and ranks that end otherwise than expected."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from torch_fsdp_tests.explore import execution, generate, known, ranks, record, 
 from torch_fsdp_tests.explore.execution import shape_of
 from torch_fsdp_tests.explore.layers import batch
 from torch_fsdp_tests.explore.lifecycle import GATHERED, SHARDED, Lifecycle, problem
-from torch_fsdp_tests.explore.program import Layer, Program, ProgramError, Step, Unit
+from torch_fsdp_tests.explore.program import LAYERS, STEPS, Layer, Program, ProgramError, Step, Unit
 from torch_fsdp_tests.explore.reference import Reference
 from torch_fsdp_tests.explore.shrink import shrunk
 from torch_fsdp_tests.ranks import Assignment
@@ -49,11 +50,25 @@ class TestPrograms(TestCase):
             self.assertEqual(problem(program), "", program.listing())
             self.assertEqual(Program.from_json(program.as_json()), program)
 
-    def test_every_kind_of_step_occurs(self):
-        kinds = {step.kind for seed in SEEDS for step in generate.program_of(seed, 4).steps}
-        self.assertTrue(
-            {"forward", "backward", "evaluate", "step", "unshard", "save_model", "reset", "divide"} <= kinds
-        )
+    def test_everything_that_a_program_may_have_occurs(self):
+        programs = [generate.program_of(seed, 4) for seed in SEEDS]
+        self.assertEqual({step.kind for program in programs for step in program.steps}, {*STEPS})
+        self.assertEqual({layer.kind for program in programs for layer in program.all_layers()}, {*LAYERS})
+        for field in dataclasses.fields(Program):
+            with self.subTest(field.name):
+                self.assertGreater(
+                    len({getattr(program, field.name) for program in programs}), field.name != "world_size"
+                )
+
+    def test_contradictory_features_are_refused(self):
+        with self.assertRaisesRegex(ProgramError, "no program over 4 ranks has fsdp1, tp together"):
+            generate.program_of(1, 4, demanded=("tp", "fsdp1"))
+
+    def test_scripts_are_python(self):
+        for seed in range(40):
+            program = generate.program_of(seed, 4)
+            result = ranks.Result(program, "gradient", 1, "a.weight: [1.0] instead of [2.0]")
+            compile(script.script(program, result), "<script>", "exec")
 
     def test_variations_have_no_feature_that_is_switched_off(self):
         searched = search.Search(search.Settings(seed=5, without=("offload", "low")))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch_fsdp_tests.explore import lifecycle
 from torch_fsdp_tests.explore.lifecycle import SHARDED, Lifecycle, paths, problem
-from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
+from torch_fsdp_tests.explore.program import Layer, Program, ProgramError, Step, Unit
 
 # What a program may have. Each can be switched off, or demanded.
 FEATURES = {
@@ -54,18 +54,26 @@ FEATURES = {
     "unused": "layers that only some ranks use",
     "unshard": "unshard and reshard by hand",
 }
+_EXCLUDES = {  # the features that a program cannot have beside another
+    "fsdp1": {"casts", "columns", "groups", "interruptions", "meta", "reduction", "replicate", "resharding", "scaling"},
+    "ignored": {"low"},
+    "meta": {"ignored", "shared"},
+    "replicate": {"columns", "hsdp", "resharding"},
+    "scaling": {"ignored"},
+    "tp": {"casts", "clipping", "columns", "fsdp1", "hsdp", "ignored", "low", "replicate", "shared"},
+}
+_ATTEMPTS = 1000
 _NAMES = [letter + number for number in ("", "2", "3") for letter in "abcdefghijklmnopqrstuvwxyz"]
 
 
 def program_of(seed: int, world_size: int = 2, without: Iterable[str] = (), demanded: Iterable[str] = ()) -> Program:
-    """The valid program of a seed."""
-    attempt = 0
-    while True:
+    """The valid program of a seed. Raises :class:`ProgramError` if none has all the features that are demanded."""
+    for attempt in range(_ATTEMPTS):
         generator = _Generator(random.Random(f"{seed}-{attempt}"), seed, world_size, set(without), set(demanded))
         program = generator.program()
         if not problem(program):
             return program
-        attempt += 1
+    raise ProgramError(f"no program over {world_size} ranks has {', '.join(sorted(demanded))} together")
 
 
 class _Generator:
@@ -77,6 +85,11 @@ class _Generator:
         self.world_size = world_size
         density = choice.choice((0.15, 0.3, 0.5))
         self.features = {each for each in FEATURES if choice.random() < density} - without | demanded
+        for feature in choice.sample(sorted(_EXCLUDES), len(_EXCLUDES)):
+            others = _EXCLUDES[feature] & self.features
+            if feature in self.features and others:
+                gives_way = feature not in demanded and (others & demanded or choice.random() < 0.7)
+                self.features -= {feature} if gives_way else others - demanded
         self.names = iter(_NAMES)
         self.numbers = iter(range(1, 1000))
 
@@ -88,7 +101,7 @@ class _Generator:
         layers = tuple(self._layer(depth=1) for _ in range(choice.randint(1, 4)))
         low = self.on("low")
         scaler = self.on("scaling")
-        tensor_parallel = self.on("tp") and not self.on("hsdp") and self.world_size > 1
+        tensor_parallel = self.on("tp") and self.world_size > 1
         program = Program(
             seed=self.seed,
             world_size=self.world_size,
@@ -120,16 +133,12 @@ class _Generator:
 
     def _for_fsdp1(self, program: Program) -> Program:
         choice = self.choice
-        self.features -= {"groups", "resharding", "columns"}
         strategies = (
             ["HYBRID_SHARD"] if program.replicas > 1 else ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
         )
         return program.but(
             api="fsdp1",
             output_dtype="",
-            meta=False,
-            scaler=False,
-            tensor_parallel=False,
             strategy=choice.choice(strategies),
             original_parameters=choice.random() < 0.6,
             limit_all_gathers=choice.random() < 0.8,
@@ -147,6 +156,7 @@ class _Generator:
             return Layer(name, "chain", recompute=self.on("recompute", 0.4), parts=parts)
         kinds = ["linear"] * 4 + ["wide"] * 2 + ["scale", "relu"]
         kinds += ["counter"] * self.on("buffers") + ["empty", "one"] * self.on("empty") + ["loose"] * self.on("loose")
+        kinds += ["wide"] * 8 * self.on("tp")
         kinds += ["norm"] * (self.on("norm") and "low" not in self.features) + ["detour"]
         return Layer(
             name,
@@ -208,7 +218,8 @@ class _Generator:
                     )
                     return program.but(units=units, shares=((new, old),))
                 tied = (f"{new}.weight", f"{old}.weight")
-                if layers[new].kind in ("linear", "scale") and set(names).issuperset(tied):
+                in_one_unit = lifecycle.unit_of(program, tied[0]) == lifecycle.unit_of(program, tied[1])
+                if set(names).issuperset(tied) and in_one_unit:
                     changes["ties"] = (tied,)
         return program.but(**changes)
 
