@@ -33,6 +33,8 @@ def _avoids(id: str) -> Callable[[Rewriting], Rewriting]:
 NEEDS = {  # of features
     "unused": torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS,
     "interruptions": torch_facts.HAS_RESET_ITER_STATE,
+    "replicate": torch_facts.REPLICATES_WITHOUT_SHARDS,
+    "tp": torch_facts.TP_KEEPS_REQUIRES_GRAD,
     "clipping": torch_facts.ADDS_NUMBERS_TO_NORMS_ONCE,
 }
 

@@ -136,7 +136,7 @@ class Lifecycle:
                     self.pending.pop(int(step.number))
                 self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
                 self.unreduced = not (self.syncs and self.all_reduces)
-                self.has_gradients = True
+                self.has_gradients |= not self.unreduced
                 self.unfinished = not self.is_last
             case "zero" if step.flag:
                 self.has_gradients = False
@@ -162,8 +162,9 @@ class Lifecycle:
                 self.reduces_unused = step.flag
             case "input_gradient":
                 self.pending.pop()
-                self.unreduced = self.unreduced and not (self.syncs and self.all_reduces)
-                self.has_gradients = True
+                if self.syncs and self.all_reduces:  # FSDP takes it for a backward
+                    self.has_gradients |= self.unreduced or self.reduces_unused
+                    self.unreduced = False
                 self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
             case "last":
                 self.is_last = step.flag
