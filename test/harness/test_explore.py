@@ -61,7 +61,7 @@ class TestPrograms(TestCase):
                 )
 
     def test_contradictory_features_are_refused(self):
-        with self.assertRaisesRegex(ProgramError, "no program over 4 ranks has fsdp1, tp together"):
+        with self.assertRaisesRegex(ProgramError, "no program over 4 ranks can have these together: fsdp1, tp"):
             generate.program_of(1, 4, demanded=("tp", "fsdp1"))
 
     def test_scripts_are_python(self):

@@ -73,7 +73,7 @@ def program_of(seed: int, world_size: int = 2, without: Iterable[str] = (), dema
         program = generator.program()
         if not problem(program):
             return program
-    raise ProgramError(f"no program over {world_size} ranks has {', '.join(sorted(demanded))} together")
+    raise ProgramError(f"no program over {world_size} ranks can have these together: {', '.join(sorted(demanded))}")
 
 
 class _Generator:
