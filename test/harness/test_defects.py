@@ -307,6 +307,13 @@ class TestWaysRound(TestCase):
         )
         self.assertGreater(sum(finding.answer is Answer.ABSENT for finding in findings), 60)
 
+    def test_a_rank_stays_until_all_have_reported(self):
+        """A rank that left at once would break the connections that a slower one is making."""
+        assignment = unittest.mock.Mock(test=SHOWN, index=0, world_size=1, file_name="")
+        with unittest.mock.patch.object(launch, "run_rank", return_value=(1, 1)):
+            trial.WayRound._serve_rank(assignment)
+        self.assertEqual([call[0] for call in assignment.method_calls], ["report", "meet"])
+
     def is_for_this_torch(self, id: str) -> bool:
         """Whether the way is not ``(with torch 2.15 or later)``, or this torch is."""
         later = re.search(r"with torch ([\d.]+) or later", registry.entry(id).defect.way_round)

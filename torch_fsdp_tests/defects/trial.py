@@ -124,6 +124,7 @@ class Reproduction:
 
         outcome = capture(assignment.index, reproduce, time.monotonic)
         assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
+        assignment.meet()  # a rank that leaves at once would break the connections that a slower one is making
 
 
 class WayRound(Reproduction):
