@@ -30,6 +30,7 @@ QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
+MACHINE = {"cpu": "Abacus 9", "instruction_sets": "AVX2", "blas": "mkl", "threads": 2, "memory": 5.5}
 LIMIT = 120  # seconds for one start of Chromium on a busy machine
 LONG = "x" * 300  # without a place for a line break
 
@@ -75,6 +76,7 @@ def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
         "date": "2026-01-02T03:04:05+00:00",
         "system": "Linux 6.1, x86_64",
         "host": "machine-1",
+        "machine": MACHINE,
         "selection": "",
         "torch": "2.13.0",
         "python": "3.11.7",
@@ -213,6 +215,8 @@ class TestContent(unittest.TestCase):
             "machine-1",
             "2026-01-02 03:04:05 UTC",
             "2, 4 by default",
+            "<dt>CPU</dt><dd>Abacus 9</dd>",
+            "<dt>free memory</dt><dd>5.5 GiB</dd>",
             "Traceback &lt;b&gt;&amp;xxx",
             "A <code>call</code>",
             "was killed by SIGKILL before reporting anything",
@@ -394,6 +398,17 @@ class TestComparison(unittest.TestCase):
         )
         words = ["compared with the earlier report:", "only in this report: 1 file, such as distributed/fsdp/test_gone"]
         self.assertEqual(compare.lines(*reversed(reports)), words)
+
+    def test_machines_that_differ_are_named(self):
+        """Free memory may differ. An older report has no such facts."""
+        file = a_file("test_x", a_test("T.test_1"))
+        for machine, words in (
+            (MACHINE | {"memory": 1.0}, ["nothing differs from the earlier report"]),
+            ({}, ["nothing differs from the earlier report"]),
+            (MACHINE | {"cpu": "Abacus 10"}, ["compared with the earlier report:", "CPU: Abacus 9, now Abacus 10"]),
+        ):
+            with self.subTest(machine):
+                self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
 
     def test_a_new_test_that_fails_is_newly_failing(self):
         """This is so in a file that the earlier report does not have, too."""

@@ -403,12 +403,17 @@ class TestConsole(TreeCase):
 
     def test_first_line_waits_for_the_device_if_only_a_file_can_know_it(self):
         facts = {"torch": "9.9.9", "device": "foo", "backend": "foocl", "ranks": 3, "shared": False}
+        facts["machine"] = {"cpu": "Abacus 9", "blas": "mkl", "threads": 2, "memory": 7.5}
         record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
         files = {"test_x": record + PASS, "test_y": record + PASS}
         variable = {"ASCEND_RT_VISIBLE_DEVICES": "0"}  # set, although there is no such device
         out = self.check(files, ["-j1"], passed=2, env=variable)
         self.assertTrue(out.startswith("torch 9.9.9, device foo, backend foocl, ranks 3, devices not shared"), out)
         self.assertEqual(out.count("backend foocl"), 1, out)
+        self.assertEqual(out.splitlines()[1], "Abacus 9, BLAS mkl, 2 threads")
+        self.assertEqual(out.count("Abacus 9"), 1, out)
+        says = ["(?m)^output of test_x, on Abacus 9, BLAS mkl, 2 threads$"]
+        self.check({"test_x": record + FAIL, "test_y": ""}, failed=1, says=says, env=variable)
 
     def test_repeat_command_pins_what_was_tested_on(self):
         facts = {"device": "foo", "backend": "foocl", "ranks": 3}

@@ -12,7 +12,7 @@ import torch
 
 from torch_fsdp_tests.common_distributed import requires_capability, requires_nccl, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.device import accelerator, accelerator_probe, vendors
+from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
 
@@ -213,7 +213,9 @@ class TestProbe(TestCase):
             return accelerator_probe.describe("xpu", backend)
 
     def test_nothing_is_taken_for_granted(self):
-        self.assertEqual(self.described(Module(2)), {"count": 2, "capabilities": [], "variables": {}})
+        found = self.described(Module(2))
+        self.assertNotIn("accelerator", found.pop("machine"))
+        self.assertEqual(found, {"count": 2, "capabilities": [], "variables": {}})
         self.assertEqual(self.described(Module(0)), {"count": 0, "capabilities": []})
 
     def test_each_capability_has_its_own_attempt(self):
@@ -255,6 +257,68 @@ class TestProbe(TestCase):
         """The known facts about gloo on the host equal the results of a probe."""
         capabilities = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
         self.assertEqual(accelerator._OF_THE_HOST & set(capabilities), HOST.capabilities)
+
+
+class TestMachine(TestCase):
+    """Without it, a report could not tell why a test fails on one machine and passes on another."""
+
+    FACTS = {"cpu": "Beads", "instruction_sets": "AVX2", "blas": "mkl", "threads": 2, "memory": 8.0}
+
+    def test_of_the_host(self):
+        facts = machine.of_host()
+        self.assertIn(torch.backends.cpu.get_cpu_capability(), facts["instruction_sets"])
+        self.assertTrue(facts["cpu"])
+        self.assertEqual(facts["threads"], torch.get_num_threads())
+
+    def test_model_of_the_cpu(self):
+        x86 = "cpu family\t: 6\nmodel\t\t: 167\nmodel name\t: Xeon 9\nflags\t\t: fpu avx2 amx_bf16 bf16x\n"
+        arm = "Features\t: fp sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+        self.assertEqual(machine.cpu_model(x86), "Xeon 9 (family 6, model 167)")
+        self.assertRegex(machine.cpu_model(arm), r"^\S+ \(implementer 0x41, part 0xd40\)$")
+        self.assertTrue(machine.cpu_model(""))
+        self.assertEqual([machine._extensions(info) for info in (x86, arm, "")], [["amx_bf16"], ["sve"], []])
+
+    def test_of_devices(self):
+        """What a device's module cannot tell is left out."""
+        properties = unittest.mock.Mock(driver_version="1.2")
+        able = Module(
+            2,
+            get_device_name=lambda index: "Nine",
+            get_device_properties=lambda index: properties,
+            mem_get_info=lambda index: ((index + 3) << 30, 0),
+            beads=unittest.mock.Mock(version=lambda: (2, 27, 5)),
+        )
+        with unittest.mock.patch.object(torch, "get_device_module", lambda kind: able):
+            facts = machine.of_device("xpu", "beads")
+        self.assertEqual([facts[name] for name in ("accelerator", "driver", "device_memory")], ["2 x Nine", "1.2", 3.0])
+        self.assertEqual(facts["libraries"]["beads"], "2.27.5")
+        with unittest.mock.patch.object(torch, "get_device_module", lambda kind: Module(1)):
+            self.assertLessEqual(machine.of_device("xpu").keys(), {"libraries", "driver"})
+
+    def test_facts_reach_the_device(self):
+        """The probe's facts become part of the value, and then of the report."""
+        answer = {"count": 1, "capabilities": [], "machine": {"accelerator": "1 x Nine"}}
+        with unittest.mock.patch.object(accelerator, "_probe", lambda *_: answer):
+            self.assertEqual(accelerator.from_torch("xpu", "gloo", 1).machine, answer["machine"])
+
+    def test_in_words(self):
+        facts = {
+            **self.FACTS,
+            "accelerator": "8 x Nine",
+            "driver": "550",
+            "libraries": {"cuda": "12.8", "nccl": "2.27"},
+        }
+        words = "Beads, AVX2, BLAS mkl, 2 threads, 8 x Nine, driver 550, cuda 12.8, nccl 2.27"
+        self.assertEqual(machine.in_one_line(facts), words)
+        self.assertEqual(machine.in_one_line({}), "")
+        self.assertEqual(machine.shown(facts)["free memory"], "8.0 GiB")
+
+    def test_differences(self):
+        other = self.FACTS | {"cpu": "Stones", "memory": 5.0}
+        self.assertEqual(machine.differing({"a": self.FACTS, "b": other}), {"CPU": {"a": "Beads", "b": "Stones"}})
+        short = {"a": self.FACTS, "b": self.FACTS | {"memory": 3.9}}
+        self.assertEqual(machine.differing(short), {"free memory": {"a": "8.0 GiB", "b": "3.9 GiB"}})
+        self.assertEqual(machine.differing({"a": self.FACTS}), {})
 
 
 class TestRequirements(TestCase):

@@ -13,7 +13,8 @@ PACKAGE = Path(torch_fsdp_tests.__path__[0])
 # layers. The longest name that matches a module counts.
 LAYERS = [
     {"processes.messages", "device.capabilities", "verdict"},
-    {"processes", "installation", "reach", "settings", "device.vendors", "installed_torch.version_ranges"},
+    {"processes", "installation", "reach", "settings", "installed_torch.version_ranges"}
+    | {"device.vendors", "device.machine"},
     {"installed_torch", "device"},
     {"ranks"},
     {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},

@@ -17,6 +17,7 @@ import json
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class Accelerator:
 
     ``count`` is the number of visible devices (0 for the CPU, which has room for any number of ranks). ``ranks`` is the
     default world size of a test. ``capabilities`` has the names in ``CAPABILITIES`` that were found. ``type`` is
-    torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs.
+    torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs. ``machine``
+    has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """
@@ -49,6 +51,7 @@ class Accelerator:
     ranks: int
     capabilities: frozenset[str] = frozenset()
     vendor_name: str | None = None
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name in sorted(set(self.capabilities) - CAPABILITIES.keys()):
@@ -153,7 +156,8 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
         instead = _sharing_backend(device_type, backend)
         if instead is not None:
             backend, facts = instead, _probe(device_type, instead)
-    return Accelerator(device_type, backend, count, ranks, frozenset(facts["capabilities"]))
+    able, machine = frozenset(facts["capabilities"]), facts.get("machine", {})
+    return Accelerator(device_type, backend, count, ranks, able, machine=machine)
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.processes.forkserver import forked
 
@@ -91,7 +92,13 @@ def describe(device_type: str, backend: str) -> dict:
         "symmetric_memory": lambda: count > 1 and _has_symmetric_memory(device, backend),
     }
     capabilities = [name for name, attempt in attempts.items() if _works(attempt)]
-    return {"count": count, "capabilities": capabilities, "variables": needed if shares else {}}
+    about = machine.of_device(device_type, backend) if device_type != machine.HOST else {}
+    return {
+        "count": count,
+        "capabilities": capabilities,
+        "variables": needed if shares else {},
+        "machine": about,
+    }
 
 
 def _computes_after_fork(device_type: str) -> bool:

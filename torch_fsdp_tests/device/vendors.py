@@ -43,7 +43,7 @@ class Vendor:
     :class:`~torch_fsdp_tests.device.accelerator.Accelerator`. Without it torch itself is asked.
 
     ``torch_build`` names what torch has to be built for, as in its ``version`` module; None for a device that an
-    extension brings.
+    extension brings. ``driver`` is a file with the version of the driver, which reports show.
 
     Raises :class:`ConfigurationError` for values of other types.
     """
@@ -54,11 +54,12 @@ class Vendor:
     backend: str | None = None
     describe: str | None = None
     torch_build: str | None = None
+    driver: str | None = None
 
     def __post_init__(self) -> None:
         variables = self.visibility_variables
         listed = isinstance(variables, (tuple, list)) and all(isinstance(name, str) and name for name in variables)
-        texts = {name: getattr(self, name) for name in ("device_type", "backend", "describe", "torch_build")}
+        texts = {name: getattr(self, name) for name in ("device_type", "backend", "describe", "torch_build", "driver")}
         wanted = {name: "a text" for name, text in texts.items() if not isinstance(text, str | None)}
         if not texts["device_type"]:
             wanted["device_type"] = "the name of a device type"
@@ -98,10 +99,15 @@ def _nodes(pattern: str) -> Callable[[], int]:
 _DRI, _NVIDIA = _nodes("/dev/dri/renderD*"), _nodes("/dev/nvidia[0-9]*")
 
 BUILT_IN = (
-    Vendor("cuda", ("CUDA_VISIBLE_DEVICES",), _NVIDIA, "nccl", torch_build="cuda"),
+    Vendor("cuda", ("CUDA_VISIBLE_DEVICES",), _NVIDIA, "nccl", torch_build="cuda", driver="/sys/module/nvidia/version"),
     # ROCm builds of torch use CUDA's name for their devices.
     Vendor(
-        "cuda", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _DRI, "nccl", torch_build="hip"
+        "cuda",
+        ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        _DRI,
+        "nccl",
+        torch_build="hip",
+        driver="/sys/module/amdgpu/version",
     ),
     Vendor("xpu", ("ZE_AFFINITY_MASK",), _DRI, "xccl", torch_build="xpu"),
     Vendor("npu", ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES"), _nodes("/dev/davinci[0-9]*"), "hccl"),
@@ -109,6 +115,12 @@ BUILT_IN = (
     Vendor("musa", ("MUSA_VISIBLE_DEVICES",), _nodes("/dev/mtgpu.[0-9]*"), "mccl"),
     Vendor("mlu", ("MLU_VISIBLE_DEVICES",), _nodes("/dev/cambricon_dev[0-9]*"), "cncl"),
 )
+
+
+def of_type(device_type: str) -> list[Vendor]:
+    """All declarations of a device type: that of an installed package, and those of this module."""
+    ours = [vendor for vendor in BUILT_IN if vendor.device_type == device_type]
+    return [*filter(None, [load(device_type)]), *ours]
 
 
 def installed() -> Mapping[str, EntryPoint]:

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import html_report, page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
@@ -129,10 +130,21 @@ def lines(before: Report, after: Report) -> list[str]:
     """A line for each test that changed. Files that only one of the reports has are counted."""
     added = set(files_gone(after, before))
     changes = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
+    for title, (was, now) in _machines(before, after).items():
+        changes.insert(0, f"{title}: {was}, now {now}")
     for which, files in (("this", sorted(added)), ("the earlier", files_gone(before, after))):
         if files:
             changes.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")
     return ["compared with the earlier report:", *changes] if changes else ["nothing differs from the earlier report"]
+
+
+def _machines(before: Report, after: Report) -> dict[str, tuple[str, str]]:
+    """The facts in which the machines of two runs differ: results can depend on them."""
+    sides = [report.get("machine") or {} for report in (before, after)]
+    if not all(sides):
+        return {}
+    rows = machine.differing(dict(zip("ab", sides, strict=True)))
+    return {title: (row["a"], row["b"]) for title, row in rows.items() if not title.startswith("free")}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
@@ -90,6 +91,7 @@ class Console:
         self._said_at = time.monotonic()
         self._status = ""
         self._introduced = False
+        self._machine = ""  # in one line
         self._width = len(str(total))
 
     def say(self, text: str = "") -> None:
@@ -119,11 +121,14 @@ class Console:
         self.learn(self.under_test)
 
     def learn(self, facts: Mapping[str, Any]) -> None:
-        """Print the first line when the first file reports what it tests on."""
+        """Print the first line when the first file reports what it tests on, and then what the machine is."""
         if not self._introduced and facts.get("backend"):
             names = ("torch", "device", "backend", "ranks", "shared")
             self.under_test |= {name: facts[name] for name in names if facts.get(name) is not None}
             self.introduce()
+        if self._introduced and not self._machine and facts.get("machine"):
+            self._machine = machine.in_one_line(facts["machine"])
+            self.say(self._machine)
 
     def introduce(self) -> None:
         """Print the first line, with what is known."""
@@ -196,7 +201,8 @@ class Console:
         self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
 
     def _failure(self, file: FileResult) -> None:
-        self._output(file.attempts[-1], file.tests(), f"output of {file.name}")
+        on = machine.in_one_line(file.attempts[-1].facts.get("machine", {}))
+        self._output(file.attempts[-1], file.tests(), f"output of {file.name}{f', on {on}' * bool(on)}")
         left = [test for test in file.tests() if test.outcome is State.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -179,6 +180,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "suite": " ".join(filter(None, [suite.get("version"), f"({suite['commit']})" if suite.get("commit") else ""])),
         "Python": data["python"],
         "system": data.get("system"),
+        **machine.shown(data.get("machine") or {}),
         "cores": str(data["cores"]),
         "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
         "seed": str(data["seed"]),
@@ -345,6 +347,8 @@ def _failures(data: Mapping[str, Any]) -> str:
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
         parts.append(f'<div {page.HOLDER}="{escape(file["file"])}">')
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(_ending(last))}{attempts}</span></h3>")
+        on = machine.in_one_line(last["facts"].get("machine") or {})
+        parts += [f"<p class='dim small'>on {page.text(on)}</p>"] * bool(on)
         parts += [_failure(file, test) for test in bad]
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:

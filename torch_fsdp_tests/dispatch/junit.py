@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from torch_fsdp_tests import installation
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
@@ -28,7 +29,7 @@ def clean(text: str) -> str:
 def write(folder: Path, results: Results) -> None:
     """Write one file for each test class of each job. Raises ``OSError``."""
     facts = {name: value for name, value in results.facts().items() if name in ("torch", "device", "backend")}
-    about = {"torch_fsdp_tests": installation.version(), **facts}
+    about = {"torch_fsdp_tests": installation.version(), **facts, **machine.shown(results.facts().get("machine") or {})}
     for file in results.files:
         dotted = file.job.part.name.replace("/", ".")
         by_class: dict[str, list[list[TestResult]]] = {}

@@ -24,7 +24,7 @@ from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State, skip_rows
 from torch_fsdp_tests.verdict.stream import TestResult
 
-VERSION = 6
+VERSION = 7
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
@@ -40,6 +40,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "host": platform.node(),
+        "machine": facts.get("machine") or {},
         "selection": _selection(run),
         "torch": facts.get("torch"),
         "python": platform.python_version(),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device import accelerator, machine
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.processes.leaks import Belongings as Belongings
 from torch_fsdp_tests.ranks import group as _group
@@ -78,7 +78,8 @@ def _record_facts() -> None:
         return
     facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
     about_device = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
-    events.record(torch=torch.__version__, shared=device.is_shared, **facts, **about_device)
+    about_machine = {**machine.of_host(), **device.machine}
+    events.record(torch=torch.__version__, shared=device.is_shared, machine=about_machine, **facts, **about_device)
 
 
 def _close() -> None:
