@@ -100,36 +100,22 @@ class NestedWrappedModule(FSDPTestModel):
         if fsdp_init_mode not in (FSDPInitMode.NO_FSDP, FSDPInitMode.RECURSIVE):
             raise ValueError(f"unsupported FSDP init mode: {fsdp_init_mode}")
         wrap_fsdp = fsdp_init_mode is FSDPInitMode.RECURSIVE
-        kwargs = {"deterministic": deterministic, **more}
-        model = cls._wrapped(group, wrap_fsdp, device_init_mode, fsdp_kwargs or {}, **kwargs)
+        kwargs = {"group": group, "device_init_mode": device_init_mode, "deterministic": deterministic, **more}
+        model = cls._wrapped(wrap_fsdp, fsdp_kwargs or {}, **kwargs)
         moves_last = wrap_fsdp and device_init_mode is DEVICEInitMode.DEVICE_AFTER
         return model.to(get_devtype()) if moves_last else model
 
     @classmethod
-    def _wrapped(
-        cls,
-        group: dist.ProcessGroup,
-        wrap_fsdp: bool,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any],
-        **kwargs: Any,
-    ) -> nn.Module:
-        return cls(group, wrap_fsdp, device_init_mode, **kwargs, **(fsdp_kwargs if wrap_fsdp else {}))
+    def _wrapped(cls, wrap_fsdp: bool, fsdp_kwargs: dict[str, Any], **kwargs: Any) -> nn.Module:
+        return cls(wrap_fsdp=wrap_fsdp, **kwargs, **(fsdp_kwargs if wrap_fsdp else {}))
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     """A :class:`NestedWrappedModule` whose submodules are all wrapped in ``RECURSIVE`` mode, over the default group."""
 
     @classmethod
-    def _wrapped(
-        cls,
-        group: dist.ProcessGroup,
-        wrap_fsdp: bool,
-        device_init_mode: DEVICEInitMode,
-        fsdp_kwargs: dict[str, Any],
-        **kwargs: Any,
-    ) -> nn.Module:
-        plain = NestedWrappedModule(group, False, device_init_mode, **kwargs)
+    def _wrapped(cls, wrap_fsdp: bool, fsdp_kwargs: dict[str, Any], **kwargs: Any) -> nn.Module:
+        plain = NestedWrappedModule(wrap_fsdp=False, **kwargs)
         return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
 
 

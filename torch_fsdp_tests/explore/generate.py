@@ -109,9 +109,7 @@ class _Generator:
             layers=layers,
             units=(),
             steps=(),
-            replicas=2
-            if self.on("hsdp") and not tensor_parallel and self.world_size % 2 == 0 and self.world_size > 2
-            else 1,
+            replicas=2 if self.on("hsdp") and self.world_size == 4 else 1,
             dtype="float32" if low or scaler else choice.choice(("float64", "float64", "float32")),
             param_dtype=choice.choice(("bfloat16", "bfloat16", "float16", "")) if low else "",
             reduce_dtype=choice.choice(("", "float32", "bfloat16")) if low else "",
@@ -286,7 +284,8 @@ class _Generator:
         count = choice.choice((2, 3)) if self.on("orders", 0.6) else 1
         for _ in range(count):
             is_finite = not program.scaler or choice.random() < 0.8
-            odd = self._for_odd_ranks(program) if life.reduces_unused else ()
+            outside = [each.name for each in program.all_layers() if not life.in_units(each.name)]
+            odd = tuple(name for name in outside if life.reduces_unused and choice.random() < 0.4)
             yield Step("forward", "", is_finite, next(self.numbers), self._skipped(program), odd)
             if self.on("evaluation", 0.2):
                 yield self._evaluation(program)
@@ -320,14 +319,6 @@ class _Generator:
     def _evaluation(self, program: Program) -> Step:
         mode = self.choice.choice(("no_grad", "inference", "eval"))
         return Step("evaluate", mode, number=next(self.numbers), names=self._skipped(program))
-
-    def _for_odd_ranks(self, program: Program) -> tuple[str, ...]:
-        """Layers that are no units, and have none below them."""
-        wrapped = [path for unit in program.units for path in unit.modules]
-        names = [
-            each.name for each in program.all_layers() if not any(each.name in path.split(".") for path in wrapped)
-        ]
-        return tuple(name for name in names if self.choice.random() < 0.4)
 
     def _skipped(self, program: Program) -> tuple[str, ...]:
         if not self.on("skips", 0.6):

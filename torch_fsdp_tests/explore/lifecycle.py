@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch_fsdp_tests.explore.program import Layer, Program, Step
 
@@ -36,8 +36,8 @@ class Lifecycle:
         self._at = {path: index for index, unit in enumerate(program.units) for path in unit.modules}
         self.states = [SHARDED] * len(program.units)
         self.reshards = [_reshards(unit.reshard, unit.modules == ("",)) for unit in program.units]
-        if program.api == "replicate":
-            self.reshards = ["no" for _ in program.units]
+        if program.api != "fully_shard":  # FSDP1 promises nothing about what is gathered, so nothing counts as it
+            self.reshards = ["no" if program.api == "replicate" else "yes" for _ in program.units]
         self.keeps = False  # after backward
         self.syncs = self.all_reduces = True
         self.reduces_unused = False
@@ -89,7 +89,7 @@ class Lifecycle:
                 return "reset_iter_state drops what other forwards have left"
             case "backward" if self.has_factor and not self.sums:
                 return "not every backend can divide in a reduction"
-            case "forward" if step.odd and (not self.reduces_unused or self._in_units(step.odd)):
+            case "forward" if step.odd and (not self.reduces_unused or any(map(self.in_units, step.odd))):
                 return "all ranks run the same units, and zeros stand for what a rank does not use"
             case "unused" if len(self.gathered) < len(self.program.units):
                 return "zeros are sent for units that have run"
@@ -193,9 +193,9 @@ class Lifecycle:
                 used.add(resolved(self.program, name))
         return used
 
-    def _in_units(self, names: Iterable[str]) -> bool:
-        """Whether one of the layers is a unit, or has one below it."""
-        return any(set(names).intersection(path.split(".")) for path in self._at)
+    def in_units(self, name: str) -> bool:
+        """Whether the layer is a unit, or has one below it."""
+        return any(name in path.split(".") for path in self._at)
 
     def _units(self, at: str) -> Iterator[int]:
         """The unit of a module, or all units with ``"*"``."""
@@ -225,8 +225,6 @@ class Lifecycle:
                     left[index] = set(self.program.units[index].modules)
 
         run("", self.program.layers)
-        if self.program.api == "fsdp1":  # nothing is promised about what is gathered
-            self.states = [SHARDED for _ in self.states]
         for index, modules in left.items():  # the root completes groups of which only a part has run
             if modules and len(modules) < len(self.program.units[index].modules):
                 self._leave(index)

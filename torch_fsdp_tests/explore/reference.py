@@ -211,6 +211,10 @@ class Reference:
                 continue
             if len(parts) < len(self.models):
                 raise Invalid(f"some ranks have no gradient of {name}")
+            if self.program.strategy == "NO_SHARD" and (earlier := self.named[0][name].grad) is not None:
+                parts = [earlier + part for part in parts]  # nothing tells apart what has been reduced
+                for named in self.named:
+                    named[name].grad = None
             mean = self._mean([part.to(self.reduce_dtype) for part in parts])
             for named in self.named:
                 if named[name].requires_grad or name not in self.in_trained_units:

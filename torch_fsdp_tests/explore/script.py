@@ -38,9 +38,10 @@ def _entry(program: Program, result: Result) -> Entry:
     body = f"{_definitions(program, result)}\n\n\n{_reproduction(program, result)}\n"
     used = _names(ast.parse(body))
     imports = "\n".join(line for name, line in code.IMPORTS.items() if name in used)
-    title = f"FSDP2: {_found(result)}"
+    family = "FSDP1" if program.api == "fsdp1" else "FSDP2"
+    title = f"{family}: {_found(result)}"
     place = result.place or "unknown"
-    defect = Defect("FSDP2", Consequence.ERROR, place, "", NO_WAY_ROUND, world_size=program.world_size, title=title)
+    defect = Defect(family, Consequence.ERROR, place, "", NO_WAY_ROUND, world_size=program.world_size, title=title)
     explanation = f"{program.listing()}\n\n{result.detail}"
     return Entry(defect, explanation, f'"""{title}"""\n\n{imports}\n\n\n{body}', lambda *_: (None, None))
 
@@ -58,7 +59,7 @@ def _right(result: Result) -> str:
 def _chain(program: Program) -> str:
     """The constructor of chains: ``nn.Sequential`` if that can run the model."""
     special = any(layer.box or layer.recompute for layer in program.all_layers())
-    special |= any(step.names or (step.kind == "forward" and step.at) for step in program.steps)
+    special |= any(step.names or step.odd or (step.kind == "forward" and step.at) for step in program.steps)
     return LAYERS["chain"] if special else _SEQUENTIAL
 
 
