@@ -24,6 +24,7 @@ from torch_fsdp_tests.processes import forkserver
 from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
+STAY = 5.0  # seconds that a rank waits for the others after its answer; some never answer while it is there
 TICK = 1.0  # seconds between two checks of time limits
 assert launch.LIMIT < LIMIT
 
@@ -124,7 +125,7 @@ class Reproduction:
 
         outcome = capture(assignment.index, reproduce, time.monotonic)
         assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
-        assignment.meet()  # a rank that leaves at once would break the connections that a slower one is making
+        assignment.meet(STAY)  # a rank that leaves at once would break the connections that a slower one is making
 
 
 class WayRound(Reproduction):

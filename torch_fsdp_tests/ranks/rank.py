@@ -13,6 +13,7 @@ import faulthandler
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -99,14 +100,15 @@ class Assignment:
         """Report a file in shared memory. The test process will remove it if it still exists."""
         self._tell(MadeSharedFile(name))
 
-    def meet(self) -> None:
-        """Wait until every other rank has called this, has reported, or is gone.
+    def meet(self, limit: float | None = None) -> None:
+        """Wait until every other rank has called this, has reported, or is gone, or for ``limit`` seconds.
 
         After this call a rank may destroy a process group, because no other rank is still making it. (Making a group is
         not a barrier: see c10d's ``_is_barrier_after_init``.)
         """
         self._tell(Waits(self.index))
-        self._connection.receive()
+        if select.select([self._connection], [], [], limit)[0]:
+            self._connection.receive()
 
     def leave(self) -> None:
         """Run no more tests after the next report, because the last test left something that cannot be undone."""

@@ -108,6 +108,19 @@ class Adapted(nn.Module):
         return self.body(self.adapter(x) if use_adapter else x)
 
 
+class EndsEarly(nn.Module):
+    """Two layers of the same size, of which the last one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_last = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return self.last(x) if self.uses_last else x
+
+
 def to_one(output: torch.Tensor) -> torch.Tensor:
     """The loss of all rows. With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps."""
     return (output - 1).square().sum()
@@ -481,6 +494,23 @@ class TestFullyShardAutograd(FSDPTest):
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         average([param.grad for param in ref_model.parameters()])
         with torch_defect("fsdp2_unused_parameters_are_reduced_out_of_order"):
+            check_parity(self, ref_model, model, what=("gradient",))
+
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(2)
+    def test_block_that_ends_early_on_a_rank(self):
+        """If one rank leaves out the last layer of a block, all ranks still gather the same block in backward."""
+        manual_seed(42)
+        model: Any = nn.Sequential(nn.Linear(4, 4), EndsEarly()).to(self.device)
+        model[1].uses_last = self.rank == 0
+        ref_model = copy.deepcopy(model)
+        shard_each((model[1].inner, model[1], model)).set_reduce_scatter_unused_params(True)
+        for each in (ref_model, model):
+            each(torch.arange(4.0, device=self.device) + self.rank).square().sum().backward()
+        for param in ref_model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average([param.grad for param in ref_model.parameters()])
+        with torch_defect("fsdp2_unused_layer_gathers_out_of_order"):
             check_parity(self, ref_model, model, what=("gradient",))
 
 

@@ -1,0 +1,58 @@
+"""If a rank does not use the last layer of a unit, ranks gather the parameters of different units.
+
+``set_reduce_scatter_unused_params`` is for ranks that use different layers. In backward, a unit is gathered when the
+gradient of its output is there. A unit whose last layer is left out returns what an inner unit returned. Then both
+units wait for the gradient of the same tensor, and the inner one, which has asked first, is gathered first. On a rank
+that uses the layer, the outer one is gathered first. Units of equal size get each other's parameters, and the gradients
+are wrong. Units of other sizes make the collective hang or abort.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    features="communication",
+    way_round="Return a tensor of its own from the outer module: ``return x.clone()``.",
+    since="2.13",
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = (nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x, use_last, way_round):
+        x = self.inner(x)
+        x = self.last(x) if use_last else x
+        return x.clone() if way_round else x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, *args):
+        return self.block(*args)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = Net().to(device)
+    nn.init.constant_(model.block.inner.weight, 1.0)
+    nn.init.constant_(model.block.last.weight, 2.0)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (model.block.inner, model.block, model):
+        fully_shard(module, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, 2, device=device, requires_grad=True), rank == 0, way_round).sum().backward()
+    found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
+    # Rank 0 has 2 * 2 and 2, and rank 1 has 1 and nothing. Both means are over two ranks.
+    return found, {"block.inner.weight": (4 + 1) / 2, "block.last.weight": 2 / 2}
