@@ -22,8 +22,9 @@ from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.rounds import told
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, State, closing_line, skip_rows
+from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, skip_rows
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
@@ -84,6 +85,8 @@ class Console:
         self._run, self._stream, self._total, self._slots = run, stream, total, slots
         self.under_test = dict(under_test)  # what is known at first; the first file with ranks reports the rest
         self._done = self._failures = self._tests = 0
+        self._round = 0  # 0 if there is only one
+        self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
@@ -140,12 +143,33 @@ class Console:
         about += [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
         self.say(", ".join(about))
 
-    def file_done(self, file: FileResult) -> None:
-        """Print one line for each file, and the full output of a file that failed."""
+    def begin_round(self, number: int) -> None:
+        """Count from 0 again."""
+        self._done = self._failures = self._tests = 0
+        self._round = number
+        self._counts = collections.Counter()
+
+    def round_done(self, number: int, took: float, since: float, is_complete: bool) -> None:
+        """Print one line for each round. It took ``took`` seconds, and the first began ``since`` seconds ago."""
+        self._clear()
+        self._status = ""
+        counts = {state: self._counts[state] for state in COUNTED}
+        word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
+        of = f"/{self._run.repeat}" if self._run.repeat else ""
+        shown = self._paint(f"{word:7s}", _COLOURS.get(word))
+        limit = f" ({seconds(since)} of {seconds(self._run.duration)})" if self._run.duration else ""
+        self.say(f"round {number:{len(of[1:])}d}{of} {shown} {closing_line(counts)}  {seconds(took)}{limit}")
+
+    def file_done(self, file: FileResult, is_news: bool = True) -> None:
+        """Print one line for each file, and the full output of a file that failed.
+
+        In rounds only failures are printed, and the output if it ``is_news``.
+        """
         self._clear()
         self._status = ""  # the status line about this file is outdated
         self._done += 1
         results = file.tests()
+        self._counts.update(result.outcome.counted_as for result in results)
         tests = [result for result in results if result.scope is Scope.TEST]
         self._tests += len(tests)
         skipped, known = file.count(State.SKIPPED), file.count(State.KNOWN_FAILURE)
@@ -171,6 +195,8 @@ class Console:
         about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
         about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)
         place = f"[{self._done:{self._width}d}/{self._total}]"
+        if self._round and not (file.is_bad or file.attempts[-1].unknown or self._run.verbose):
+            return
         shown = self._paint(f"{word:7s}", _COLOURS.get(word))
         self.say(f"{place} {shown} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
         if self._run.verbose:
@@ -182,7 +208,10 @@ class Console:
             self.say(f"    note: {note}")
         if file.is_bad:
             self._failures += 1
-            self._failure(file)
+            if is_news:
+                self._failure(file)
+            else:
+                self._outcomes(results)
         elif file.is_flaky:
             self._first_failure(file)
         elif self._run.show_output:
@@ -191,6 +220,9 @@ class Console:
     def _output(self, attempt: Attempt, tests: Iterable[TestResult], title: str) -> None:
         """Print the full output of a process, and then a line for each of these tests that failed."""
         self.say(f"{THIN_RULE}\n{title}\n{THIN_RULE}\n{attempt.output.rstrip()}\n{THIN_RULE}")
+        self._outcomes(tests)
+
+    def _outcomes(self, tests: Iterable[TestResult]) -> None:
         for test in tests:
             if test.outcome.is_bad:
                 self.say(f"{test.outcome.value}: {test.name}{f': {clean(test.reason)}' if test.reason else ''}")
@@ -225,7 +257,8 @@ class Console:
         running = list(running)
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
         tests = self._tests + sum(result.scope is Scope.TEST for p in running for result in p.results)
-        parts = [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
+        parts = [f"round {self._round}"] * bool(self._round)
+        parts += [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
         if not self.is_terminal:
@@ -273,6 +306,8 @@ class Console:
             self.say(self._paint(headline, RED))
             for file, test in bad:
                 self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
+                if results.rounds is not None:
+                    self.say(f"    {clean(told(results.rounds.record(file, test.name).to_json()))}")
                 self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
         for words in results.flaky():
             self.say(f"flaky (failed, and passed in a later process): {words}")
@@ -305,8 +340,13 @@ class Console:
                 f"too few tests: {results.executed} were executed, but --minimum-executed is "
                 f"{results.run.minimum_executed}"
             )
-        plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
-        self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
+        ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
+        if (rounds := results.rounds) is not None:
+            cut = f", and part of round {rounds.number}" * (rounds.number > rounds.complete)
+            failed = f"; {plural(rounds.failed, 'round')} failed" * bool(rounds.failed)
+            self.say(f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}")
+        else:
+            self.say(f"{ran} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
         if known := results.known_defects():
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         if results.signal is not None:

@@ -18,6 +18,7 @@ from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
+from torch_fsdp_tests.dispatch.rounds import place, told
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, tally, tell
 
@@ -146,6 +147,9 @@ def _lead(data: Mapping[str, Any]) -> str:
         sentences.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
     if count["not run"]:
         sentences.append(f"{plural(count['not run'], 'test')} did not run, because the file or the run ended first.")
+    if (rounds := data.get("rounds")) is not None:
+        complete = plural(rounds["complete"], "complete round")
+        sentences.append(f"This is the sum of {complete}: of each test the worst outcome counts.")
     return f"<p class=lead>{' '.join(sentences)}</p>"
 
 
@@ -158,6 +162,16 @@ def hosts(data: Mapping[str, Any]) -> str:
     """List the machines, each with its ranks if a launcher distributed them."""
     names = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
     return ", ".join(names) or data.get("host") or ""
+
+
+def rounds_in_words(data: Mapping[str, Any]) -> str:
+    rounds = data.get("rounds")
+    if rounds is None:
+        return ""
+    asked = [f"of {rounds['asked']}"] * (rounds["asked"] is not None)
+    asked += [f"in {page.seconds(rounds['limit'])} at most"] if rounds["limit"] is not None else []
+    failed = [f"{rounds['failed']} failed"] * bool(rounds["failed"])
+    return ", ".join([" ".join([str(rounds["complete"]), *asked]), *failed])
 
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
@@ -185,6 +199,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
         "seed": str(data["seed"]),
         "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
+        "rounds": rounds_in_words(data),
         "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
     }
     return {title: str(value) for title, value in values.items() if value}
@@ -329,7 +344,8 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
     story = clean(tell(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
-    inside = f"<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
+    rounds = f"<p>{page.text(told(test['rounds']))}</p>" if test.get("rounds") else ""
+    inside = f"{rounds}<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 
 
@@ -356,6 +372,26 @@ def _failures(data: Mapping[str, Any]) -> str:
         parts.append(page.folded("full output of the file", page.pre(last["output"])))
         parts.append("</div>")
     return "".join(parts)
+
+
+def _rounds(data: Mapping[str, Any]) -> str:
+    """Show the tests that did not have the same outcome in all rounds, or that failed: in which rounds, and where."""
+    rows = []
+    for file in data["files"]:
+        for test in file["tests"]:
+            record = test.get("rounds") or {"outcomes": {}, "failures": []}
+            outcomes = {outcome: count for outcome, count in record["outcomes"].items() if outcome != State.NOT_RUN}
+            if len(outcomes) < 2 and not record["failures"]:
+                continue
+            name = f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>"
+            counts = ", ".join(f"{page.text(outcome)}: {count}" for outcome, count in outcomes.items())
+            failures = [
+                [number(each["round"]), page.text(place(each)), page.text(each["reason"])]
+                for each in record["failures"]
+            ]
+            table = page.table([("round", "n"), ("where", "c"), ("what happened first", "")], failures)
+            rows.append(Row([name, counts, table], _item(file, test)))
+    return page.table([("test", ""), ("rounds", "c"), ("failures", "")], rows, stack=True)
 
 
 def _known_failures(data: Mapping[str, Any]) -> str:
@@ -408,6 +444,8 @@ def _notes(data: Mapping[str, Any]) -> str:
 
 def _timeline(data: Mapping[str, Any]) -> str:
     """Draw slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
+    if data.get("rounds") is not None:
+        return ""  # a file has a process in each round
     total = max(data["seconds"], 0.001)
     scale = (_WIDTH - _LEFT - 20) / total
     height = _ROW * len(data["slots"]) + 24
@@ -515,6 +553,7 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Capabilities", _capabilities(data)),
         Section("Repaired in this torch", defects_table(data["repaired_defects"]), holds_items=True),
         Section("Failures", _failures(data), present["failed"], holds_items=True),
+        Section("Rounds", _rounds(data), holds_items=True),
         Section("Known failures", _known_failures(data), present["known failure"], holds_items=True),
         Section("Flaky", _flaky(data)),
         Section("Known defects of this torch", defects_table(data["known_defects"]), len(data["known_defects"]), True),

@@ -258,7 +258,8 @@ def _run(
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
-        results = Runner(run, planned.jobs, device_set, planned.pool, entries, console, site, children, *keep).run()
+        runner = Runner(run, planned.jobs, device_set, planned.pool, entries, console, site, children, *keep)
+        results = runner.run_rounds()
         if run.list_tests:
             return _print_tests(results)
         last_failures.save(run.reports, device_set.type, files, results, results.remarks)

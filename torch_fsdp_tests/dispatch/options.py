@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from torch_fsdp_tests.processes.launcher import Launch
 
 MOST_SHARDS = MOST_JOBS = 10_000
 MOST_RERUNS = 1000
+MOST_ROUNDS = 1_000_000
 MOST_TESTS = 10_000_000
 
 
@@ -64,6 +66,17 @@ def positive(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text[:40]!r} is not a number of seconds greater than 0 and up to {LONGEST:.0f}"
         )
+    return value
+
+
+def duration(text: str) -> float:
+    """The type of an option: a time with units, such as ``8h`` or ``1h30m``."""
+    parts = re.fullmatch(r"(?:(\d{1,9}(?:\.\d{1,9})?)h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text)
+    amounts = [float(amount or 0) for amount in parts.groups()] if parts else []
+    value = sum(amount * unit for amount, unit in zip(amounts, (3600, 60, 1)))
+    if not 0 < value <= LONGEST:
+        most = f"up to {LONGEST / 3600:.0f}h"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a time such as 90s, 20m, 8h or 1h30m, {most}")
     return value
 
 
@@ -181,6 +194,10 @@ def make_parser() -> _Parser:
     add("--slow-after", type=positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=whole_number(0, MOST_RERUNS), metavar="N", help=words)
+    words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"
+    add("--repeat", type=whole_number(1, MOST_ROUNDS), metavar="N", help=words)
+    words = "the same for a time such as 90s, 20m or 8h: no round begins that would end later"
+    add("--for", type=duration, dest="duration", metavar="TIME", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
@@ -309,6 +326,9 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
         return "--fail-fast and --keep-going cannot be used together"
     if rerun_asked and not (run.disabled or run.known_failures):
         return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
+    if run.is_repeated and (run.list_files or run.dry_run or run.coverage or run.reruns):
+        other = "--list" if run.list_files else "--dry-run" if run.dry_run else "--coverage" if run.coverage else ""
+        return f"--repeat and --for cannot be used with {other or '--reruns, which repeats only what failed'}"
     if run.compare is not None and not run.compare.is_file():
         return f"--compare: there is no file {run.compare}"
     return None if run.list_files or run.dry_run else _unwritable(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -153,6 +154,7 @@ class TestProcess:
             output = host.head_and_tail(self.child.output, OUTPUT_SHOWN)
         except OSError as error:
             output = f"the output cannot be read: {error}"
+        shutil.rmtree(self.directory, ignore_errors=True)  # not only at the end: a run may have thousands of processes
         output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))
         tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
         return Attempt(

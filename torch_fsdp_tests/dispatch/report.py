@@ -33,7 +33,7 @@ SHARE = 20  # times the seconds that one took to write, until the next one
 
 def as_json(results: Results) -> dict[str, Any]:
     facts, run, counts = results.facts(), results.run, results.counts()
-    files = [_file(run, file) for file in sorted(results.files, key=lambda file: file.job.key)]
+    files = [_file(results, file) for file in sorted(results.files, key=lambda file: file.job.key)]
     return {
         "version": VERSION,
         "suite": {"version": __version__, "commit": installation.commit()},
@@ -55,6 +55,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "shard": run.shard,
         "num_shards": run.num_shards,
         "seconds": round(results.seconds, 3),
+        "rounds": None if results.rounds is None else results.rounds.to_json(run),
         "slots": list(results.slots),
         "hosts": dict(results.hosts),
         "lost": results.lost,
@@ -82,7 +83,7 @@ def _selection(run: RunTests) -> str:
     return shlex.join([*words, *(flag for flag, is_set in flags.items() if is_set)])
 
 
-def _file(run: RunTests, file: FileResult) -> dict[str, Any]:
+def _file(results: Results, file: FileResult) -> dict[str, Any]:
     flaky = set(file.flaky())
     return {
         "file": file.job.part.name,
@@ -91,7 +92,7 @@ def _file(run: RunTests, file: FileResult) -> dict[str, Any]:
         "estimate": file.job.part.time,
         "failed": file.is_bad,
         "attempts": [_attempt(attempt, file.is_bad or file.is_flaky) for attempt in file.attempts],
-        "tests": [_test(run, file, test, test.name in flaky) for test in file.tests()],
+        "tests": [_test(results, file, test, test.name in flaky) for test in file.tests()],
     }
 
 
@@ -108,21 +109,23 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
     }
 
 
-def _test(run: RunTests, file: FileResult, test: TestResult, flaky: bool) -> dict[str, Any]:
+def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> dict[str, Any]:
+    rounds = None if results.rounds is None else results.rounds.record(file, test.name).to_json()
     return {
         "test": test.name,
         "scope": test.scope.value,
         **test.skips_to_json(),
         "phase": test.phase,
         "flaky": flaky,
-        "seconds": test.seconds,
+        "seconds": test.seconds if rounds is None else rounds["seconds"].get("median", test.seconds),
+        "rounds": rounds,
         "subtests": test.executed_subtests,
         "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
-        "repeat": _repeat(run, file, test) if test.outcome.is_bad else "",
+        "repeat": _repeat(results.run, file, test) if test.outcome.is_bad else "",
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult
+from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State, tally
 from torch_fsdp_tests.verdict.stream import TestResult
@@ -30,6 +31,21 @@ class Results:
     slots: Sequence[str] = ()
     hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a launch, each with its ranks as text
     lost: str | None = None  # a description of the first process of the launch that is gone
+    rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds
+
+    def take(self, file: FileResult) -> bool:
+        """Add the result of a file. Returns whether it brings news, which a failure of an earlier round does not."""
+        if self.rounds is None:
+            self.files.append(file)
+            return True
+        news = self.rounds.take(file)
+        self.files = self.rounds.files
+        return news or not file.is_bad
+
+    def is_over(self) -> bool:
+        """Whether no other round should begin."""
+        ended = self.lost is not None or self.signal is not None or bool(self.unknown()) or not self.executed
+        return ended or (bool(self.failed) and not self.run.keep_going)
 
     def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
         """The result of each test that counts, with its file."""

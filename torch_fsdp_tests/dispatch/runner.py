@@ -24,6 +24,7 @@ from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import Site
 from torch_fsdp_tests.processes import host
@@ -58,7 +59,10 @@ class _Waiting:
 
 
 class Runner:
-    """Runs jobs on slots until all are done, one fails without ``--keep-going``, or a signal stops it."""
+    """Runs jobs on slots until all are done, one fails without ``--keep-going``, or a signal stops it.
+
+    :meth:`run` may be called again for another round.
+    """
 
     def __init__(
         self,
@@ -78,13 +82,16 @@ class Runner:
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
+        self._jobs = tuple(jobs)
         self._default = plan.assumed(job.part for job in jobs)
-        self._queue = [_Waiting(job) for job in jobs]
+        self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
         self._wishes = self._make_wishes()
         self._environment = {**os.environ, **self._wishes}
         self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
         self.results.hosts = site.hosts()
+        self.results.rounds = Rounds() if run.is_repeated else None
+        site.watch(children)
         self._stopping = False
         self._measure: tuple[str, ...] = ()
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
@@ -104,9 +111,9 @@ class Runner:
         return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
-        """Run all processes. The results have everything that finished, no matter how the run ended."""
+        """Run all jobs once. The results have everything that finished, no matter how the run ended."""
+        self._queue = [_Waiting(job) for job in self._jobs]
         self._console.begin()
-        self._site.watch(self._children)
         if self._run.coverage:
             self._measure = coverage.begin(
                 self._children.directory, self._run.test_directory, by_test=self._run.save_map is not None
@@ -119,13 +126,33 @@ class Runner:
                 self.results.remarks.append(coverage.end(self._children.directory, self._run.reports))
         finally:
             self._children.end_all()
-            self.results.remarks += self._children.remarks
+            self.results.remarks += [each for each in self._children.remarks if each not in self.results.remarks]
             for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
-            left = (w.job.part.name for w in self._queue if not w.attempts)
+            left = (w.job.part.name for w in self._queue if not w.attempts and not self._ran_before(w.job))
             self.results.not_started = list(dict.fromkeys(left))
             self.results.seconds = self._now()
+        return self.results
+
+    def _ran_before(self, job: Job) -> bool:
+        """Whether the job has a result of an earlier round."""
+        return self.results.rounds is not None and self.results.rounds.has(job.key)
+
+    def run_rounds(self) -> Results:
+        """Run all jobs once, or in rounds where the options ask for them."""
+        rounds = self.results.rounds
+        if rounds is None:
+            return self.run()
+        run = self._run
+        for number in numbers(run.repeat, run.duration, lambda: self.results.is_over() or bool(self._children.signals)):
+            rounds.number = number
+            began = self._now()
+            self._console.begin_round(number)
+            self.run()
+            is_complete = not self._queue and self.results.signal is None and self.results.lost is None
+            rounds.complete += is_complete
+            self._console.round_done(number, self._now() - began, self._now(), is_complete)
         return self.results
 
     def _now(self) -> float:
@@ -270,9 +297,9 @@ class Runner:
                 self._stop_all(Ending(How.STOPPED))
 
     def _take_result(self, file: FileResult) -> None:
-        self.results.files.append(file)
+        is_news = self.results.take(file)
         self.results.seconds = self._now()
-        self._console.file_done(file)
+        self._console.file_done(file, is_news)
         self._keep(self.results)
 
 

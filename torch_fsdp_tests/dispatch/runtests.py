@@ -50,6 +50,8 @@ class RunTests:
     keep_going: bool = False
     fail_fast: bool = False
     reruns: int = 0
+    repeat: int | None = None  # rounds
+    duration: float | None = None  # seconds for all rounds
     fail_on_flaky: bool = False
     strict_defects: bool = False
     strict_names: bool = False
@@ -82,6 +84,11 @@ class RunTests:
             return Path.cwd() / REPORTS
         inside = self.test_directory.name != DEFAULT_DIRECTORY
         return (self.test_directory if inside else self.test_directory.parent) / REPORTS
+
+    @property
+    def is_repeated(self) -> bool:
+        """True when the selection runs in rounds."""
+        return self.repeat is not None or self.duration is not None
 
     @property
     def by_reach(self) -> bool:

@@ -1,0 +1,242 @@
+"""Rounds: which run, what is kept of them, and what the real command says about a few."""
+
+import json
+import re
+import signal
+import sys
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import FAIL, PASS, TreeCase, body, fits, schema
+
+from torch_fsdp_tests.dispatch import html_report, options, rounds
+from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.rounds import FEW, MOST_SECONDS, Rounds, Times
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.verdict import RankResult, State
+from torch_fsdp_tests.verdict.stream import TestResult
+
+RUN = RunTests(Path("test"), Path("test"), repeat=3, keep_going=True)
+
+
+def a_file(*tests: TestResult, name: str = "test_x", output: str = "", **more: Any) -> FileResult:
+    job = Job(ShardedTest(TestRun(name)), 0)
+    return FileResult((Attempt(job, Ending(How.EXITED, 0), tests, 0.0, 1.0, output=output, **more),))
+
+
+def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
+    """The results of a file in round 1, 2, ... and what is kept of them."""
+    kept = Rounds()
+    for kept.number, file in enumerate(files, 1):
+        kept.take(file)
+    return kept, kept.files[0]
+
+
+class TestNumbers(unittest.TestCase):
+    """Without it, a soak could end early, run past its time, or go on after a failure."""
+
+    def ran(self, most: int | None, limit: float | None, seconds: Sequence[float], over_after: int = 99) -> int:
+        """The number of rounds that run, if each takes so many seconds."""
+        took: list[float] = []
+        for number in rounds.numbers(most, limit, lambda: len(took) >= over_after, lambda: sum(took)):
+            took.append(seconds[number - 1])
+        return len(took)
+
+    def test_how_many_run(self):
+        for most, limit, over_after, expected in (
+            (3, None, 99, 3),
+            (1, None, 99, 1),
+            (9, None, 2, 2),
+            (None, 35.0, 99, 3),
+            (None, 40.0, 99, 4),
+            (2, 40.0, 99, 2),
+            (None, 1.0, 99, 1),
+        ):
+            with self.subTest(most=most, limit=limit, over_after=over_after):
+                self.assertEqual(self.ran(most, limit, [10.0] * 9, over_after), expected)
+
+    def test_the_longest_round_counts(self):
+        self.assertEqual(self.ran(None, 40.0, [5.0, 20.0, 5.0, 5.0, 5.0]), 2)
+        self.assertEqual(self.ran(None, 45.0, [5.0, 20.0, 5.0, 5.0, 5.0]), 3)
+
+    def test_times_with_units(self):
+        for text, seconds in (("90s", 90), ("20m", 1200), ("8h", 28800), ("1.5h", 5400), ("1h30m5s", 5405)):
+            self.assertEqual(options.duration(text), seconds)
+        for text in ("", "20", "8d", "m", "-1s", "0s", "5s1h", "1h ", "99999h", "1e9h"):
+            with self.subTest(text), self.assertRaisesRegex(Exception, "is not a time such as 90s, 20m, 8h or 1h30m"):
+                options.duration(text)
+
+
+class TestFold(unittest.TestCase):
+    """Without it, a later round could hide the failure of an earlier one, or memory could grow with the rounds."""
+
+    def test_a_failure_of_one_round_is_kept(self):
+        passed = TestResult("T.test_1", State.PASSED, seconds=1.0)
+        rank = RankResult(3, State.ERROR, said="error", exception="E", message="lost", at=1.0, host="host-b")
+        failed = TestResult("T.test_1", State.ERROR, seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
+        for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
+            kept, file = folded(*(a_file(test, output=test.outcome.value) for test in order))
+            record = kept.record(file, "T.test_1").to_json()
+            with self.subTest(order=order):
+                self.assertEqual(file.tests(), [failed])
+                self.assertEqual((record["rounds"], record["failed"], kept.failed), (3, 1, 1))
+                number = order.index(failed) + 1
+                self.assertEqual(record["failures"][0]["round"], number)
+                words = f"failed in 1 of 3 rounds (round {number}): rank 3 on host-b raised E: lost"
+                self.assertEqual(rounds.told(record), words)
+                self.assertIn("error", file.attempts[0].output)
+
+    def test_the_worst_counts(self):
+        """What did not run in a round that was cut short does not count."""
+        for first, second, expected in (
+            ("passed", "not run", "passed"),
+            ("not run", "passed", "passed"),
+            ("skipped", "not run", "skipped"),
+            ("skipped", "passed", "passed"),
+            ("passed", "known defect", "known defect"),
+            ("not run", "failed", "failed"),
+            ("crashed", "failed", "crashed"),
+        ):
+            with self.subTest(first=first, second=second):
+                _, file = folded(*(a_file(TestResult("T.test_1", State(state))) for state in (first, second)))
+                self.assertEqual([test.outcome.value for test in file.tests()], [expected])
+
+    def test_failures_of_different_rounds_are_all_kept(self):
+        one, two = (TestResult(f"T.test_{number}", State.FAILED) for number in (1, 2))
+        well = [TestResult(f"T.test_{number}", State.PASSED) for number in (1, 2)]
+        kept, file = folded(a_file(*well), a_file(one, well[1], output="first"), a_file(well[0], two, output="second"))
+        self.assertEqual(file.tests(), [one, two])
+        self.assertEqual(file.attempts[0].output, "--- round 2 ---\nfirst\n--- round 3 ---\nsecond")
+        self.assertEqual(kept.failed, 2)
+
+    def test_a_failure_is_news_only_once(self):
+        kept = Rounds()
+        kept.number = 1
+        self.assertTrue(kept.take(a_file(TestResult("T.test_1", State.FAILED))))
+        self.assertFalse(kept.take(a_file(TestResult("T.test_1", State.FAILED))))
+        self.assertTrue(kept.take(a_file(TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR))))
+
+    def test_a_thousand_rounds_are_no_more_than_a_few(self):
+        kept = Rounds()
+        for kept.number in range(1, 1001):
+            note = f"process {kept.number} was left"
+            kept.take(a_file(TestResult("T.test_1", State.FAILED, seconds=1.0), output="x" * 100, notes=(note,)))
+        (file,) = kept.files
+        record = kept.record(file, "T.test_1")
+        self.assertEqual((record.failed, len(record.failures)), (1000, FEW))
+        self.assertLessEqual(len(record.times.values), MOST_SECONDS)
+        self.assertLessEqual(len(file.attempts[0].output), 200)
+        self.assertEqual(len(file.attempts[0].notes), FEW)
+        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.told(record.to_json()))
+
+    def test_times_are_kept_at_equal_distances(self):
+        times = Times()
+        for number in range(1000):
+            times.add(float(number))
+        self.assertEqual(times.values, [16.0 * index for index in range(63)])
+        self.assertEqual(times.to_json(), {"least": 0.0, "low": 248.0, "median": 496.0, "high": 744.0, "most": 992.0})
+        self.assertEqual(Times().to_json(), {})
+
+    def test_when_no_other_round_begins(self):
+        passed, failed = a_file(TestResult("T.test_1", State.PASSED)), a_file(TestResult("T.test_1", State.FAILED))
+        nothing = a_file(TestResult("T.test_1", State.SKIPPED))
+        for file, keep_going, more, expected in (
+            (passed, False, {}, False),
+            (failed, True, {}, False),
+            (failed, False, {}, True),
+            (nothing, True, {}, True),
+            (passed, True, {"signal": signal.SIGINT}, True),
+            (passed, True, {"lost": "rank 1"}, True),
+        ):
+            with self.subTest(file=file, keep_going=keep_going, more=more):
+                results = Results(RunTests(Path(), Path(), keep_going=keep_going), files=[file], **more)
+                self.assertEqual(results.is_over(), expected)
+
+
+class TestCommand(TreeCase):
+    """Without it, the command could call a round that failed passed, or lose the rounds before Ctrl-C."""
+
+    def weather(self, *bad: int) -> str:
+        """A test that fails in these rounds."""
+        path = self.root / "count"
+        count = f"file = open({str(path)!r}, 'a'); file.write('x'); file.close(); n = os.path.getsize({str(path)!r})"
+        return body(f"{count}; self.assertNotIn(n, {bad})", "pass")
+
+    def test_a_test_that_fails_in_some_rounds(self):
+        self.write({"test_w": self.weather(2, 3), "test_p": PASS})
+        out = self.run_command("--repeat", 4, "--keep-going", "--report", self.root / "r")
+        self.assertEqual(self.code, 1, out + self.err)
+        lines = re.findall(r"(?m)^round (\d)/4 (\w+) +(\d) passed, (\d) failed, 0 skipped", out)
+        wanted = [("1", "ok", "3", "0"), ("2", "FAILED", "2", "1"), ("3", "FAILED", "2", "1"), ("4", "ok", "3", "0")]
+        self.assertEqual(lines, wanted, out)
+        self.assertEqual(out.count("Traceback"), 1)
+        self.assertIn("failed in 2 of 4 rounds (rounds 2, 3): AssertionError: 2 unexpectedly found in (2, 3)", out)
+        self.assertRegex(out, r"(?m)^4 rounds of 2 files in .*; 2 rounds failed\n2 passed, 1 failed, 0 skipped$")
+        report = json.loads((self.root / "r/report.json").read_text())
+        fits(self, report, schema("report"))
+        self.assertEqual(report["rounds"], {"asked": 4, "limit": None, "complete": 4, "failed": 2})
+        page = html_report.render(report)
+        self.assertIn("This is the sum of 4 complete rounds", page)
+        self.assertIn("failed in 2 of 4 rounds (rounds 2, 3)", page)
+        self.assertIn('<section id="rounds"', page)
+
+    def test_the_first_failure_is_the_end(self):
+        self.write({"test_w": self.weather(2)})
+        out = self.run_command("--repeat", 9)
+        self.assertRegex(out, r"(?m)^2 rounds of 1 file in .*; 1 round failed$")
+        self.assertEqual(self.code, 1)
+
+    def test_interrupt_in_round_3(self):
+        path = self.root / "count"
+        act = f"open({str(path)!r}, 'a').write('x'); os.path.getsize({str(path)!r}) < 3 or time.sleep(60)"
+        self.write({"test_x": body("pass", act), "test_y": PASS})
+        process = self.start("-j1", "--repeat", 9, "--report", self.root / "r")
+        while not path.exists() or path.stat().st_size < 3:
+            self.assertIsNone(process.poll())
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        self.assertEqual(process.returncode, 130, out + err)
+        self.assertRegex(out, r"(?m)^round 3/9 stopped 1 passed")
+        self.assertRegex(out, r"(?m)^2 rounds of 2 files in .*, and part of round 3$")
+        self.assertRegex(out, r"stopped by SIGINT before all tests had run\n3 passed, 0 failed, 0 skipped\n$")
+        self.assertNotIn("not started", out)  # it ran in two rounds
+        report = json.loads((self.root / "r/report.json").read_text())
+        self.assertEqual((report["rounds"]["complete"], report["passed"]), (2, 3))
+
+    def test_processes_of_a_round_leave_no_files(self):
+        """In a run of many rounds their folders would fill the disk."""
+        seen = "sorted(os.listdir(os.path.dirname(os.path.dirname(os.environ['TMPDIR']))))"
+        path = self.root / "seen"
+        self.write({"test_x": body(f"print(len({seen}), file=open({str(path)!r}, 'a'))")})
+        self.run_command("--repeat", 4)
+        counts = path.read_text().split()
+        self.assertEqual((len(counts), len({*counts})), (4, 1), counts)
+
+    def test_nothing_that_runs_ends_the_rounds(self):
+        skip = "@unittest.skip('x')\n" + PASS
+        self.write({"test_s": skip})
+        out = self.run_command("--for", "1h")
+        self.assertEqual(self.code, 5, out + self.err)
+
+    def test_refusals(self):
+        self.write({"test_f": FAIL})
+        for arguments, words in (
+            (("--repeat", "0"), "'0' is not a whole number from 1 to 1000000"),
+            (("--for", "20"), "'20' is not a time such as 90s, 20m, 8h or 1h30m"),
+            (("--for", "1h", "--list"), "--repeat and --for cannot be used with --list"),
+            (("--repeat", "2", "--dry-run"), "cannot be used with --dry-run"),
+            (("--repeat", "2", "--reruns", "1"), "cannot be used with --reruns, which repeats only what failed"),
+        ):
+            with self.subTest(arguments):
+                self.run_command(*arguments)
+                self.assertEqual((self.code, self.out, len(self.err.splitlines())), (2, "", 1), self.err)
+                self.assertIn(words, self.err)
+
+
+if __name__ == "__main__":
+    unittest.main()
