@@ -54,7 +54,15 @@ EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
     ],
     "default": [("def f(a=True, *, b=False): pass", {"def f(a=False, *, b=False):", "def f(a=True, *, b=True):"})],
     "flip": [("x = f(a, flag=True)", {"x = f(a, flag=False)"}), ("x = 1", set())],
-    "call": [("f(a)", {"pass"}), ("x = f(a)", set()), ("'text'", set())],
+    "streams": [
+        ("stream.wait_stream(a)", {"stream"}),
+        ("a.b.synchronize()", {"a.b"}),
+        ("_no_dispatch_record_stream(a, b)", {"None"}),
+        ("event = a.record_event()", {"event = type(a.record_event())()"}),
+        ("x = f(a, non_blocking=b)", {"x = f(a)"}),
+        ("wait_for_unshard(a)", set()),
+    ],
+    "call": [("stream.wait_stream(a)", set()), ("f(a)", {"pass"}), ("x = f(a)", set()), ("'text'", set())],
     "context": [("with f(): g()", {"if True:"}), ("with f() as x: g()", set())],
     "decorator": [("@f(1)\ndef g(): pass", {"@lambda undecorated: undecorated"}), ("@property\ndef g(): pass", set())],
     "assignment": [
@@ -85,11 +93,10 @@ EXCLUDED = [
     ("T = TypeVar('T', bound=1)", exclusions.TYPES),
     ("if torch.compiler.is_compiling(): f(a)", exclusions.COMPILER),
     ("if not torch.compiler.is_compiling(): pass\nelse: f(a)", exclusions.COMPILER),
-    ("stream.wait_event(a)", exclusions.DEVICE),
-    ("x = f(a, non_blocking=True)", exclusions.DEVICE),
+    ("self.make_streams(a)", exclusions.DEVICE),
     ("if a.stream and b: pass", exclusions.DEVICE),
     ("if a == b: warnings.warn('x')", exclusions.LOGGING),
-    ("if a == b: stream.wait_event(c)", exclusions.DEVICE),
+    ("if a == b: self.make_streams(c)", exclusions.DEVICE),
     ("if a == b: raise AssertionError('x')", exclusions.ASSERTIONS),
     ("def _warn_once(a):\n return f(a, 1)", exclusions.LOGGING),
     ("x = f(stacklevel=1 + 2)", exclusions.MESSAGES),
@@ -257,8 +264,12 @@ class TestOperators(unittest.TestCase):
             with self.subTest(text):
                 self.assertEqual({site.excluded for site in sites(text, "call")}, {None})
 
-    def test_streams_are_tried_where_there_are_some(self):
-        self.assertEqual({site.excluded for site in source("stream.wait(a)", on_host=False).sites.values()}, {None})
+    def test_order_of_streams_is_tried_on_every_device(self):
+        """Other code about streams is tried where there are some."""
+        code = "with a.stream(b): b.wait_event(c)"
+        on_host = {site.operator: site.excluded for site in source(code).sites.values()}
+        self.assertEqual(on_host, {"context": exclusions.DEVICE, "streams": None})
+        self.assertEqual({site.excluded for site in source(code, on_host=False).sites.values()}, {None})
 
 
 def meaning(code: types.CodeType) -> object:
@@ -532,6 +543,9 @@ class TestCommand(CommandCase):
         self.assertIn("vendor_fsdp.sizes:of_shard:arithmetic:1  line 6, 3 tests\n- size = 8 // world_size\n+", out)
         self.assertNotIn("vendor_fsdp.shard", out)
         self.assertFalse((self.output / "findings.jsonl").exists())
+        out = self.run_command("--list", "--kind", "default", "negate")
+        kinds = {line.split(":")[2] for line in out.splitlines() if line.startswith("vendor_fsdp.")}
+        self.assertEqual(kinds, {"default", "negate"})  # and not compare
 
     def test_bad_arguments_in_a_sentence(self):
         empty = self.root / "empty.json"
@@ -543,6 +557,7 @@ class TestCommand(CommandCase):
             (["--module", "nothing"], "no mutant is selected"),
             (["--sample", "0"], "argument --sample: 0 is not a number greater than 0"),
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),
+            (["--kind", "stream"], "argument --kind: invalid choice: 'stream' (choose from"),
             (["-i", "nowhere"], "unknown test 'nowhere'"),
         ):
             with self.subTest(arguments):

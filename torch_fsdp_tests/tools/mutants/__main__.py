@@ -28,7 +28,7 @@ from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.exploring import explored
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.mutant import Mutant, NoPackage, Tests
-from torch_fsdp_tests.tools.mutants.options import Options
+from torch_fsdp_tests.tools.mutants.options import KINDS, Options
 from torch_fsdp_tests.tools.mutants.trials import Setting, Trials
 
 
@@ -109,7 +109,8 @@ def _with_programs(judged: Iterable[Finding], options: Options, device: str) -> 
 
 def _choose(options: Options, mutants: Sequence[Mutant]) -> list[Mutant]:
     if not options.ids:
-        return [each for each in mutants if each.excluded is None]
+        kinds = options.kinds or KINDS
+        return [each for each in mutants if each.excluded is None and each.operator in kinds]
     by_id = {each.id: each for each in mutants}
     for id in options.ids:
         if id not in by_id:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -147,9 +148,32 @@ def _flip(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
         yield _replaced(node, value=not node.value)
 
 
+STREAMS = "streams"
+_NON_BLOCKING = "non_blocking"
+_ORDERING_CALL = re.compile(r"(^|[._])(wait(_stream|_event)?|record(_stream|_event)?|synchronize)$")
+
+
+def _orders(node: ast.AST) -> bool:
+    """Whether a node is a call that orders streams, or keeps memory for one."""
+    return isinstance(node, ast.Call) and _ORDERING_CALL.search(dotted(node)) is not None
+
+
+@_operator(STREAMS, "wait, record, synchronization or non_blocking left out", ast.Call)
+def _streams(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+    """An event that a call returns is replaced by one of the same type that was never recorded."""
+    if _orders(node) and dotted(node).endswith("record_event"):
+        kind = ast.Call(ast.Name("type", ast.Load()), [node], [])
+        yield ast.Call(kind, [], [])
+    elif _orders(node):
+        yield node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(None)
+    left = [keyword for keyword in node.keywords if keyword.arg != _NON_BLOCKING]
+    if len(left) < len(node.keywords):
+        yield _replaced(node, keywords=left)
+
+
 @_operator("call", "call left out", ast.Expr)
 def _call(node: ast.Expr, place: Place) -> Iterator[ast.AST]:
-    if isinstance(node.value, (ast.Call, ast.Await)):
+    if isinstance(node.value, (ast.Call, ast.Await)) and not _orders(node.value):
         yield ast.Pass()
 
 
@@ -190,7 +214,7 @@ def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
 def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
     """Drops each keyword argument, and the last positional one. The other arguments are rarely optional."""
     for position, keyword in enumerate(node.keywords):
-        if keyword.arg is not None:
+        if keyword.arg not in (None, _NON_BLOCKING):
             yield _replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])
     if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args):
         yield _replaced(node, args=node.args[:-1])

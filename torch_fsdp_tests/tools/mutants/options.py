@@ -17,9 +17,11 @@ from torch_fsdp_tests.dispatch.atomic import try_folder
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.reach.changes import UnknownChange
 from torch_fsdp_tests.tools.mutants.mutant import EQUIVALENT
+from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 
 PACKAGE = "torch.distributed.fsdp"
 TESTS = installation.ROOT / DEFAULT_DIRECTORY
+KINDS = tuple(operator.name for operator in OPERATORS)
 EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.
@@ -37,6 +39,7 @@ class Options:
 
     package: str
     module: str
+    kinds: tuple[str, ...]  # empty for all
     ids: tuple[str, ...]
     sample: int | None
     seed: int
@@ -78,6 +81,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--seed", type=int, default=1, metavar="S", help="the same seed draws the same mutants (default: 1)")
     words = "change only modules whose full name, or whose name in the package, matches"
     add("--module", default="*", metavar="GLOB", help=words)
+    words = "make only changes of these kinds: " + ", ".join(KINDS)
+    add("--kind", nargs="+", action="extend", default=[], choices=KINDS, metavar="KIND", help=words)
     add("--mutant", action="append", default=[], metavar="ID", help="try this mutant; may be repeated")
     add(
         "--package",
@@ -131,6 +136,7 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         package=given.package,
         module=given.module,
+        kinds=tuple(given.kind),
         ids=tuple(given.mutant),
         sample=given.sample,
         seed=given.seed,

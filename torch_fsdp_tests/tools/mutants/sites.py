@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_fsdp_tests.reach.functions import statements_in
-from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, Exclusions
-from torch_fsdp_tests.tools.mutants.operators import OPERATORS, Place
+from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, DEVICE, Exclusions
+from torch_fsdp_tests.tools.mutants.operators import OPERATORS, STREAMS, Place
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 MARKER = "__mutant_reached__"  # what changed code calls before it runs
@@ -129,6 +129,8 @@ class Source:
             for operator in OPERATORS:
                 for new in operator.variants(node, around.place):
                     excluded = own or self._exclusions.of_change(node, new)
+                    if operator.name == STREAMS and excluded == DEVICE:
+                        excluded = None  # the race detector has streams on every device
                     yield self._site(operator.name, node, new, around, excluded, holder, field, index)
         for name, value in ast.iter_fields(node):
             excluded = around.excluded if name in BLOCKS else own
