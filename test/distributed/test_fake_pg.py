@@ -24,10 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torch_fsdp_tests.common_distributed import (
     MultiProcessTestCase,
-    get_required_world_size,
     needs,
-    requires_world_size,
-    skip_if_lt_x_gpu,
 )
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, substitutes
 from torch_fsdp_tests.common_utils import run_tests
@@ -55,9 +52,8 @@ class TestFakePG(FSDPTest):
 
     @property
     def world_size(self) -> int:
-        return get_required_world_size(self, 2)
+        return 4 if self._testMethodName == "test_fsdp_tp_fake_e2e" else 2
 
-    @skip_if_lt_x_gpu(2)
     def test_construct_fsdp(self):
         """Each rank keeps half of the nine elements. The second rank has one element of padding at the end."""
         model = nn.Linear(2, 3).to(self.device)
@@ -68,7 +64,6 @@ class TestFakePG(FSDPTest):
         half = chunk_of(whole, self.rank, 2)
         self.assertEqual(flat_param.detach()[: len(half)], half)
 
-    @skip_if_lt_x_gpu(2)
     def test_fsdp_fake_e2e(self):
         """For each parameter, a rank has the elements and gradients that lie in its half of all 22 elements."""
         model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)).to(self.device)
@@ -92,7 +87,6 @@ class TestFakePG(FSDPTest):
                     self.assertIsNone(param.grad)
             optim.zero_grad()
 
-    @requires_world_size(4)
     @subtests(plan=["sequence", "pairwise"])
     def test_fsdp_tp_fake_e2e(self, plan):
         """Tensor parallelism halves the layers, and FSDP halves the rest. Both call their collectives in each step."""

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests.common_distributed import requires_capability, requires_nccl, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import (
+    at_most,
+    get_required_world_size,
+    requires_capability,
+    requires_nccl,
+    requires_world_size,
+    skip_if_lt_x_gpu,
+)
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
@@ -54,6 +61,15 @@ class TestValue(TestCase):
         of_three = Accelerator("xpu", "xccl", 3, 3, frozenset())
         self.assertEqual([CLUSTER.ranks_up_to(4), of_three.ranks_up_to(4), HOST.ranks_up_to(4)], [2, 3, 4])
         self.assertEqual(Accelerator("xpu", "xccl", 1, 2, frozenset()).ranks_up_to(4), 2)  # and the test skips
+        self.assertEqual([CLUSTER.ranks_up_to(8, least=4), HOST.ranks_up_to(8, least=4)], [4, 8])
+
+    def test_ranks_share_devices_only_below_what_a_test_needs(self):
+        sharing = Accelerator("xpu", "gloo", 2, 2, frozenset({"shared_device"}))
+        self.assertEqual([sharing.ranks_up_to(4), sharing.ranks_up_to(4, least=3)], [2, 3])
+
+    def test_ranks_up_to_what_the_user_asks_for(self):
+        with unittest.mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_RANKS": "2"}):
+            self.assertEqual([HOST.ranks_up_to(4), HOST.ranks_up_to(4, least=4)], [2, 4])
 
     def test_capabilities(self):
         self.assertIsNone(CLUSTER.lacks("streams"))
@@ -344,6 +360,27 @@ class TestRequirements(TestCase):
     def test_capability(self):
         self.assertEqual(self.reason(requires_capability("streams"), CLUSTER), "ran")
         self.assertIn("needs streams", self.reason(requires_capability("streams"), HOST))
+
+    def test_number_of_ranks_of_a_test(self):
+        """A test takes a rank for each device, at most those that its class names, and at least those that it needs."""
+
+        class Sized:
+            def __init__(self, method: str) -> None:
+                self._testMethodName = method
+
+            world_size = at_most(4)
+            of_two = skip_if_lt_x_gpu(2)(lambda self: None)
+            of_four = skip_if_lt_x_gpu(4)(lambda self: None)
+            of_eight = requires_world_size(8)(lambda self: None)
+            of_four_to_eight = requires_world_size(8, least=4)(lambda self: None)
+
+        found = {}
+        for count in (1, 2, 4, 8):
+            with under_test(Accelerator("xpu", "xccl", count, max(count, 2))):
+                sizes = [Sized(method).world_size for method in ("of_two", "of_four")]
+                sizes += [get_required_world_size(Sized(method), 2) for method in ("of_eight", "of_four_to_eight")]
+                found[count] = [*sizes, get_required_world_size(Sized("of_two"), 2)]
+        self.assertEqual(found, {1: [2, 4, 8, 4, 2], 2: [2, 4, 8, 4, 2], 4: [4, 4, 8, 4, 2], 8: [4, 4, 8, 8, 2]})
 
     def test_nccl_is_required_only_if_it_is_under_test(self):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")

@@ -21,6 +21,7 @@ from torch_fsdp_tests.common_distributed.requirements import (
     at_most,
     get_required_world_size,
     needs,
+    ranks_of,
     requires,
     requires_accelerator_dist_backend,
     requires_capability,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
+from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed, state
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
@@ -90,20 +90,13 @@ class MultiProcContinuousTest(RankTestCase):
         )
         cls.pg = c10d._get_default_group()
 
-    @classmethod
-    def _world_size_of_class(cls) -> int:
-        stated = inspect.getattr_static(cls, "world_size", _UNSET)
-        if isinstance(stated, property) and stated.fget is not None:
-            return int(stated.fget(object.__new__(cls)))  # what it computes must not need an instance with a test
-        return accelerator.current().ranks if stated == _UNSET else int(stated)
-
     def setUp(self) -> None:
         super().setUp()
         self.rank = self.MAIN_PROCESS_RANK
-        world_size = self._world_size_of_class()
+        world_size = ranks_of(self) if self.world_size == _UNSET else int(self.world_size)
         self._ask_requirements(world_size)
         cls = type(self)
-        if cls._group is not None and not cls._group.ready():
+        if cls._group is not None and (cls._group.world_size != world_size or not cls._group.ready()):
             cls._end_group()
         if cls._group is None:
             cls._group = start_ranks(cls, None, world_size)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
+from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, RankGroup, start_ranks
@@ -53,7 +54,7 @@ class MultiProcessTestCase(RankTestCase):
         subclass sets a fixed number as a class attribute, ``world_size = 2``. If the number depends on the test, the
         subclass defines a property.
         """
-        return accelerator.current().ranks
+        return ranks_of(self)
 
     @property
     def destroy_pg_upon_exit(self) -> bool:

@@ -27,6 +27,7 @@ Requirement = Callable[[], "str | None"]
 Decorated = TypeVar("Decorated", bound=Callable)
 
 _REQUIREMENTS = "__requirements__"
+_LEAST_RANKS = "__least_ranks__"
 
 
 class TestSkip(NamedTuple):
@@ -141,6 +142,8 @@ def at_least_x_gpu(x: int) -> bool:
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
     """Skip unless there is room for ``x`` ranks: ``x`` devices, devices that ranks can share, or the CPU.
 
+    Unless its class sets a fixed number, the test then has at least ``x`` ranks (see :func:`ranks_of`).
+
     Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and the check happens before any rank
     starts.
     """
@@ -151,29 +154,47 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
             return f"needs {x} or more accelerators, but the device under test is the CPU"
         return device.lacks_room_for(x)
 
-    return requires(reason)
-
-
-def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
-    """Request ``n`` ranks for one test; see :func:`get_required_world_size`. Skip if there is no room for them.
-
-    Upstream's needs ``n`` CUDA devices, and checks when the file is imported.
-    """
-
     def decorate(function: Decorated) -> Decorated:
-        wrapped = requires(lambda: accelerator.current().lacks_room_for(n))(function)
-        wrapped._required_world_size = n  # type: ignore[attr-defined]
+        wrapped = requires(reason)(function)
+        setattr(wrapped, _LEAST_RANKS, max(x, getattr(function, _LEAST_RANKS, 0)))
         return wrapped
 
     return decorate
 
 
+def requires_world_size(n: int, least: int | None = None) -> Callable[[Decorated], Decorated]:
+    """Request ``n`` ranks for one test; see :func:`get_required_world_size`. Skip if there is no room for them.
+
+    With ``least`` the test takes fewer ranks if there are fewer devices, and skips below that number. Upstream's has no
+    such parameter, needs ``n`` CUDA devices, and checks when the file is imported.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        wrapped = requires(lambda: accelerator.current().lacks_room_for(n if least is None else least))(function)
+        wrapped._required_world_size = n  # type: ignore[attr-defined]
+        setattr(wrapped, _LEAST_RANKS, n if least is None else least)
+        return wrapped
+
+    return decorate
+
+
+def ranks_of(test: Any, most: int | None = None) -> int:
+    """The number of ranks of a test that does not set its own: one for each device, but at most ``most`` of them.
+
+    It is never less than the number in the :func:`skip_if_lt_x_gpu` of the test method. ``test`` is the test case.
+    Without ``most`` it is the default number of the device under test (4 on the CPU).
+    """
+    device = accelerator.current()
+    least = getattr(getattr(type(test), test._testMethodName, None), _LEAST_RANKS, 1)
+    return max(device.ranks, least) if most is None else device.ranks_up_to(most, max(least, 2))
+
+
 def at_most(ranks: int) -> Any:
     """A ``world_size`` for a class: so many ranks, or, with one rank per device, as many as there are devices.
 
-    A test that needs more than two ranks says so with :func:`skip_if_lt_x_gpu`.
+    A test that needs more than two ranks says so with :func:`skip_if_lt_x_gpu`, and gets them where there is room.
     """
-    return property(lambda self: accelerator.current().ranks_up_to(ranks))
+    return property(lambda self: ranks_of(self, ranks))
 
 
 def get_required_world_size(obj: Any, default: int) -> int:
@@ -183,7 +204,8 @@ def get_required_world_size(obj: Any, default: int) -> int:
     requested.
     """
     function = getattr(type(obj), getattr(obj, "_testMethodName", ""), None)
-    return int(getattr(function, "_required_world_size", default))
+    requested = getattr(function, "_required_world_size", None)
+    return int(default) if requested is None else ranks_of(obj, requested)
 
 
 def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Decorated], Decorated]:

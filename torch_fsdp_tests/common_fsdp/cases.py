@@ -14,6 +14,7 @@ from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
     MultiThreadedTestCase,
+    ranks_of,
     run_subtests,
 )
 from torch_fsdp_tests.common_fsdp import substitutes
@@ -37,6 +38,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     attribute ``fake_pg = True`` the group is fake.
     """
 
+    fake_pg = False
+
     def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
@@ -44,7 +47,11 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     @property
     def world_size(self) -> int:
         """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number."""
-        return accelerator.current().ranks
+        return ranks_of(self)
+
+    def _ask_requirements(self, world_size: int) -> None:
+        # A fake group moves no data, so its ranks can share a device with any backend.
+        super()._ask_requirements(min(world_size, 1) if self.fake_pg else world_size)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

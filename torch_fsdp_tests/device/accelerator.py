@@ -106,8 +106,14 @@ class Accelerator:
         return f"needs {', '.join(missing)}; {self.name} with {self.backend} does not have {it}" if missing else None
 
     def ranks_up_to(self, most: int, least: int = 2) -> int:
-        """The largest world size from ``least`` to ``most`` for which there is room; ``least`` if there is none."""
-        return next((size for size in range(most, least, -1) if self.lacks_room_for(size) is None), least)
+        """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
+
+        On the host that is ``most``. If the user or a launcher asked for a number, it is at most that number. Ranks
+        share devices only below ``least``.
+        """
+        asked = _asked_ranks() if self.is_host else self.ranks
+        wanted = most if asked is None else min(most, asked)
+        return next((size for size in range(wanted, least, -1) if self.lacks_room_for(size) is None), least)
 
     def lacks_room_for(self, world_size: int) -> str | None:
         """The reason why there is no room for this many ranks, or None.

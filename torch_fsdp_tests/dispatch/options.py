@@ -172,7 +172,7 @@ def make_parser() -> _Parser:
     add("-j", "--jobs", type=whole_number(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
-    words = "number of ranks of a test that does not set its own (default: depends on the device)"
+    words = "number of ranks of a test that does not need another number (default: depends on the device)"
     add("--ranks", type=whole_number(1, settings.MOST_RANKS), metavar="N", help=words)
     words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)

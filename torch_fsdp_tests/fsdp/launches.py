@@ -35,7 +35,7 @@ class LaunchesTestCase(DTensorTestBase):
     @property
     def world_size(self) -> int:
         """The number of ranks of this launch. In the parent it is the default for a launch."""
-        return self._assignment.world_size if in_rank() else accelerator.current().ranks
+        return self._assignment.world_size if in_rank() else super().world_size
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:

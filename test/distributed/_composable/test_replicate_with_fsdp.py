@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, ranks_of, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, MLPStack, check_sharded_parity
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
@@ -62,7 +61,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @property
     def world_size(self) -> int:
         has_mesh = "mesh" in self._testMethodName or "2d" in self._testMethodName
-        return accelerator.current().ranks_up_to(4 if has_mesh else 2)
+        return ranks_of(self, 4 if has_mesh else 2)
 
     def _net(self, dim: int = 4) -> Any:
         """Three layers with the same values in each call."""
@@ -107,10 +106,10 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self.assertEqual(set(managed((model,))), set(model.modules()) - wrapped)
         self.assertIn(model.layers[2].attention, managed((model,)))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_replicate_tp_device_mesh(self):
         """``replicate`` uses one dimension of a three-dimensional mesh."""
-        mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+        mesh = self._mesh(2, 1, self.world_size // 2, names=("replicate", "shard", "tp"))
         model = self._net()
         for linear in model:
             replicate(linear, mesh=mesh["replicate"])
@@ -255,7 +254,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             **kwargs,
         )
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_train_parity_2d_mlp(self):
         # Checkpointing does not depend on the size, so only slow tests run all combinations.
         cases = [(False, 3), (True, 16), (False, 17)]
@@ -265,7 +264,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     def _test_train_parity_2d_mlp(self, use_activation_checkpointing: bool, mlp_dim: int) -> None:
         """``replicate`` alone trains like the plain model, and so do HSDP and tensor parallelism on the same mesh."""
-        mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+        mesh = self._mesh(2, 1, self.world_size // 2, names=("replicate", "shard", "tp"))
         manual_seed(42)
         plain = MLPStack(mlp_dim)
         two_d = self._replica(plain).parallelize(mesh["tp"], mesh["replicate", "shard"], use_activation_checkpointing)

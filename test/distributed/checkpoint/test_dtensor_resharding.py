@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, zeros
 
-from torch_fsdp_tests.common_distributed import requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -47,7 +47,7 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, 
 class ReshardingTest(DTensorTestBase):
     """Tests that save a tensor in one layout and load it in another."""
 
-    world_size = 4
+    world_size = at_most(4)
 
     def _check_resharding(
         self,
@@ -67,34 +67,34 @@ class ReshardingTest(DTensorTestBase):
 
 class TestDTensorReshardPlacementChange(ReshardingTest):
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(saved=ONE_DIM, loaded=ONE_DIM)
     def test_1d_to_1d_reshard_placement_change(self, saved, loaded):
         self._check_resharding((self.mesh, self.mesh), (saved, loaded), 4, 4)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(saved=TWO_DIMS, loaded=TWO_DIMS)
     def test_2d_to_2d_reshard_placement_change(self, saved, loaded):
-        self.mesh = init_device_mesh(self.device_type, (2, 2))
+        self.mesh = init_device_mesh(self.device_type, (2, self.world_size // 2))
         self._check_resharding((self.mesh, self.mesh), (saved, loaded), 4, 4)
 
 
 class TestDTensorReshardMeshChange(ReshardingTest):
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        return init_device_mesh(self.device_type, (4,)), init_device_mesh(self.device_type, (2, 2))
+        return self.mesh, init_device_mesh(self.device_type, (2, self.world_size // 2))
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(saved=ONE_DIM, loaded=TWO_DIMS)
     def test_1d_to_2d_reshard_mesh_change(self, saved, loaded):
         self._check_resharding(self._meshes(), (saved, loaded), 4, 4)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(saved=TWO_DIMS, loaded=ONE_DIM)
     def test_2d_to_1d_reshard_mesh_change(self, saved, loaded):
@@ -102,10 +102,10 @@ class TestDTensorReshardMeshChange(ReshardingTest):
         self._check_resharding((square, line), (saved, loaded), 4, 4)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_dtensor_checkpoint_resharding_with_empty_shard(self):
-        """One element is sharded over four ranks, so three ranks are empty, before and after."""
+        """One element is sharded over all ranks, so all but one are empty, before and after."""
         self._check_resharding(self._meshes(), ((Shard(0),), (Shard(0), Shard(0))), 1)
 
     @with_comms
@@ -152,9 +152,7 @@ class FullySharded:
 class TestFullyShardLayouts(DTensorTestBase):
     """Each layout of FSDP2 is loaded in each other one, with even and uneven rows."""
 
-    @property
-    def world_size(self) -> int:
-        return 8 if "3d" in self.id() else 4
+    world_size = at_most(4)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -177,7 +175,7 @@ class TestFullyShardLayouts(DTensorTestBase):
         )
 
     @with_comms
-    @requires_world_size(8)
+    @skip_if_lt_x_gpu(8)
     @with_temp_dir
     def test_3d(self):
         """Eight plain shards, and layouts on two replicas, two shards and two ranks of tensor parallelism."""

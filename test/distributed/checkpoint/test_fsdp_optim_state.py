@@ -70,7 +70,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         self.assertEqual(found["param_groups"], wanted["param_groups"])
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @parametrize("pass_planner", [True, False])
     def test_load_sharded_optimizer_state_dict(self, pass_planner):
@@ -96,7 +96,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         self.assertEqual(full_parameters(other), full_parameters(model), rtol=0, atol=0)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fewer_ranks(self):
         """Two ranks load what four ranks have saved."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, is_sharded, whole_tree
@@ -30,7 +30,7 @@ HOST = torch.device("cpu")  # the CPU is the subject
 
 
 class TestStateDictUtils(DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _rows(self, rank: int, seed: int = 0) -> torch.Tensor:
         """One rank's rows of a tensor."""
@@ -48,7 +48,7 @@ class TestStateDictUtils(DTensorTestBase):
         self.assertTrue(all(value.device == HOST for value in found.values()))
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_gather_state_dict_dtensor(self):
         found = internals.state_dict_utils._gather_state_dict({"tensor": self._sharded()})
         self.assertEqual(type(found["tensor"]), torch.Tensor)
@@ -56,7 +56,7 @@ class TestStateDictUtils(DTensorTestBase):
         self.assertEqual(found, {"tensor": self._whole()}, **EXACT)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(ranks=[(0, 2), (0,), (3,), (0, 1, 2, 3)])
     def test_gather_with_cpu_and_ranks_only(self, ranks):
         state_dict = {"tensor": self._sharded(), "other": self._sharded(1)}
@@ -64,7 +64,7 @@ class TestStateDictUtils(DTensorTestBase):
         self._check_on(ranks, found, {"tensor": self._whole(), "other": self._whole(1)})
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(ranks=[(0, 2), (3,)])
     def test_cpu_and_ranks_only(self, ranks):
         """Each rank keeps its own plain tensors."""
@@ -76,7 +76,7 @@ class TestStateDictUtils(DTensorTestBase):
             self.assertEqual(value.shape, state_dict[name].shape)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_complicated_dict(self):
         """DTensors are gathered wherever they are in the dict; everything else stays the same."""
 
@@ -118,7 +118,7 @@ class TestStateDictUtils(DTensorTestBase):
         return copied
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(share_memory=[False, True])
     def test_create_cpu_state_dict(self, share_memory):
         copied = self._test_create_cpu_state_dict(share_memory=share_memory)
@@ -127,7 +127,7 @@ class TestStateDictUtils(DTensorTestBase):
 
     @with_comms
     @requires_capability("pinned_memory")
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(share_memory=[False, True])
     def test_create_pinned_cpu_state_dict(self, share_memory):
         """Like :meth:`test_create_cpu_state_dict`, in pinned memory."""
@@ -136,7 +136,7 @@ class TestStateDictUtils(DTensorTestBase):
             self.assertEqual((tensor.is_pinned(), tensor.is_shared()), (True, share_memory))
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_copy_of_dtensors(self):
         """The copy is a DTensor of the same placements with a local tensor of its own."""
         utils = internals.state_dict_utils
@@ -164,7 +164,7 @@ class TestStateDictUtils(DTensorTestBase):
         return state
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 2], share_memory=[False, True])
     def test_copy_of_sharded_tensors(self, rows, share_memory):
         """States of FSDP1 are copied into the same host memory again and again.
@@ -188,7 +188,7 @@ class TestStateDictUtils(DTensorTestBase):
             self.assertEqual((shard.tensor.device, shard.tensor.is_shared()), (HOST, share_memory))
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 2])
     def test_gather_of_sharded_tensors(self, rows):
         """States of FSDP1 are gathered, and they can be offloaded before that."""
@@ -205,7 +205,7 @@ class TestStateDictUtils(DTensorTestBase):
         return state_dict["tensor"]
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 1, 6, 9])
     def test_state_dict_util_distribute_tensors(self, rows):
         """A full tensor is written into the existing shards. Some ranks may have none."""
@@ -254,7 +254,7 @@ class TestStateDictUtils(DTensorTestBase):
             self.assertEqual(param.full_tensor().detach(), new, msg=name, **EXACT)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_shards_on_meta_device(self):
         """A shard without memory is replaced by one with memory of its size."""
         full = uniform(6, 2, seed=0)

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import CPUOffload
 
+from torch_fsdp_tests.common_distributed import ranks_of
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.device import accelerator
@@ -25,7 +26,7 @@ class FewRanksTest(FSDPTest):
     @property
     def world_size(self) -> int:
         """2 on the CPU; elsewhere the default number of the device under test."""
-        return accelerator.current().few_ranks
+        return ranks_of(self, accelerator.current().few_ranks)
 
 
 def device_init_modes(cpu_offload: CPUOffload) -> list[DEVICEInitMode]:

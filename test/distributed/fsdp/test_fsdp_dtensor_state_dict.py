@@ -27,9 +27,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import Shard
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
-from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.references import full_parameters
@@ -45,7 +44,6 @@ from torch_fsdp_tests.fsdp.sharded_states import (
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 
-FOUR_RANKS = requires(lambda: None if accelerator.current().ranks >= 4 else "needs 4 ranks, fewer are asked for")
 EVEN = parametrize("is_even_sharded_model", [True, False])
 OFFLOAD = parametrize("offload_to_cpu", [True, False])
 
@@ -155,7 +153,6 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
 
     @with_comms
     @skip_if_lt_x_gpu(4)
-    @FOUR_RANKS
     def test_local_shapes_of_uneven_shards(self):
         """Four ranks have 2, 2, 1 and 0 of 5 rows, and 3, 3, 3 and 1 of 10 rows."""
         self.assertEqual(self.world_size, 4)
@@ -207,7 +204,6 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_comms
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
-    @FOUR_RANKS
     def test_checkpoint_on_disk(self):
         """A checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
         sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"

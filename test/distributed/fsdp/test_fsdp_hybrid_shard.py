@@ -216,7 +216,7 @@ class TestFSDPHybridShard(FSDPTest):
         model.transformer = FSDP(model.transformer, **hybrid)
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         hsdp_sharding_strategy=internals.hybrid_strategies,
         sharding_strategy_mode=list(ShardingStrategyMode),

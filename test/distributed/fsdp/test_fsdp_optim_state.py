@@ -407,11 +407,11 @@ class TestFSDPOptimState(FSDPTest):
     def test_shard_full_optim_state_dict_nested(self, **config):
         self._test_load_optim_state(self._nested(**config), SHARD_FULL)
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
         self._test_load_optim_state(self._nested(**self.HALVED), SHARD_FULL)
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     def test_shard_full_optim_state_dict_transformer(self):
         self._test_load_optim_state(self._transformers(halve_world_size=True), SHARD_FULL)
 
@@ -424,11 +424,11 @@ class TestFSDPOptimState(FSDPTest):
     def test_scatter_full_optim_state_dict_nested(self, **config):
         self._test_load_optim_state(self._nested(**config), SCATTER_FULL)
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
         self._test_load_optim_state(self._nested(**self.HALVED), SCATTER_FULL)
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     def test_scatter_full_optim_state_dict_transformer(self):
         self._test_load_optim_state(self._transformers(halve_world_size=True), SCATTER_FULL)
 
@@ -445,7 +445,7 @@ class TestFSDPOptimState(FSDPTest):
     def test_flatten_sharded_optim_state_dict_transformer(self):
         self._test_load_optim_state(self._transformers(), [by_shards(), by_settings(SHARDS)])
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     def test_sharded_state_in_a_group_of_its_own(self):
         """The ranks of a group save the state of their model, while the other ranks have none."""
         reference, group = self._init_nested_model(None), group_of(range(0, self.world_size, 2))
@@ -475,7 +475,7 @@ class TestFSDPOptimState(FSDPTest):
             self.assertEqual(state.size(), shape)
         self._test_load_optim_state(self._nested(use_diff_optim_inputs=True), [by_settings(SHARDS)])
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
     def test_use_orig_params(self, halve_world_size, wrap_alt):
         """Save from a model with flat parameters and load into one with original parameters."""

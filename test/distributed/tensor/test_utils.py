@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -63,10 +63,10 @@ class LayoutMixin(DTensorTestBase):
 
 
 class UtilTest(LayoutMixin):
-    world_size = 8
+    world_size = at_most(8)
 
     @with_comms
-    @skip_if_lt_x_gpu(8)
+    @skip_if_lt_x_gpu(2)
     def test_fsdp_tp_meta_compute(self):
         """With two tensor-parallel ranks, each has half of the rows, and FSDP shards that half."""
         mesh = make_mesh(self.world_size // 2, 2, names=("dp", "tp"))
@@ -77,7 +77,7 @@ class UtilTest(LayoutMixin):
         self.assertEqual(tuple(offsets), (first_row, 0))
 
     @with_comms
-    @skip_if_lt_x_gpu(8)
+    @skip_if_lt_x_gpu(4)
     def test_hsdp_tp_meta_compute(self):
         """The same in each of the replicas."""
         mesh = make_mesh(2, 2, self.world_size // 4, names=("replicate", "shard", "tp"))
@@ -88,7 +88,7 @@ class UtilTest(LayoutMixin):
         self.assertEqual(tuple(offsets), (first_row, 0))
 
     @with_comms
-    @skip_if_lt_x_gpu(8)
+    @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_strided_sharding_assumption_in_meta_compute(self, dim):
         """With more sharding before, between and after, by rows and by columns, and with even and uneven sizes."""

@@ -185,7 +185,7 @@ class TestFullyShardAutograd(FSDPTest):
         check_sharded_parity(self, ref_model, model)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_unused_forward_output(self):
         self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
 
@@ -212,7 +212,7 @@ class TestFullyShardAutograd(FSDPTest):
                 module_optim.zero_grad(set_to_none=bool(iteration % 2))
             check_sharded_parity(self, ref_model, model)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
     )
@@ -234,7 +234,7 @@ class TestFullyShardAutograd(FSDPTest):
             self._check_gradients(ref_model, model, rows, mine)
             take_step(optims, set_to_none=step >= 2)  # Adam also moves unused parameters with zero gradients
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(input_requires_grad=[True, False])
     def test_loss_of_inner_output(self, input_requires_grad):
         """The loss may use the output of an inner module, and not that of the root."""
@@ -275,7 +275,7 @@ class TestFullyShardAutograd(FSDPTest):
         groups = [dist.get_process_group_ranks(group) for group in calls.values("all_gather", "group")]
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_unused_forward_module(self):
         self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
 
@@ -382,7 +382,7 @@ class TestFullyShardAutograd(FSDPTest):
             average([param.grad for param in ref_model.parameters()])
             check_parity(self, ref_model, model)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_nontensor_activations(self):
         container_types = [list, collections.namedtuple, tuple, dict]
         self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
@@ -411,7 +411,7 @@ class TestFullyShardAutograd(FSDPTest):
         self._reduce_1d_partial_grads(ref_model)
         self._check_gradients(ref_model, model, rows, mine)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
     def test_container_kinds(self, container, loss_uses):
         """Nested containers keep their structure, and each module reduces in turn during backward."""
@@ -451,7 +451,7 @@ class TestFullyShardAutograd(FSDPTest):
             model.zero_grad()
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
     def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
         """If one rank does not use a parameter, that rank contributes zeros to the reduction."""
@@ -477,7 +477,7 @@ class TestFullyShardAutograd(FSDPTest):
             model.zero_grad()
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(user=[0, 3])
     def test_layer_of_one_rank(self, user):
         """If one rank alone uses a layer before another group, no group gets another one's gradients.

@@ -293,7 +293,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             expected = {ALL_GATHER: backward} if backward else {}
             self.assertEqual(counts, expected | {REDUCE_SCATTER: len(internals.fsdp_modules(model))})
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_fully_shard_communication_count(self, reshard_after_forward):
         model = transformer(self.device, weight_tying=True)
@@ -302,7 +302,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         backward = {None: blocks, False: 0}.get(reshard_after_forward, blocks + 1)
         self._check_counts(model, blocks + 1, backward)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_manual_reshard_with_reshard_after_forward_false(self):
         """A module that the user reshards between forward and backward is gathered again."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
@@ -314,7 +314,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         _, counts = self._count(output.sum().backward)
         self.assertEqual(counts, {ALL_GATHER: len(modules), REDUCE_SCATTER: len(modules)})
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_set_reshard_after_forward(self):
         config = {"set_reshard_after_forward": [True, False, None], "recurse": [True, False]}
         self.run_subtests(config, self._test_set_reshard_after_forward_by_communication_count)
@@ -341,7 +341,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         }
         self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_uneven_shards_after_forward(self):
         """Between forward and backward a parameter has its full values, also over a smaller mesh.
 
@@ -364,7 +364,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(model.weight.full_tensor().detach(), expected)
         self.assertEqual(model.weight.grad.full_tensor(), torch.full((5, 4), 3.0, device=self.device))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_communication_count_after_evaluation(self):
         """A forward without gradients adds no all-gather to the backward of the next step.
 
@@ -408,7 +408,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             for module in internals.fsdp_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_set_reduce_scatter_divide_factor(self):
         size = self.world_size
         shapes = [(size,), (size // 2, 2), (size, 1)]
@@ -523,7 +523,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         with torch_defect("fsdp2_divides_twice"):  # 3*(1+2+3+4)/2
             self.assertEqual(model.weight.grad.to_local(), torch.full((4, 8), 15.0, device=self.device))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_hsdp_of_one_shard_force_sum(self):
         """Replicas of a whole gradient are summed and divided by the factor once.
 
@@ -532,7 +532,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         """
         self._test_hsdp_of_one_shard()
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_hsdp_of_one_shard_fp16(self):
         """As ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
@@ -579,15 +579,16 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             take_step(optims)
 
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
-    @skip_if_lt_x_gpu(4)
-    @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
-    def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
+    @skip_if_lt_x_gpu(2)
+    @subtests(is_hsdp=[False, True], reshard_after_forward=[True, False])
+    def test_set_reduce_scatter_max_input_buffers(self, is_hsdp, reshard_after_forward):
         """All buffers are freed at the end, and all numbers stay bitwise the same.
 
         test_fully_shard_memory counts how many buffers are kept until then.
         """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        kwargs = {"mesh": self._mesh(*shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
+        mesh = self._mesh(*((self.world_size // 2, 2) if is_hsdp else (self.world_size,)))
+        kwargs = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
         expected = self._train_three_steps(shard_blocks(transformer(self.device), **kwargs))
         for max_input_buffers in (1, 2):
             model = shard_blocks(transformer(self.device), **kwargs)
@@ -610,7 +611,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         return values
 
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_reduce_scatter_max_input_buffers_resolves_to_max(self):
         """All groups share one list of buffers, limited by the largest cap. Each group still keeps its own cap."""
         model = shard_blocks(transformer(self.device))
@@ -622,7 +623,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             self.assertEqual(group.comm_ctx.reduce_scatter_max_input_buffers, 3)
 
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_set_reduce_scatter_max_input_buffers_validation(self):
         model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
         for value, error in ((0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)):
@@ -705,7 +706,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), total / factor))
 
     @needs(torch_facts.HAS_COPY_FUNCTIONS_PER_GROUP)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
         """A group may have its own functions for the copies after the all-gather and before the
@@ -738,7 +739,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(model.weight.grad.full_tensor(), 2 * mean.sum(0).expand(8, 4))
 
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
         """FSDP tells the backend which stream will read the memory of each gradient."""
@@ -1371,9 +1372,7 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
     Upstream reads them from NCCL's log. These tests record the calls, so they work with any backend.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4 if self._testMethodName.endswith("both_reductions") else 2
+    world_size = at_most(2)
 
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
         """Average in the first step, sum in the next two, average in the last. Gradients always equal a replica's."""

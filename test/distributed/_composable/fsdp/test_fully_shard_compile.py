@@ -522,7 +522,7 @@ class TestFullyShardCompile(CompileTest):
     def _mean_backward(self, ref_model: nn.Module, iteration: int) -> None:
         mean_backward(ref_model, [self._rows(iteration, rank) for rank in range(self.world_size)])
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     @subtests(reshard_after_forward=[True, False, 2], per_layer=[False, True])
     def test_no_recompiles(self, reshard_after_forward, per_layer):
         """Nothing is compiled after the second iteration."""

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     check_sharded_parity,
@@ -182,9 +182,7 @@ exact_time = requires(lambda: None if is_virtual() else "time is real here, and 
 
 
 class TestFullyShardOverlap(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4 if self._testMethodName.startswith("test_hsdp") else 2
+    world_size = at_most(2)
 
     def _time_fn(self, fn: Callable[[], object]) -> float:
         """The time of the call on the device in ms: exact if virtual, otherwise the median of three runs."""

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import get_required_world_size, ranks_of, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
@@ -80,7 +80,7 @@ def full_values(state_dict: StateDict) -> dict[str, torch.Tensor]:
 class TestFullyShardStateDictMultiProcess(FSDPTest):
     @property
     def world_size(self) -> int:
-        return get_required_world_size(self, accelerator.current().ranks_up_to(4))
+        return get_required_world_size(self, ranks_of(self, 4))
 
     def _mlps(self, dim: int) -> nn.Sequential:
         manual_seed(42)
@@ -121,7 +121,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         optim.step()
         optim.zero_grad()
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_dp_state_dict_save_load(self):
         flat = make_mesh(self.world_size)
         hsdp = make_mesh(self.world_size // 2, 2, names=("dp_replicate", "dp_shard"))
@@ -189,7 +189,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             if is_evenly_sharded(param):
                 self.assertEqual(pointer_of(param), pointers[name], name)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(mlp_dim=[2, 3, 4, 5], mutate_after_state_dict=[True, False])
     def test_cached_state_dict(self, mlp_dim, mutate_after_state_dict):
         """A state dict from before the first step keeps aliasing the parameters, unless they get new storage."""
@@ -231,7 +231,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         else:
             model.double().float()
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         offload_policy=[CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)],
         cpu_state_dict=[True, False],
@@ -281,7 +281,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
             self.assertEqual(model.weight.to_local(), wanted, may_be="empty")
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_2d_state_dict_correctness(self):
         mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         model = self._sharded(self._with_tp(self._mlps(4), mesh["tp"]), mesh=mesh["dp"])
@@ -292,14 +292,14 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
             self.assertEqual(value.full_tensor(), whole[name], name)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(mlp_dim=[4, 6, 8, 10])
     def test_dp_tp_state_dict_save_load(self, mlp_dim):
         mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         model = self._sharded(self._with_tp(self._mlps(mlp_dim), mesh["tp"]), mesh=mesh["dp"])
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
 
-    @requires_world_size(8)
+    @requires_world_size(8, least=4)
     @subtests(mlp_dim=[4, 6, 8, 10])
     def test_hsdp_tp_state_dict_save_load(self, mlp_dim):
         mesh = make_mesh(2, 2, self.world_size // 4, names=("dp_replicate", "dp_shard", "tp"))
@@ -307,7 +307,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self._sharded(model, mesh=mesh["dp_replicate", "dp_shard"])
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
     def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
         """A model may load between steps, also with ``assign``. The next step uses the loaded values.
@@ -329,7 +329,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             check_sharded_parity(self, ref_model, model)
             model.zero_grad()
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         dim=[3, 5],
         options=[
@@ -366,7 +366,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         inp = self._rows_of(self.rank)
         self.assertEqual(other(inp), ref_model(inp))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(dim=[3, 5], how=["plain", "sharded", "full"])
     def test_optimizer_state_round_trip(self, dim, how):
         """Training that resumes from a saved model and optimizer is bitwise the same."""
@@ -435,7 +435,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
                     each_optim.zero_grad()
                 check_sharded_parity(self, ref_model, model)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(wrong=["missing", "unexpected", "shape", "plain tensor"])
     def test_strict_errors(self, wrong):
         """Every rank raises an error that names the wrong entry, as with a plain module.
@@ -470,7 +470,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         check_sharded_parity(self, expected, model)
         self.assertEqual(model(inp), expected(inp))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_load_between_forward_and_backward(self):
         """If parameters are unsharded after forward, the next forward still uses the loaded values."""
         model = self._shard_two_linears(self._two_linears(5), reshard_after_forward=False)
@@ -481,7 +481,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         model.load_state_dict(self._shards_of(ref_model))
         self.assertEqual(model(inp), ref_model(inp))
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_backward_after_load(self):
         """If weights are loaded between forward and backward, backward raises as in a plain module.
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_fsdp_tests.common_distributed import at_most, needs, requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, ranks_of, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
     MLP,
@@ -323,7 +323,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     def world_size(self) -> int:
         # Four ranks are enough for transformers. With eight ranks, some have no row of a linear layer.
         words = ("multi_group", "prefetching", "event", "post_forward")
-        return accelerator.current().ranks_up_to(4 if any(word in self._testMethodName for word in words) else 8)
+        return ranks_of(self, 4 if any(word in self._testMethodName for word in words) else 8)
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group_shard_dim0(self):
@@ -1268,7 +1268,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     ):
         """Gradients are right, and there are no unneeded collectives, whatever is skipped between microbatches."""
         if hybrid:
-            skip_unless([lambda: accelerator.current().lacks_room_for(4)])
+            skip_unless([lambda: None if self.world_size == 4 else "needs 4 ranks"])
         manual_seed(42)
         num_mlps, num_microbatches, num_marked, dim = 3, 3, 2, 8
         model = nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(num_mlps)))
@@ -1404,7 +1404,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         model.set_requires_all_reduce(True)
         self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         microbatches=[("left", "right"), ("left", "both"), ("both", "right"), ("left", "right", "left")],
         reshard_after_forward=[True, False],
@@ -1739,9 +1739,9 @@ class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
 
 
 class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
         reshard_after_forward=[False, True],
         use_activation_checkpointing=[False, True],
@@ -1760,9 +1760,10 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         if use_activation_checkpointing:
             for mlp in model[1:]:
                 internals.composable.checkpoint(mlp)
+        shards = 2 if self.world_size > 2 else 1
         shard_each(
             [*model[1:], model],
-            mesh=self._mesh(2, 2),
+            mesh=self._mesh(self.world_size // shards, shards),
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload_policy,
         )

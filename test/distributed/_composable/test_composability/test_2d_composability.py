@@ -37,7 +37,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -108,19 +108,19 @@ def fsdp2_and_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class TestFullyShard2DTraining(StacksMixin, FSDPTest):
-    world_size = 4
+    world_size = at_most(4)
 
     def _data_and_tensor(self, *shape: int) -> tuple[DeviceMesh, DeviceMesh]:
         mesh = self._mesh(*shape, names=("dp", "tp"))
         return mesh["dp"], mesh["tp"]
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_train_parity_2d_mlp(self):
         """Stacks of MLPs train with even, uneven and empty shards, and with activation checkpointing."""
-        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
         self._check_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(other_dim=[False, True])
     def test_train_parity_2d_transformer(self, other_dim):
         """With sequence parallelism a norm sees a part of the sequence, so its gradient is also summed over tp ranks.
@@ -128,7 +128,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         The gradients of two microbatches are reduced together. FSDP shards either the first dimension or the one that
         tensor parallelism does not shard.
         """
-        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
         manual_seed(42)
         model = tiny_transformer(n_layers=2)
         ref_model = self._replica(model)
@@ -149,7 +149,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             self.assertEqual(tensor.placements[1], Shard(0))
             self.assertEqual(tensor.placements[0].dim, 1 if other_dim else 0)
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @subtests(
         optim_cls=[torch.optim.AdamW, torch.optim.SGD], kind=[{"foreach": True}, {"foreach": False}, {"fused": True}]
     )
@@ -157,7 +157,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         """One optimizer steps on two meshes, since TP shards one layer only (#134212, #153268)."""
         if optim_cls is torch.optim.SGD and "fused" in kind:
             return  # DTensor does not have this operator
-        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
         manual_seed(42)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).to(self.device)
         ref_model = self._replica(model)
@@ -174,10 +174,10 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             **kind,
         )
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_tied_parameters_are_moved(self):
         """``model.to`` keeps parameters tied that FSDP and TP share (#151085)."""
-        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
         manual_seed(42)
         model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)).to(self.device)
         model[1].weight = model[0].weight
@@ -196,7 +196,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             data_rank=dp_mesh.get_local_rank(),
         )
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     def test_tp_with_fsdp_offloading(self):
         """With FSDP over one rank, the only collectives are those of tensor parallelism."""
         dp_mesh, tp_mesh = self._data_and_tensor(1, self.world_size)
@@ -234,7 +234,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             iterations=5,
         )
 
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @pairwise_subtests(
         use_seq_parallel=[False, True], reuse_model=[True, False], optimizer_class=[torch.optim.Adam, torch.optim.AdamW]
@@ -244,7 +244,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
         The second loss depends on the loaded parameters, and the third also on the loaded optimizer states.
         """
-        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
 
         def build(seed: int, parallel: bool = True) -> tuple[Transformer, torch.optim.Optimizer]:
             manual_seed(seed)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.common_utils import (
     TEST_WITH_SLOW,
@@ -169,7 +169,7 @@ def done(future: Any) -> Any:
 
 
 class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _run_e2e_test(self, layout: Layout, save: Callable[[dict[str, Any], str], object], path: str) -> None:
         """Loading restores all states bit for bit. The next steps equal those of an uninterrupted training.
@@ -247,7 +247,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
 
     @requires_capability("pinned_memory", "streams")
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_e2e_async_zero_overhead_copy(self, model_type):
@@ -300,7 +300,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self.assertEqual(whole_tree(found), wanted, **EXACT)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(cache_staged_state_dict=[False, True])
     def test_async_save_of_sharded_tensors(self, cache_staged_state_dict):
@@ -311,7 +311,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
 
     @torch_defect("fsdp1_sharded_tensors_are_not_saved_asynchronously")
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_async_save_of_sharded_tensors_by_default(self):
         self._test_async_save_of_sharded_tensors(self.temp_dir)
@@ -398,7 +398,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     # More than steps.
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_scheduler_and_random_state(self):
         """If its learning rate and random state are saved too, a training continues bit for bit."""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -92,7 +92,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class TestFineTuning(DTensorTestBase):
-    world_size = 4
+    world_size = at_most(4)
 
     def _parallel(self, family: str, model: nn.Module) -> nn.Module:
         """One unit, so that frozen and trained parameters are communicated together."""
@@ -164,7 +164,7 @@ class TestFineTuning(DTensorTestBase):
         return plain.state_dict()
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(family=FAMILIES, way=["by prefix", "by module"])
     def test_fine_tuning(self, family, way):
@@ -198,7 +198,7 @@ class TestFineTuning(DTensorTestBase):
         self.assertEqual(self._full(model), self._fine_tuned_plain(pretrained, range(6)))
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_low_rank_pairs(self, family):
@@ -225,7 +225,7 @@ class TestFineTuning(DTensorTestBase):
         self.assertEqual(self._full(other), self._full(model), rtol=0, atol=0)
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_unfreeze_after_resuming(self):
         """Newly trained parameters have no state yet; earlier ones continue with their own."""
@@ -256,7 +256,7 @@ class TestFineTuning(DTensorTestBase):
         self.assertEqual(sorted(steps.values()), [2.0, 2.0, 4.0, 4.0, 4.0, 4.0])
 
     @with_comms
-    @skip_if_lt_x_gpu(4)
+    @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_load_what_is_there(self, family):

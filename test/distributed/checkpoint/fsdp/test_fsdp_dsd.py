@@ -197,7 +197,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     def _plain_state(self, pair: Pair) -> dict[str, Any]:
         return {"model": pair.ref_model.state_dict(), "optim": named_osd(pair.ref_model, pair.ref_optim)}
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     @with_temp_dir
     @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
     def test_save_with_fsdp1_and_load_with_fsdp2(self, kind):
@@ -261,7 +261,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         saving.train(range(3))
         self._test_conversion(saving, self._state(saving, SHARDED), loading)
 
-    @requires_world_size(4)
+    @requires_world_size(4, least=2)
     @with_temp_dir
     def test_fewer_ranks_load(self):
         """Two of four ranks load what four ranks have saved."""

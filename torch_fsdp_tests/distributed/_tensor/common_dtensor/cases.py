@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
+    ranks_of,
     requires,
     run_subtests,
 )
@@ -91,7 +92,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
 
     @property
     def world_size(self) -> int:
-        return num_devices()
+        return ranks_of(self, MOST_DEVICES)
 
     @property
     def backend(self) -> str:
