@@ -53,7 +53,8 @@ class LaunchesTestCase(DTensorTestBase):
         super().run_test(test_name, parent_pipe)
 
     def _spawn_processes(self) -> None:
-        """Do nothing, because the test launches its ranks itself."""
+        """Only check what the test needs, because it launches its ranks itself."""
+        self._ask_requirements(int(self.world_size))
 
     def _join_ranks(self, fn: Callable) -> None:
         fn()

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, from_first_rank, plain_run
@@ -39,16 +40,19 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
             torch.save(found, known)
         self.assertEqual(from_first_rank(found), found, rtol=0, atol=0, may_be="same")
 
+    @skip_if_lt_x_gpu(4)
     def test_other_numbers_of_ranks(self):
         """Launches on four ranks, two, and one, with FSDP1 and FSDP2. For most parameters some rank has no rows."""
         self._check_restarts("FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4", "FSDP1 on 2", "plain", "FSDP1 on 4")
 
+    @skip_if_lt_x_gpu(4)
     def test_other_dimensions(self):
         """From one dimension to hybrid sharding, to tensor parallelism, to both, and back."""
         self._check_restarts(
             "FSDP2 on 4", "FSDP2 on 2x2", "TP on 2", "FSDP2 and TP on 2x2", "FSDP1 on 2x2", "TP on 4", "FSDP2 on 2"
         )
 
+    @skip_if_lt_x_gpu(4)
     def test_same_directory(self):
         """Each launch overwrites the last checkpoint. Extra files from a launch with more ranks do no harm."""
         self._check_restarts("FSDP2 on 4", "FSDP2 on 2", "FSDP1 on 4", same_directory=True)

@@ -719,7 +719,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     def process_group(self) -> dist.ProcessGroup:
         return dist.distributed_c10d._get_default_group()
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_fsdp_namedtuple(self):
         """FSDP finds the tensors in a namedtuple and registers the pre-backward hook on each of them."""
         fields = collections.namedtuple("fields", "x1 x2 x3 x4")
@@ -735,7 +735,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         for tensor in output:
             self.assertEqual(len(tensor._backward_hooks or {}), 1)
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_device_id_auto_wrap(self):
         """``device_id`` reaches every module that the policy wraps, whether the policy is an object or a callable."""
         self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, self.device)
@@ -762,7 +762,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertEqual(found, [device] * 5)
         self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     @subtests(use_orig_params=[False, True])
     def test_fsdp_device_id_cpu_offload(self, use_orig_params):
         """Offloaded parameters stay in host memory before and after a step. ``device_id`` is used for computation."""
@@ -798,7 +798,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertEqual([flat_param.device for flat_param in internals.flat_params(model)], [HOST] * 2)
         self.assertEqual(full_parameters(model), named(local), exact_device=False)
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], use_orig_params=[False, True])
     def test_offloaded_parameters_are_pinned(self, sharding_strategy, use_orig_params):
         """So are the gradients that go back to the host, and those that take the place of released ones."""
@@ -810,7 +810,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual({*pinned}, {(True, True)})
             model.zero_grad()
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_module_device_mismatches_device_id(self):
         """Parameters on another device than ``device_id`` are refused."""
         device = self.device
@@ -834,7 +834,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             with self.assertRaisesRegex(ValueError, f"`device_id` on rank {self.rank}: {message}"):
                 decide(module, set(), torch.device("meta", 0), self.rank, current)
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_cpu_gpu_module(self):
         """A module that is half in host memory and half on a device needs a ``device_id``."""
         device = self.device
@@ -853,7 +853,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertIsNone(check(mixed, set(), META))
         self.assertIsNone(check(mixed, set(mixed[0].parameters()), None))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_fsdp_ignored_module_meta(self):
         """An ignored module on the meta device stays there and is not initialized."""
 
@@ -879,7 +879,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         FSDP(module, device_id=self.device, ignored_modules=[module.a], use_orig_params=True, param_init_fn=init)
         self.assertEqual(initialized, [])  # all that it manages has values
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_fsdp_device_id_no_move_ignored_params_and_bufs(self):
         """Ignored parameters and buffers are neither moved nor flattened. They stay the same tensors."""
         self._test_fsdp_device_id_no_move_ignored_params_and_bufs(self.device)
@@ -901,7 +901,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertEqual([tensor.device for tensor in found], [HOST] * 3)
         self.assertEqual(internals.names_in(flat_param), ("b.weight", "b.bias"))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_multigpu_module(self):
         """Parameters on two devices are refused."""
         device = accelerator.current()
@@ -924,7 +924,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                     check(module_on(*devices), set(), device_id)
         self.assertIsNone(check(module_on(first, first), set(), None))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_no_params(self):
         """A module without parameters can be wrapped and computes on any device. A wrong ``device_id`` is an error."""
         device = self.device
@@ -938,7 +938,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             with self.assertRaisesRegex(ValueError, f"Inconsistent.*{device} vs {device.type}:0"):
                 FSDP(nn.ReLU().to(device), device_id=torch.device(device.type, 0))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     @subtests(moves=[False, True])
     def test_fsdp_same_model_across_ranks(self, moves):
         """``sync_module_states`` copies rank 0's states to all ranks. ``device_id`` first moves them to the device."""
@@ -960,7 +960,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual(model.module.weight.detach(), weight_of(0).to(self.device), rtol=0, atol=0)
         self.assertEqual(model.module.buffer, torch.zeros(3, device=self.device))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_homogeneous_attributes(self):
         """Some attributes must be the same in all instances of a tree. The first forward checks them."""
         names = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
@@ -984,7 +984,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         with self.assertRaisesRegex(ValueError, f"Expects one homogeneous value for {attr_name}"):
             model(*inputs)
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(1)
     def test_fsdp_unsupported_module_cls(self):
         """A container has no forward in which FSDP could gather, so it gives a warning. Other modules give none."""
         mlps = [MLP(8, self.device) for _ in range(3)]
