@@ -149,6 +149,12 @@ def varied() -> dict[str, Any]:
     return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
 
 
+def two_hosts() -> dict[str, Any]:
+    well = {"verdict": "ok", "passed": 1, "silent": 0, "failed": 0, "crashed": 0, "began": 0, "share": 0.5}
+    bad = {**well, "verdict": "suspect", "began": 1, "ranks": [2], "machine": MACHINE}
+    return {"host-a": {**well, "ranks": [0, 1], "machine": MACHINE}, "host-b": bad}
+
+
 def earlier() -> dict[str, Any]:
     """A report of the same files: one test passed, one failed, and one was slower."""
     data = json.loads(json.dumps(varied()))
@@ -259,6 +265,9 @@ class TestContent(unittest.TestCase):
             (a_report(exit_code=3), ": <span class=bad>incomplete</span>"),
             (a_report(exit_code=9), ": <span class=bad>exit status 9</span>"),
             (a_report(hosts={"host-a": "ranks 0-3", "host-b": "ranks 4-7"}), "host-a (ranks 0-3), host-b (ranks 4-7)"),
+            (a_report(hosts=two_hosts()), "host-a (ranks 0-1), host-b (rank 2)"),
+            (a_report(hosts=two_hosts()), "<li>host-b is suspect: 1 failure began there"),
+            (a_report(hosts=two_hosts(), exit_code=4), ": <span class=bad>failed on one host</span>"),
             (a_report(device="abacus", device_count=8), "8 abacus devices"),
         ):
             with self.subTest(words):

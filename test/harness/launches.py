@@ -107,7 +107,7 @@ class SuiteRun:
     ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
     """
 
-    def __init__(self, files: Sequence[str], *nodes: Node) -> None:
+    def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="launched-suite-"))
         tree = self._scratch / "test" / "distributed"
         tree.mkdir(parents=True)
@@ -116,7 +116,7 @@ class SuiteRun:
         self._started, self._report = self._scratch / "started", self._scratch / "report"
         self._started.mkdir()
         command = [str(ROOT / "run_test.py"), "--test-directory", str(self._scratch / "test"), "--keep-going"]
-        command += ["--report", str(self._report)]
+        command += ["--report", str(self._report), *arguments]
         own = {"STARTED": str(self._started), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
         self._launchers = [
             Launcher([*node.prefix, *node.launcher, *command], **own, **node.variables) for node in nodes

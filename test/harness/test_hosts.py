@@ -9,6 +9,7 @@ from launches import LOST, TORCHRUN, WELL, Node, SuiteRun
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 PORT = 29511
+LINK_IS_DOWN = {"hosta": "ok", "hostb": "lost"}
 SILENCE = 30  # seconds until a lost machine must be noticed
 SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
 _begun: list[SuiteRun] = []
@@ -26,17 +27,30 @@ def tearDownModule():
     _hosts.close()
 
 
-@functools.cache
-def lost() -> SuiteRun:
-    """Two ranks on each host, and the harness finds the interface. The link goes down in the last file that begins."""
-    nodes = []
+def nodes(port: int, **variables: str) -> list[Node]:
+    """Two ranks on each host, and the harness finds the interface."""
+    launchers = []
     for host, (device, address) in enumerate(zip(_hosts.devices, _hosts.addresses, strict=True)):
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(host)]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{PORT}"]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{port}"]
         # Otherwise torchrun looks up the address of its own name, which does not resolve.
         torchrun += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", address]
-        nodes.append(Node(torchrun, _hosts.prefix(host), {"LINK": device}))
-    run = SuiteRun(["well", "process_dies", "link_goes_down", "well"], *nodes)
+        launchers.append(Node(torchrun, _hosts.prefix(host), {"LINK": device, **variables}))
+    return launchers
+
+
+@functools.cache
+def rounds() -> SuiteRun:
+    """Two rounds. In the second a test fails at the last rank."""
+    run = SuiteRun(["fails_in_turn"], *nodes(PORT + 1, EVERY="2"), arguments=["--repeat", "2"])
+    _begun.append(run)
+    return run.end()
+
+
+@functools.cache
+def lost() -> SuiteRun:
+    """The link goes down in the last file that begins."""
+    run = SuiteRun(["well", "process_dies", "link_goes_down", "well"], *nodes(PORT))
     _begun.append(run)
     try:
         return run.end(nodes=1)
@@ -54,7 +68,8 @@ class TestTwoHosts(TestCase):
 
     def test_every_kind_of_file_passes(self):
         self.assertEqual(lost().outcomes("well"), WELL)
-        self.assertEqual(lost().report["hosts"], {"hosta": "ranks 0-1", "hostb": "ranks 2-3"})
+        hosts = lost().report["hosts"]
+        self.assertEqual({name: host["ranks"] for name, host in hosts.items()}, {"hosta": [0, 1], "hostb": [2, 3]})
 
     def test_process_of_the_other_host_that_dies_is_named(self):
         raises = lost().of_file("process_dies")["tests"][0]
@@ -73,6 +88,19 @@ class TestTwoHosts(TestCase):
         self.assertRegex(crashed["reason"], r"was stopped because the process of rank \d .* was lost$")
         self.assertLess(run.seconds_after_fault, SILENCE + SECONDS)
         self.assertEqual(len(run.report["not_started"]), 1)
+        self.assertEqual({name: host["verdict"] for name, host in run.report["hosts"].items()}, LINK_IS_DOWN)
+        self.assertEqual(run.left, [])
+
+    def test_host_of_a_rank_that_fails_in_some_rounds_is_suspect(self):
+        run = rounds()
+        self.assertEqual(run.report["exit_code"], 4, run.text)
+        hosts = run.report["hosts"]
+        told = {name: (host["verdict"], host["passed"], host["failed"], host["began"]) for name, host in hosts.items()}
+        self.assertEqual(told, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
+        self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
+        self.assertIn("hostb is suspect: 1 failure began there, while the other hosts were well", run.text)
+        words = r"failed in 1 of 2 rounds \(round 2\): rank 3 on hostb raised RuntimeError: the weather is bad"
+        self.assertRegex(run.text, words)
         self.assertEqual(run.left, [])
 
 

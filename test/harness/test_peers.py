@@ -181,7 +181,7 @@ class TestRefusal(PeersCase):
 
     def test_machines_that_differ_are_named_before_the_first_test(self):
         folder = Path(__file__).parent
-        own, digests = agent.describe(folder), agent.digests(folder)
+        own, digests = agent.describe(folder, "cpu"), agent.digests(folder)
         digests["torch_fsdp_tests/processes/host.py"] = "another"
         del digests["torch_fsdp_tests/inductor_utils.py"]
         machines = [own, dataclasses.replace(own, digest="another"), dataclasses.replace(own, torch="1.0")]
@@ -204,11 +204,11 @@ class TestRefusal(PeersCase):
 
     def test_changed_file_changes_the_digest_of_the_suite(self):
         with tempfile.TemporaryDirectory() as name:
-            before = agent.describe(Path(name))
+            before = agent.describe(Path(name), "cpu")
             Path(name, "test_x.py").touch()
-            after = agent.describe(Path(name))
+            after = agent.describe(Path(name), "cpu")
         self.assertNotEqual(before.digest, after.digest)
-        self.assertEqual(dataclasses.replace(before, digest=after.digest), after)
+        self.assertEqual(dataclasses.replace(before, digest=after.digest, facts=after.facts), after)
 
 
 class TestAddress(PeersCase):

@@ -191,7 +191,8 @@ class TestSrun(TestCase):
 
     def test_every_kind_of_file_passes(self):
         self.assertEqual(faults().outcomes("well"), WELL)
-        self.assertEqual(faults().report["hosts"], {"hosta": "ranks 0-1", "hostb": "ranks 2-3"})
+        hosts = faults().report["hosts"]
+        self.assertEqual({name: host["ranks"] for name, host in hosts.items()}, {"hosta": [0, 1], "hostb": [2, 3]})
 
     def test_agent_of_the_other_host_that_is_killed_ends_the_run(self):
         self.assertEqual(faults().outcomes("agent_dies"), LOST)

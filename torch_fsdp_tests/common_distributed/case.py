@@ -88,10 +88,13 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
         if _tally.skipped and not _tally.ran:
             raise Skipped(Reason.joined(_tally.skipped))
 
+    spent = time.process_time()
     with defect_blocks.recorded() as blocks:
         outcome = capture(rank, counted, time.perf_counter)
+    is_process = threading.current_thread() is threading.main_thread()
     return dataclasses.replace(
         outcome,
+        cpu=time.process_time() - spent if is_process else 0.0,
         subtests=_tally.ran,
         skipped_subtests=tuple(_tally.skipped),
         kinds=outcome.kinds | kinds_of(_tally.skipped),
@@ -214,6 +217,9 @@ class RankTestCase(TestCase):
         ran = max((outcome.subtests for outcome in outcomes), default=0)
         kinds = {} if most is None else most.kinds
         events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=kinds)
+        for name in ("seconds", "cpu"):
+            told = {each.rank: 0.0 if each.outcome is None else getattr(each.outcome, name) for each in reports}
+            events.record(**{f"rank_{name}": [round(told[rank], 3) for rank in sorted(told)]})
 
     def _close(self, group: RankGroup) -> None:
         """End a group, and report once what its ranks left behind. With the strict setting a leak fails the test."""

@@ -17,8 +17,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests import installation
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import child, devices, forkserver
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.processes import host, peers
@@ -34,9 +36,10 @@ OUTPUT_TOLD = 1 << 16  # bytes of a process' output that are sent to rank 0; lon
 
 @dataclasses.dataclass(frozen=True)
 class Describe:
-    """Describe this installation. ``test_directory`` is relative to the suite's folder if it lies inside it."""
+    """Describe this machine and its devices. ``test_directory`` is relative to the suite's folder if it lies in it."""
 
     test_directory: str
+    device: str  # the type of the devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Machine:
     python: str
     commit: str  # empty if git does not know it
     digest: str  # of all files of the suite
+    facts: dict[str, Any]  # about the hardware and the libraries, which may differ between machines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +130,15 @@ def digests(test_directory: Path) -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}
 
 
-def describe(test_directory: Path) -> Machine:
-    """Return the facts about this machine that must be equal on all machines of a run."""
+def describe(test_directory: Path, device: str) -> Machine:
+    """Return the facts about this machine. All but ``facts`` must be equal on all machines of a run."""
     text = repr(sorted(digests(test_directory).items()))
     return Machine(
         torch=devices.torch_version() or "not installed",
         python=platform.python_version(),
         commit=installation.commit() or "",
         digest=hashlib.sha256(text.encode()).hexdigest(),
+        facts=machine.ask(device),
     )
 
 
@@ -176,7 +181,7 @@ class Agent:
         for order in self._rank_0.arrived():
             match order:
                 case Describe():
-                    self._rank_0.tell(describe(self._root / order.test_directory))
+                    self._rank_0.tell(describe(self._root / order.test_directory, order.device))
                 case Compare():
                     own_digests = digests(self._root / order.test_directory)
                     self._rank_0.tell(Differences(differences(own_digests, order.digests)))

@@ -18,8 +18,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.device.machine import LIMIT
 from torch_fsdp_tests.dispatch import agent
-from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
+from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.processes import host
@@ -33,7 +35,7 @@ END_LIMIT = 20.0  # seconds for an agent to end its part of a file
 END_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
 ANSWER_LIMIT = 60.0  # seconds for an agent to describe its machine
 FEW = 5  # the most differences that are named
-assert agent.PATIENCE < END_LIMIT
+assert agent.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
 
 
 @dataclasses.dataclass
@@ -59,9 +61,11 @@ class Agents(Site):
         self._gone: set[int] = set()  # ranks
         self._end_by: float | None = None  # when all parts must be over
         self._ended_at = 0.0  # when rank 0's part was over
-        self._answers: dict[int, Any] = {}
+        self._device = HOST  # the type of the devices under test
+        self._machines: dict[int, dict[str, Any]] = {}  # the facts about each rank's machine
 
     def devices(self, device_set: DeviceSet) -> DeviceSet:
+        self._device = device_set.type
         return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
 
     def jobs_at_a_time(self, wanted: int) -> int:
@@ -79,11 +83,11 @@ class Agents(Site):
         if absent:
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
 
-    def hosts(self) -> dict[str, str]:
+    def hosts(self) -> Hosts:
         ranks_of: dict[str, list[int]] = {socket.gethostname(): [0]}
         for rank, peer in sorted(self._peers.of_rank.items()):
             ranks_of.setdefault(peer.hello.host, []).append(rank)
-        return {name: ranks_in_words(ranks) for name, ranks in ranks_of.items()}
+        return Hosts({name: Host(tuple(ranks), self._machines[ranks[0]]) for name, ranks in ranks_of.items()})
 
     def watch(self, children: Children) -> None:
         for rank, peer in self._peers.of_rank.items():
@@ -92,8 +96,9 @@ class Agents(Site):
     def _compare(self, root: Path, test_directory: Path) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         relative = _relative(root, test_directory)
-        own = agent.describe(test_directory)
-        answers = self._ask(agent.Describe(relative), sorted(self._peers.of_rank))
+        own = agent.describe(test_directory, self._device)
+        answers = self._ask(agent.Describe(relative, self._device), sorted(self._peers.of_rank))
+        self._machines = {rank: machine.facts for rank, machine in {0: own, **answers}.items()}
         differing: dict[tuple[str, str], list[int]] = {}
         suites: dict[tuple[str, str], list[int]] = {}
         for rank, machine in sorted(answers.items()):
@@ -183,6 +188,7 @@ class Agents(Site):
         self._gone.add(peer.hello.rank)
         if self.lost is None:
             self.lost, self.lost_process = f"{peer} {how}, so the run ends", str(peer)
+            self.lost_host = peer.hello.host
 
     def take_signals(self) -> list[int]:
         taken, self._signals = self._signals, []

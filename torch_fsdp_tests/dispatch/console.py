@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
@@ -318,7 +318,7 @@ class Console:
             names = ", ".join(results.not_started[:SHOWN])
             more = f" and {len(results.not_started) - SHOWN} more" if len(results.not_started) > SHOWN else ""
             self.say(f"{plural(len(results.not_started), 'file')} not started: {names}{more}")
-        for words in remarks:
+        for words in (*hosts.lines(results.hosts.to_json()), *remarks):
             self.say(words)
         for defect in results.repaired_defects():
             places = f" at {', '.join(defect['places'])}" if defect["places"] else ""

@@ -23,6 +23,7 @@ class ExitStatus(enum.IntEnum):
         3,
         "the dispatcher itself could not continue: a report could not be written, or a process of the launch was lost",
     )
+    HOST = 4, "tests failed, and some of the failures began on one host of the launch while the others were well"
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
     INTERRUPTED = 130, "interrupted (SIGINT)"

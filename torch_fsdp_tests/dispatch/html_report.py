@@ -11,6 +11,7 @@ from typing import Any
 
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
+from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import COUNTS, FEATURES, features_of
@@ -20,7 +21,7 @@ from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.dispatch.rounds import place, told
 from torch_fsdp_tests.processes.messages import from_data
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, tally, tell
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, ranks_in_words, tally, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
@@ -51,6 +52,7 @@ TOTALS = {state: state for state in STATES} | {
 VERDICTS = {
     ExitStatus.OK: "passed",
     ExitStatus.FAILED: "failed",
+    ExitStatus.HOST: "failed on one host",
     ExitStatus.NOTHING_RAN: "nothing ran",
     ExitStatus.BROKEN: "incomplete",
     ExitStatus.HUNG_UP: "hung up",
@@ -160,7 +162,10 @@ def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def hosts(data: Mapping[str, Any]) -> str:
     """List the machines, each with its ranks if a launcher distributed them."""
-    names = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
+    names = []
+    for name, host in (data.get("hosts") or {}).items():
+        ranks = host if isinstance(host, str) else ranks_in_words(host["ranks"])  # a text before version 7
+        names.append(f"{name} ({ranks})")
     return ", ".join(names) or data.get("host") or ""
 
 
@@ -394,6 +399,23 @@ def _rounds(data: Mapping[str, Any]) -> str:
     return page.table([("test", ""), ("rounds", "c"), ("failures", "")], rows, stack=True)
 
 
+def _hosts(data: Mapping[str, Any]) -> str:
+    """Show the verdict on each host, if a launcher spread the ranks over several."""
+    table = data.get("hosts") or {}
+    if len(table) < 2 or any(isinstance(host, str) for host in table.values()):
+        return ""
+    titles, *lines = host_verdicts.rows(table)
+    kinds = ["", "c", *["n"] * (len(titles) - 3), "c"]
+    cells = [[page.text(cell) for cell in line] for line in lines]
+    words = [*host_verdicts.conclusions(table), *host_verdicts.differences(table)]
+    listed = f"<ul>{''.join(f'<li>{page.text(each)}</li>' for each in words)}</ul>" if words else ""
+    about = (
+        "The tests with ranks on each host, by what its ranks did. A failure began on a host if only its ranks went "
+        "wrong by themselves. Time is the share of the CPU time of all ranks."
+    )
+    return f"<p class=dim>{about}</p>{page.table(list(zip(titles, kinds, strict=True)), cells)}{listed}"
+
+
 def _known_failures(data: Mapping[str, Any]) -> str:
     """Show the tests that failed as a list says: its reason, and how they failed."""
     listed = {entry["test"]: entry["listed"] for entry in data["known_failures"]}
@@ -553,6 +575,7 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Capabilities", _capabilities(data)),
         Section("Repaired in this torch", defects_table(data["repaired_defects"]), holds_items=True),
         Section("Failures", _failures(data), present["failed"], holds_items=True),
+        Section("Hosts", _hosts(data)),
         Section("Rounds", _rounds(data), holds_items=True),
         Section("Known failures", _known_failures(data), present["known failure"], holds_items=True),
         Section("Flaky", _flaky(data)),

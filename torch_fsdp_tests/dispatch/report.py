@@ -57,7 +57,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "seconds": round(results.seconds, 3),
         "rounds": None if results.rounds is None else results.rounds.to_json(run),
         "slots": list(results.slots),
-        "hosts": dict(results.hosts),
+        "hosts": results.hosts.to_json(),
         "lost": results.lost,
         "exit_code": results.exit_code(),
         "passed": counts[State.PASSED],

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
+from torch_fsdp_tests.dispatch.hosts import Hosts, Verdict
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -29,12 +30,14 @@ class Results:
     remarks: list[str] = dataclasses.field(default_factory=list)
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports it
     slots: Sequence[str] = ()
-    hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a launch, each with its ranks as text
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
     lost: str | None = None  # a description of the first process of the launch that is gone
     rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds
 
     def take(self, file: FileResult) -> bool:
         """Add the result of a file. Returns whether it brings news, which a failure of an earlier round does not."""
+        for test in file.tests():
+            self.hosts.take(test)
         if self.rounds is None:
             self.files.append(file)
             return True
@@ -151,7 +154,7 @@ class Results:
         if self.signal is not None:
             return ExitStatus(128 + self.signal)  # as shells number it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
-            return ExitStatus.FAILED
+            return ExitStatus.HOST if self.hosts.with_verdict(Verdict.SUSPECT) else ExitStatus.FAILED
         if self.unknown():
             return ExitStatus.REFUSED
         if not self.executed:

@@ -199,6 +199,7 @@ class Runner:
             self._stop_all(Ending(How.LOST, why))
         if site.lost is not None and self.results.lost is None:
             self.results.lost = site.lost
+            self.results.hosts.lose(site.lost_host)
             self._console.say(site.lost)
             self._stopping = True
             self._stop_all(Ending(How.LOST, site.lost_process))
@@ -274,7 +275,8 @@ class Runner:
         self._console.learn(running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
-        if running.facts.get("device") == HOST and len(self._queue) > self._pool.size and self._may_fork():
+        many = len(self._queue) > self._pool.size or self._run.is_repeated
+        if running.facts.get("device") == HOST and many and self._may_fork():
             self._children.start_server(["-m", forkserver.__name__], self._environment, self._run.test_directory)
 
     def _may_fork(self) -> bool:

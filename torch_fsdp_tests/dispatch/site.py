@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.hosts import Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # a plan starts no process
@@ -22,6 +23,7 @@ class Site:
     world_size: int | None = None  # of the launch
     lost: str | None = None  # what happened to the first process of the launch that was found gone, in a sentence
     lost_process = ""  # that process
+    lost_host = ""  # and its host
 
     def devices(self, device_set: DeviceSet) -> DeviceSet:
         """Return the devices that may be lent here."""
@@ -36,9 +38,9 @@ class Site:
     def gather(self, run: RunTests) -> None:
         """Wait until everybody is there. Raises :class:`LaunchFailure` if they cannot run the suite together."""
 
-    def hosts(self) -> dict[str, str]:
-        """Return the hosts by name, each with a description of its ranks, if there can be more than one."""
-        return {}
+    def hosts(self) -> Hosts:
+        """Return the hosts, if a launcher made the ranks."""
+        return Hosts()
 
     def watch(self, children: Children) -> None:
         """Take news from now on, while the children are waited for."""

@@ -65,6 +65,7 @@ class Outcome:
     defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
     may_follow: bool = False  # torch raises such an exception if another rank does not come, or leaves
     kinds: dict[str, SkipKind] = dataclasses.field(default_factory=dict)  # of the reasons to skip
+    cpu: float = 0.0  # seconds of CPU time; 0 if the rank is a thread
 
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
@@ -323,6 +324,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
         killed=ending.ours,
         limit=limit if took_all else None,
         expected_code=expected_code if state is State.FAILED and expected_code else None,
+        may_follow=_may_follow(report),
         host=report.host,
     )
 

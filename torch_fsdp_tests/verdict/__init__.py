@@ -209,6 +209,7 @@ class RankResult:
     limit: float | None = None  # the time limit in seconds, if the rank reached it
     expected_code: int | None = None  # the expected exit code, if it had another one
     follows: bool = False  # it waited for another rank in vain, so that rank is the cause
+    may_follow: bool = False  # it ended in a way that another rank which is gone can cause
     host: str = ""
 
     def to_json(self) -> dict[str, Any]:

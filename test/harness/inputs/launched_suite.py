@@ -147,6 +147,24 @@ if NAME in ("agent_dies", "link_goes_down"):
             pass
 
 
+if NAME == "fails_in_turn":
+
+    class TestTurns(FSDPTest):
+        """One test fails at the last rank whenever it has run so many times, and the other never."""
+
+        def test_fails_in_turn(self):
+            if self.rank == LAST:
+                with open(Path(os.environ["STARTED"], "turns"), "a") as file:
+                    file.write("x")
+                    turn = file.tell()
+                if turn % int(os.environ["EVERY"]) == 0:
+                    raise RuntimeError("the weather is bad")
+            total(self.rank)
+
+        def test_passes(self):
+            total(self.rank)
+
+
 if NAME == "waits":
 
     class TestWaits(FSDPTest):

@@ -1,0 +1,131 @@
+"""The verdict on each host of a launched run, from numbers alone."""
+
+import unittest
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import hosts
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.hosts import Host, Hosts
+from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.rounds import Rounds
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.verdict import RankResult, State
+from torch_fsdp_tests.verdict.stream import TestResult
+
+MACHINE = {"cpu": "Beads", "instruction_sets": "AVX2", "memory": 8.0}
+PASSED = {"state": State.PASSED, "said": "passed"}
+RAISED = {"state": State.ERROR, "said": "error", "exception": "E"}
+FOLLOWS = {"state": State.ERROR, "said": "error", "exception": "RuntimeError", "follows": True}
+BROKEN = {"state": State.ERROR, "said": "error", "exception": "RuntimeError", "message": "bad", "may_follow": True}
+GONE = {**BROKEN, "message": "the peer is gone", "at": 1.0}
+DIED = {"state": State.CRASHED, "signal": "SIGKILL"}
+SILENT = {"state": State.STILL_RUNNING, "killed": True}
+
+
+def two_hosts() -> Hosts:
+    """Two ranks on each of two hosts."""
+    return Hosts({"a": Host((0, 1), MACHINE), "b": Host((2, 3), MACHINE)})
+
+
+def a_test(*ranks: dict[str, Any], outcome: State = State.ERROR, **facts: Any) -> TestResult:
+    """A test whose ranks did this. If none is given, all four passed."""
+    results = tuple(RankResult(number, **rank) for number, rank in enumerate(ranks))
+    outcome = outcome if ranks else State.PASSED
+    return TestResult("T.test_1", outcome, ranks=results, facts={"world_size": len(ranks) or 4, **facts})
+
+
+def verdicts(*tests: TestResult) -> dict[str, tuple[str, int, int, int, int]]:
+    """The verdict on each host, with the numbers of tests that passed, failed, crashed and were silent on it."""
+    told = two_hosts()
+    for test in tests:
+        told.take(test)
+    names = ("verdict", "passed", "failed", "crashed", "silent")
+    return {name: tuple(host[each] for each in names) for name, host in told.to_json().items()}
+
+
+def a_file(test: TestResult) -> FileResult:
+    job = Job(ShardedTest(TestRun("test_x")), 0)
+    return FileResult((Attempt(job, Ending(How.EXITED, 0), (test,), 0.0, 1.0),))
+
+
+class TestVerdicts(unittest.TestCase):
+    """Without it, a healthy host could be drained, or a broken one used again."""
+
+    def test_what_the_ranks_did(self):
+        for ranks, first, second in (
+            ((), ("ok", 1, 0, 0, 0), ("ok", 1, 0, 0, 0)),
+            ((PASSED, PASSED, PASSED, RAISED), ("ok", 1, 0, 0, 0), ("suspect", 0, 1, 0, 0)),
+            ((FOLLOWS, FOLLOWS, FOLLOWS, DIED), ("ok", 0, 1, 0, 0), ("suspect", 0, 0, 1, 0)),
+            ((SILENT, RAISED, SILENT, SILENT), ("suspect", 0, 1, 0, 0), ("ok", 0, 0, 0, 1)),
+            ((RAISED, RAISED, RAISED, RAISED), ("ok", 0, 1, 0, 0), ("ok", 0, 1, 0, 0)),
+            ((GONE, GONE, GONE, BROKEN), ("ok", 0, 1, 0, 0), ("suspect", 0, 1, 0, 0)),
+            ((BROKEN, BROKEN, BROKEN, BROKEN), ("ok", 0, 1, 0, 0), ("ok", 0, 1, 0, 0)),
+            ((GONE, GONE, GONE, DIED), ("ok", 0, 1, 0, 0), ("suspect", 0, 0, 1, 0)),
+            ((DIED, PASSED, PASSED, DIED), ("ok", 0, 0, 1, 0), ("ok", 0, 0, 1, 0)),
+        ):
+            with self.subTest(ranks=ranks):
+                self.assertEqual(verdicts(a_test(*ranks)), {"a": first, "b": second})
+
+    def test_a_test_on_one_host_says_nothing_about_it(self):
+        self.assertEqual(verdicts(a_test(RAISED, PASSED)), {"a": ("ok", 0, 1, 0, 0), "b": ("ok", 0, 0, 0, 0)})
+
+    def test_a_failure_as_expected_says_nothing(self):
+        known = a_test(PASSED, PASSED, PASSED, RAISED, outcome=State.KNOWN_FAILURE)
+        self.assertEqual(verdicts(known)["b"][0], "ok")
+
+    def test_tests_without_ranks_do_not_count(self):
+        result = TestResult("T.test_1", State.PASSED)
+        skipped = a_test(outcome=State.SKIPPED)
+        self.assertEqual(verdicts(result)["a"], ("ok", 0, 0, 0, 0))
+        self.assertEqual(verdicts(TestResult("T", State.SKIPPED, facts=skipped.facts))["a"], ("ok", 0, 0, 0, 0))
+
+    def test_share_of_time(self):
+        told = two_hosts()
+        told.take(a_test(rank_cpu=[1.0, 1.0, 3.0, 3.0]))
+        self.assertEqual([host["share"] for host in told.to_json().values()], [0.25, 0.75])
+        self.assertEqual([host["share"] for host in two_hosts().to_json().values()], [None, None])
+
+    def test_exit_status(self):
+        for ranks, expected in (
+            ((PASSED, PASSED, PASSED, RAISED), ExitStatus.HOST),
+            ((RAISED, RAISED, RAISED, RAISED), ExitStatus.FAILED),
+            ((), ExitStatus.OK),
+        ):
+            with self.subTest(ranks):
+                results = Results(RunTests(Path(), Path(), repeat=2), hosts=two_hosts(), rounds=Rounds())
+                results.take(a_file(a_test(*ranks)))
+                self.assertEqual(results.exit_code(), expected)
+                results.take(a_file(a_test()))  # another round
+                self.assertEqual(results.exit_code(), expected)
+
+    def test_in_words(self):
+        told = two_hosts()
+        told.take(a_test(PASSED, PASSED, PASSED, RAISED, rank_cpu=[1.0, 1.0, 1.0, 1.0]))
+        told.lose("a")
+        data = told.to_json()
+        data["b"]["machine"] = MACHINE | {"instruction_sets": "AVX512"}
+        self.assertEqual(
+            hosts.lines(data),
+            [
+                "hosts:",
+                "  host  ranks  passed  silent  failed  crashed  began here  time  verdict",
+                "  a     0-1    1       0       0       0        0           50%   lost",
+                "  b     2-3    0       0       1       0        1           50%   suspect",
+                "  instruction sets: AVX2 on a, AVX512 on b",
+                "a is lost: a process on it is gone, or it cannot be reached",
+                "b is suspect: 1 failure began there, while the other hosts were well",
+            ],
+        )
+        self.assertEqual(hosts.lines({"a": data["a"]}), [])
+        self.assertEqual(hosts.lines({}), [])
+
+    def test_many_hosts_are_named_together(self):
+        machines = {f"n{number}": {"machine": MACHINE | {"cpu": f"Beads {number // 7}"}} for number in range(8)}
+        self.assertEqual(hosts.differences(machines), ["CPU: Beads 0 on n0, n1, n2 and 4 more, Beads 1 on n7"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,170 @@
+"""The verdict on each host of a launched run: what its ranks did, where failures began, and what differs.
+
+A failure that began on one host, while every other host did its part, says something about that host. A failure that
+began on all of them says something about the test or about torch. A test whose ranks are all on one host says nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch_fsdp_tests.device import machine
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.verdict import RankResult, State, by_cause, ranks_in_words
+from torch_fsdp_tests.verdict.stream import TestResult
+
+
+class Verdict(str, enum.Enum):
+    """Whether a scheduler should use a host again."""
+
+    OK = "ok"
+    SUSPECT = "suspect"  # a failure began on it, while the other hosts were well
+    LOST = "lost"  # a process of it is gone, or it cannot be reached
+
+
+class Did(str, enum.Enum):
+    """What the ranks of one host did in a test: the worst of them counts."""
+
+    PASSED = "passed"
+    SILENT = "silent"  # a rank said nothing until it was killed
+    FAILED = "failed"  # a rank reported a failure
+    CRASHED = "crashed"  # a rank died
+
+
+@dataclasses.dataclass
+class Host:
+    """One host: its ranks, the facts about it, and what its ranks have done so far."""
+
+    ranks: tuple[int, ...]
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tests: dict[Did, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Did, 0))
+    began: int = 0  # failures that began on this host alone
+    seconds: float = 0.0  # of CPU time that its ranks have used
+    lost: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.LOST if self.lost else Verdict.SUSPECT if self.began else Verdict.OK
+
+
+class Hosts:
+    """All hosts of a launched run, by name. Empty for a run without a launcher."""
+
+    def __init__(self, hosts: Mapping[str, Host] | None = None) -> None:
+        self._hosts = dict(hosts or {})
+        self._of_rank = {rank: name for name, host in self._hosts.items() for rank in host.ranks}
+
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
+
+    def take(self, test: TestResult) -> None:
+        """Count the result of a test with ranks."""
+        size = test.facts.get("world_size") or 0
+        if not self._hosts or not test.outcome.is_executed:
+            return
+        for number, spent in enumerate(test.facts.get("rank_cpu") or ()):
+            if number in self._of_rank:
+                self._hosts[self._of_rank[number]].seconds += spent
+        did = {self._of_rank[rank]: Did.PASSED for rank in range(size) if rank in self._of_rank}
+        began = set()
+        first = next(iter(by_cause(test.ranks)), None)
+        for rank in test.ranks:
+            if (name := self._of_rank.get(rank.rank)) is None:
+                continue
+            did[name] = max(did.get(name, Did.PASSED), _did(rank), key=list(Did).index)
+            if first is not None and _went_wrong_by_itself(rank, first):
+                began.add(name)
+        for name, worst in did.items():
+            self._hosts[name].tests[worst] += 1
+        if test.outcome.is_bad and len(began) == 1 and len(did) > 1:
+            self._hosts[began.pop()].began += 1
+
+    def lose(self, name: str) -> None:
+        if name in self._hosts:
+            self._hosts[name].lost = True
+
+    def with_verdict(self, verdict: Verdict) -> list[str]:
+        return [name for name, host in self._hosts.items() if host.verdict is verdict]
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        total = sum(host.seconds for host in self._hosts.values())
+        return {
+            name: {
+                "ranks": list(host.ranks),
+                "verdict": host.verdict.value,
+                **{did.value: count for did, count in host.tests.items()},
+                "began": host.began,
+                "share": round(host.seconds / total, 3) if total else None,
+                "machine": dict(host.machine),
+            }
+            for name, host in self._hosts.items()
+        }
+
+
+def _did(rank: RankResult) -> Did:
+    if rank.state in (State.PASSED, State.SKIPPED):
+        return Did.PASSED
+    if rank.is_silent:
+        return Did.SILENT
+    return Did.CRASHED if rank.state is State.CRASHED else Did.FAILED
+
+
+def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
+    """Whether it did not only wait for the first rank that went wrong, or report that this rank was gone."""
+    follows = rank.follows or (rank.may_follow and rank.in_one_line() != first.in_one_line())
+    return rank.state.is_bad and not follows
+
+
+def rows(hosts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A table of the hosts, the titles first. The hosts are as in ``report.json``."""
+    titles = ("host", "ranks", *(did.value for did in Did), "began here", "time", "verdict")
+    table = [titles]
+    for name, host in hosts.items():
+        share = "" if host["share"] is None else f"{host['share']:.0%}"
+        ranks = ranks_in_words(host["ranks"]).partition(" ")[2]
+        counts = (str(host[did.value]) for did in Did)
+        table.append((name, ranks, *counts, str(host["began"]), share, host["verdict"]))
+    return table
+
+
+def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The table as text, what differs between the hosts, and why one is not well. Empty for a single host."""
+    if len(hosts) < 2:
+        return []
+    table = rows(hosts)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    text = [f"  {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in table]
+    return ["hosts:", *text, *(f"  {words}" for words in differences(hosts)), *conclusions(hosts)]
+
+
+def differences(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each fact in which the hosts differ."""
+    told = machine.differing({name: host["machine"] for name, host in hosts.items()})
+    return [f"{title}: {', '.join(_by_text(texts))}" for title, texts in told.items()]
+
+
+def _by_text(texts: Mapping[str, str]) -> Iterable[str]:
+    names: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return (f"{text} on {_several(its)}" for text, its in names.items())
+
+
+def _several(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def conclusions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence for each host that is not well."""
+    told = []
+    for name, host in hosts.items():
+        if host["verdict"] == Verdict.SUSPECT:
+            failures = plural(host["began"], "failure")
+            told.append(f"{name} is suspect: {failures} began there, while the other hosts were well")
+        elif host["verdict"] == Verdict.LOST:
+            told.append(f"{name} is lost: a process on it is gone, or it cannot be reached")
+    return told
