@@ -42,6 +42,8 @@ def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, A
         "flaky": False,
         "seconds": 0.5,
         "rounds": None,
+        "rank_seconds": None,
+        "rank_cpu": None,
         "subtests": 0,
         "subtests_skipped": {},
         "skip_kinds": {},

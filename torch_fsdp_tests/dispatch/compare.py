@@ -21,15 +21,23 @@ from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.features import FEATURES, summary
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
+from torch_fsdp_tests.dispatch.slower import (
+    Report,
+    Test,
+    about_ranks,
+    about_times,
+    in_seconds,
+    is_longer,
+    name_of,
+    pace,
+    pairs_of,
+    rank_times,
+    tests_of,
+)
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import State
 
 PAGE = "compare.html"
-SLOWER_BY = 1.5  # how many times as long as before
-SLOWER_AT_LEAST = 1.0  # seconds longer; smaller differences come from the machine more than from the test
-Report = Mapping[str, Any]
-Test = Mapping[str, Any]
-
 # Kinds of differences, the worst first, and the class of each.
 KINDS = {
     "newly failing": "bad",
@@ -62,7 +70,7 @@ class Difference:
         if self.was is None or self.now is None:
             return what
         if self.kind in ("slower", "faster"):
-            return f"{what}: {self.was['seconds']:.1f}s, now {self.now['seconds']:.1f}s"
+            return f"{what}: {in_seconds(self.was)}, now {in_seconds(self.now)}{about_ranks(self.was, self.now)}"
         return f"{what}: {self.now['reason']}" if self.kind in _WITH_REASON else what
 
 
@@ -70,17 +78,13 @@ def load(path: Path) -> dict[str, Any]:
     """Load a ``report.json``, possibly of an earlier version. Raises :class:`MalformedList` for any other file."""
     report = read_json(path)
     try:
-        for test in _tests(report).values():
+        for test in tests_of(report).values():
             if not State(test["outcome"]) or not isinstance(test["seconds"] + 0.0, float):
                 raise TypeError
         html_report.facts(report), html_report.totals(report), html_report.verdict(report), summary(report["files"])
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedList(f"{path} is not a report.json of run_test.py") from error
     return report
-
-
-def _tests(report: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(file["file"], test["test"]): test for file in report["files"] for test in file["tests"]}
 
 
 def files_gone(before: Report, after: Report) -> list[str]:
@@ -90,20 +94,21 @@ def files_gone(before: Report, after: Report) -> list[str]:
 
 def differences(before: Report, after: Report) -> list[Difference]:
     """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
-    was, now, files = _tests(before), _tests(after), set(files_gone(before, after))
+    was, now, files = tests_of(before), tests_of(after), set(files_gone(before, after))
+    general = pace(before, after)
     differing = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
     for name in now.keys() - was.keys():
         fails = State(now[name]["outcome"]).is_bad
         differing.append(Difference("newly failing" if fails else "new", *name, None, now[name]))
     for name in was.keys() & now.keys():
-        kind = _kind(was[name], now[name])
+        kind = _kind(was[name], now[name], general)
         if kind is not None:
             differing.append(Difference(kind, *name, was[name], now[name]))
     order = list(KINDS)
     return sorted(differing, key=lambda each: (order.index(each.kind), each.file, each.name))
 
 
-def _kind(was: Test, now: Test) -> str | None:
+def _kind(was: Test, now: Test, general: float) -> str | None:
     earlier, state = State(was["outcome"]).counted_as, State(now["outcome"]).counted_as
     if state is not earlier and (state.is_executed or earlier.is_executed):
         match state:
@@ -117,21 +122,17 @@ def _kind(was: Test, now: Test) -> str | None:
                 return "newly passing"
             case _:
                 return "newly executed" if state.is_executed else f"newly {state.value}"
-    if _is_longer(now["seconds"], was["seconds"]):
+    if is_longer(now, was, general):
         return "slower"
-    return "faster" if _is_longer(was["seconds"], now["seconds"]) else None
-
-
-def _is_longer(seconds: float, others: float) -> bool:
-    return seconds > max(others * SLOWER_BY, others + SLOWER_AT_LEAST)
+    return "faster" if is_longer(was, now, 1 / general) else None
 
 
 def lines(before: Report, after: Report) -> list[str]:
     """A line for each test that changed. Files that only one of the reports has are counted."""
     added = set(files_gone(after, before))
     changes = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
-    for title, (was, now) in _machines(before, after).items():
-        changes.insert(0, f"{title}: {was}, now {now}")
+    machines = [f"{title}: {was}, now {now}" for title, (was, now) in _machines(before, after).items()]
+    changes = [*machines, *about_times(before, after), *changes]
     for which, files in (("this", sorted(added)), ("the earlier", files_gone(before, after))):
         if files:
             changes.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")
@@ -203,6 +204,23 @@ def _changed(was: int, now: int, kind: str) -> str:
     return later if was == now else f"<span class=dim>{was} → </span><b>{later or 0}</b>"
 
 
+def _ranks(before: Report, after: Report) -> str:
+    columns = [("rank", ""), *((title, "n") for title in ("CPU time before", "after", "times", "other ranks"))]
+    rows = []
+    for rank in rank_times(pairs_of(before, after)):
+        times = f'<span class="{"warn" if rank.is_slower() else ""}">{rank.times:.2f}</span>'
+        rows.append(
+            [
+                page.text(name_of(rank, after)),
+                page.seconds(rank.was),
+                page.seconds(rank.now),
+                times,
+                f"{rank.others:.2f}",
+            ]
+        )
+    return page.table(columns, rows)
+
+
 def _result(test: Test | None) -> str:
     if test is None:
         return "<span class=none>not there</span>"
@@ -210,12 +228,16 @@ def _result(test: Test | None) -> str:
     return f"{html_report.mark(html_report.state_of(test))}{escape(test['outcome'])}{reason}"
 
 
+def _time(test: Test) -> str:
+    return page.text(in_seconds(test)) if test.get("rounds") else page.seconds(test["seconds"])
+
+
 def _table(differing: Sequence[Difference], with_times: bool) -> str:
     rows = []
     for each in differing:
         name = f"{page.code(each.name)}<div class='dim small'>{escape(each.file)}</div>"
         results = [each.was, each.now]
-        cells = [page.seconds(test["seconds"]) if test else "" for test in results] if with_times else []
+        cells = [_time(test) if test else "" for test in results] if with_times else []
         state = html_report.state_of(each.now or each.was or {})
         about = html_report.names_of_features(each.file, each.name)
         rows.append(Row([name, *(cells or map(_result, results))], page.item(state, about, is_test=True)))
@@ -250,8 +272,10 @@ def render(before: Report, after: Report) -> str:
     filters = page.filters(
         [state for state in html_report.STATES if state in states], [f.name for f in FEATURES if f.name in about]
     )
+    told = "".join(f"<p>{page.text(words)}</p>" for words in about_times(before, after))
     parts = [
         Section("Runs", _runs(before, after)),
+        Section("Time", told + _ranks(before, after)),
         Section("Features", _features(before, after)),
         *(
             Section(kind.capitalize(), _table(its, kind in ("slower", "faster")), len(its), holds_items=True)

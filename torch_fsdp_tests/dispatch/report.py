@@ -19,6 +19,7 @@ from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.console import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.rounds import RANK_TIMES
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State, skip_rows
@@ -110,7 +111,9 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
 
 
 def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> dict[str, Any]:
-    rounds = None if results.rounds is None else results.rounds.record(file, test.name).to_json()
+    record = None if results.rounds is None else results.rounds.record(file, test.name)
+    rounds = None if record is None else record.to_json()
+    rank_times = test.facts if record is None else record.rank_times()
     return {
         "test": test.name,
         "scope": test.scope.value,
@@ -122,6 +125,7 @@ def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> 
         "subtests": test.executed_subtests,
         "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
+        **{name: rank_times.get(name) or None for name in RANK_TIMES},
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),

@@ -21,6 +21,7 @@ from torch_fsdp_tests.verdict import State, by_cause
 from torch_fsdp_tests.verdict.stream import TestResult
 
 MOST_SECONDS = 64  # times of a test that are kept; of more rounds, times at equal distances
+RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each rank
 FEW = 10  # failures of a test, and outputs and notes of a file, that are kept
 
 
@@ -60,17 +61,31 @@ class Record:
     outcomes: collections.Counter[State] = dataclasses.field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the first few
     times: Times = dataclasses.field(default_factory=Times)
+    of_ranks: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)  # sum and count, rank by rank
 
     def take(self, number: int, test: TestResult) -> None:
         """Add the result of a round."""
         self.outcomes[test.outcome] += 1
         if test.outcome.is_executed:
             self.times.add(test.seconds)
+            for name in RANK_TIMES:
+                self._add(name, test.facts.get(name) or ())
         if test.outcome.is_bad and len(self.failures) < FEW:
             first = next(iter(by_cause(test.ranks)), None)
             place = {"rank": None, "host": ""} if first is None else {"rank": first.rank, "host": first.host}
             reason = (first.in_one_line() if first is not None else test.reason) or test.outcome.value
             self.failures.append({"round": number, "outcome": test.outcome.value, "reason": reason, **place})
+
+    def _add(self, name: str, seconds: Sequence[float]) -> None:
+        sums = self.of_ranks.setdefault(name, [])
+        sums += [[0.0, 0] for _ in range(len(seconds) - len(sums))]
+        for rank, value in enumerate(seconds):
+            sums[rank][0] += value
+            sums[rank][1] += 1
+
+    def rank_times(self) -> dict[str, list[float]]:
+        """The mean seconds of each rank over the rounds."""
+        return {name: [round(total / count, 3) for total, count in sums] for name, sums in self.of_ranks.items()}
 
     @property
     def failed(self) -> int:
