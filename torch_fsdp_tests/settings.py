@@ -19,6 +19,7 @@ STARTS = ("fork", "spawn")
 STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"
 STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
+CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
@@ -70,6 +71,7 @@ VARIABLES = (
     Variable(STRICT_DEFECTS_VARIABLE, option="--strict-defects"),
     Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
     Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaves something behind", is_repeated=True),
+    Variable(CHECK_STREAMS_VARIABLE, option="--check-streams"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
     Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),
     Variable(LAUNCHED_VARIABLE, "1 or 0: a launcher did, or did not, make the ranks"),
@@ -135,6 +137,11 @@ def strict_names(environment: Mapping[str, str]) -> bool:
 def strict_leaks(environment: Mapping[str, str]) -> bool:
     """Whether a test fails if it leaves something behind."""
     return environment.get(STRICT_LEAKS_VARIABLE) == "1"
+
+
+def check_streams(environment: Mapping[str, str]) -> bool:
+    """Whether a test fails if its streams do not wait for each other where they share memory."""
+    return environment.get(CHECK_STREAMS_VARIABLE) == "1"
 
 
 def whole(variable: str, text: str, most: int) -> int:

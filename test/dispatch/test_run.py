@@ -78,8 +78,9 @@ class TestVerdicts(TreeCase):
     def test_repeat_command_has_the_settings_of_the_environment(self):
         set_ones = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "TORCH_FSDP_TESTS_STRICT_LEAKS": "1"}
         words = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 TORCH_FSDP_TESTS_STRICT_LEAKS=1"
-        says = [rf"(?m)^to repeat: {words} \S+ .* --strict-defects --strict-names$"]
-        self.check({"test_f": FAIL}, ["--strict-defects", "--strict-names"], failed=1, env=set_ones, says=says)
+        says = [rf"(?m)^to repeat: {words} \S+ .* --strict-defects --strict-names --check-streams$"]
+        options = ["--strict-defects", "--strict-names", "--check-streams"]
+        self.check({"test_f": FAIL}, options, failed=1, env=set_ones, says=says)
 
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
         files = {"test_a": body("self.fail()", "pass"), "test_b": PASS}

@@ -1,12 +1,16 @@
-"""The race detector of ``torch_fsdp_tests.fsdp.ordering``: what it reports as a race, and what it accepts."""
+"""The race detector of ``torch_fsdp_tests.device.ordering``: what it reports as a race, and what it accepts."""
 
 import contextlib
+from collections.abc import Callable
+from unittest import SkipTest, mock
 
 import torch
+import torch.distributed as dist
 
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.fsdp import ordering
+from torch_fsdp_tests.device import accelerator, ordering
 
 
 class TestOrdering(TestCase):
@@ -147,6 +151,48 @@ class TestOrdering(TestCase):
         self.x.untyped_storage().resize_(0)
         self.x.untyped_storage().resize_(32)
         self.assertEqual(len(self._races()), 1)
+
+
+class TestChecked(FSDPTest):
+    """Without it, ``run_test.py --check-streams`` could pass tests that have races."""
+
+    world_size = 1
+
+    def test_asynchronous_collective(self):
+        """It runs on a stream of the backend, for which the current one has to wait."""
+        for waits in (True, False):
+            with ordering.recorded() as recording:
+                x = torch.ones(4, device=self.device)
+                work = dist.all_reduce(x, async_op=True)
+                if waits:
+                    work.wait()
+                x.add_(1)
+                work.wait()
+            self.assertEqual(len(recording.races), int(not waits))
+
+    def test_whole_test(self):
+        """A test with a race fails. Those with streams of their own skip."""
+        module = torch.get_device_module(self.device.type)
+        x = torch.ones(4, device=self.device)
+
+        def race() -> None:
+            x.add_(1)
+            with module.stream(module.Stream()):
+                x.add_(1)
+
+        with self.assertRaisesRegex(AssertionError, "add_.Tensor on stream 1 .* are not ordered"):
+            self._under_detector(race)
+        with (
+            mock.patch.object(module, "current_stream", object),
+            self.assertRaisesRegex(SkipTest, "streams of its own"),
+        ):
+            self._under_detector(race)
+
+    def _under_detector(self, body: Callable[[], object]) -> None:
+        """Run a body as the harness runs that of a test with ``--check-streams``."""
+        with mock.patch.dict("os.environ", {settings.CHECK_STREAMS_VARIABLE: "1"}):
+            with mock.patch.object(self, "body", body, create=True):
+                self._run_body("body")
 
 
 if __name__ == "__main__":

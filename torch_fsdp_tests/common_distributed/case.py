@@ -141,6 +141,15 @@ def raise_verdict(verdict: Verdict) -> None:
         raise (RanksFailed if verdict.state is State.FAILED else RanksErred)(verdict) from None
 
 
+def _checked_streams() -> contextlib.AbstractContextManager[None]:
+    """The race detector around a test in a rank, if the setting says so."""
+    if not settings.check_streams(os.environ):
+        return contextlib.nullcontext()
+    from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
+
+    return ordering.checked()
+
+
 class RankTestCase(TestCase):
     """The base class of all test cases whose tests run in ranks. The module's docstring says what runs where.
 
@@ -238,7 +247,8 @@ class RankTestCase(TestCase):
         those. The first exception of a clean-up is raised, and does not count as the body's.
         """
         try:
-            returned = getattr(self, test_name)(**kwargs)
+            with _checked_streams():
+                returned = getattr(self, test_name)(**kwargs)
         except Exception as error:
             with contextlib.suppress(AttributeError):  # an exception with slots counts as one of the fixtures
                 setattr(error, BODY_MARK, True)

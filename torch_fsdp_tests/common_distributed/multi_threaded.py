@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
     get_timeout,
@@ -36,7 +38,8 @@ from torch_fsdp_tests.ranks.threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.verdict import kinds_of
+from torch_fsdp_tests.verdict import Reason, SkipKind, kinds_of
+from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
 
@@ -187,6 +190,8 @@ class MultiThreadedTestCase(RankTestCase):
         """Start the ranks of the current test. Raises the same exceptions as
         :meth:`MultiProcessTestCase._spawn_processes`.
         """
+        if settings.check_streams(os.environ):
+            raise Skipped(Reason("ranks that are threads share the patches of the race detector", SkipKind.DEVICE))
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = self._group = RankGroup(type(self), self._current_test_name, world_size, threads=True)

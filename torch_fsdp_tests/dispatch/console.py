@@ -64,6 +64,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
         words += ["--strict-defects"]
     if run.strict_names:
         words += ["--strict-names"]
+    if run.check_streams:
+        words += ["--check-streams"]
     if run.arguments:
         words += ["--", *run.arguments]
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]

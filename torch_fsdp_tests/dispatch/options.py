@@ -203,6 +203,8 @@ def make_parser() -> _Parser:
     add("--strict-defects", **flag, help=words)
     words = "fail a test, instead of skipping it, if torch lacks a private name that the test uses"
     add("--strict-names", **flag, help=words)
+    words = "fail a test if streams, or the host, do not wait for each other where they share memory; on the CPU, too"
+    add("--check-streams", **flag, help=words)
     add(
         "--minimum-executed",
         type=whole_number(0, MOST_TESTS),
@@ -251,6 +253,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "run_slow": settings.SLOW_VARIABLE in true_ones,
         "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
         "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
+        "check_streams": settings.CHECK_STREAMS_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
     }
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}

@@ -105,6 +105,7 @@ class Runner:
             BACKEND_VARIABLE: self._run.backend,
             settings.STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
             settings.STRICT_NAMES_VARIABLE: "1" if self._run.strict_names else None,
+            settings.CHECK_STREAMS_VARIABLE: "1" if self._run.check_streams else None,
             RANKS_VARIABLE: None if self._run.ranks is None else str(self._run.ranks),
         }
         stated = {name: value for name, value in wishes.items() if value is not None}

@@ -55,6 +55,7 @@ class RunTests:
     fail_on_flaky: bool = False
     strict_defects: bool = False
     strict_names: bool = False
+    check_streams: bool = False
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False

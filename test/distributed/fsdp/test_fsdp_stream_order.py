@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.device.ordering import check_order
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.ordering import check_order
 
 DIM = 8
 
@@ -42,7 +42,7 @@ class TestStreamOrder(StreamOrderTest):
         backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
     )
     def test_training(self, **config):
-        check_order(self, self._wrap(**config), self._train)
+        check_order(self, lambda: self._wrap(**config), self._train)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -55,7 +55,7 @@ class TestStreamOrder(StreamOrderTest):
                     self._train(model)
             model.clip_grad_norm_(0.5)
 
-        check_order(self, self._wrap(use_orig_params=use_orig_params), step)
+        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -65,8 +65,8 @@ class TestStreamOrder(StreamOrderTest):
     )
     def test_offload(self, **config):
         """The host waits for gradients that are copied to its pinned memory, before it takes a step."""
-        model = self._wrap(cpu_offload=CPUOffload(offload_params=True), **config)
-        check_order(self, model, self._train, offloads=True)
+        offload = CPUOffload(offload_params=True)
+        check_order(self, lambda: self._wrap(cpu_offload=offload, **config), self._train)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -80,7 +80,7 @@ class TestStreamOrder(StreamOrderTest):
             with torch.no_grad():
                 model(torch.randn(4, DIM, device=self.device))
 
-        check_order(self, self._wrap(use_orig_params=use_orig_params), step)
+        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
 
 
 class TestStreamOrderHybrid(StreamOrderTest):
@@ -102,7 +102,7 @@ class TestStreamOrderHybrid(StreamOrderTest):
             self._train(model)
 
         strategy = {"device_mesh": mesh, "sharding_strategy": sharding_strategy}
-        check_order(self, self._wrap(**strategy, use_orig_params=use_orig_params), step)
+        check_order(self, lambda: self._wrap(**strategy, use_orig_params=use_orig_params), step)
 
 
 if __name__ == "__main__":

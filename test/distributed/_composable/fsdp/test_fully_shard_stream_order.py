@@ -12,22 +12,35 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.device.ordering import check_order
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.ordering import check_order
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 
 DIM = 8
 
 
-class StreamOrderTest(TrainingMixin, FSDPTest):
-    def _model(self) -> nn.Sequential:
-        manual_seed(42)
-        return nn.Sequential(*(MLP(DIM) for _ in range(3)))
+def _low_precision(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
 
+
+class StreamOrderTest(TrainingMixin, FSDPTest):
     def _check_order(
-        self, model: Any, step: Callable[[Any, torch.Tensor], object] = train, offloads: bool = False
+        self,
+        step: Callable[[Any, torch.Tensor], object] = train,
+        prepare: Callable[[Any], object] = lambda model: None,
+        blocks: bool = False,
+        **kwargs: Any,
     ) -> None:
-        check_order(self, model, lambda model: step(model, self._inputs(4, DIM)), offloads)
+        """Shard three layers with these arguments, and check the order of what ``step`` does with an input."""
+
+        def build() -> nn.Sequential:
+            manual_seed(42)
+            layers = [MLP(DIM) for _ in range(3)]
+            model = shard_each([*layers, nn.Sequential(*layers)], **kwargs)
+            prepare(model)
+            return model
+
+        check_order(self, build, lambda model: step(model, self._inputs(4, DIM)), blocks)
 
 
 class TestFullyShardStreamOrder(StreamOrderTest):
@@ -41,28 +54,25 @@ class TestFullyShardStreamOrder(StreamOrderTest):
         max_input_buffers=[1, 2],
     )
     def test_training(self, reshard_after_forward, param_dtype, prefetch, max_input_buffers):
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        model = self._model()
-        shard_each([*model, model], reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        if max_input_buffers > 1 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
-            model.set_reduce_scatter_max_input_buffers(max_input_buffers)
-        if prefetch == "explicit":
-            model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-            model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+        def prepare(model):
+            if max_input_buffers > 1 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
+                model.set_reduce_scatter_max_input_buffers(max_input_buffers)
+            if prefetch == "explicit":
+                model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+                model[2].set_modules_to_backward_prefetch([model[1], model[0]])
 
         def step(model, inp):
             handles = [layer.unshard(async_op=True) for layer in model] if prefetch == "unshard" else []
             del handles
             train(model, inp)
 
-        self._check_order(model, step)
+        policy = _low_precision(param_dtype)
+        self._check_order(step, prepare, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_backward=[True, False])
     def test_microbatches(self, reshard_after_backward):
         """The last of several backwards reduces the gradients that all of them have accumulated."""
-        model = self._model()
-        shard_each([*model, model])
 
         def step(model, inp):
             for is_last in (False, False, True):
@@ -70,53 +80,46 @@ class TestFullyShardStreamOrder(StreamOrderTest):
                 model.set_reshard_after_backward(is_last or reshard_after_backward)
                 train(model, inp)
 
-        self._check_order(model, step)
+        self._check_order(step)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(param_dtype=[None, torch.bfloat16], backwards=[1, 3])
-    def test_offload(self, param_dtype, backwards):
-        """The host waits for gradients that are copied to its pinned memory, before it adds to them or takes a step."""
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        model = self._model()
-        shard_each([*model, model], offload_policy=CPUOffloadPolicy(), mp_policy=policy)
+    @subtests(param_dtype=[None, torch.bfloat16], backwards=[1, 3], pin_memory=[True, False])
+    def test_offload(self, param_dtype, backwards, pin_memory):
+        """The host waits for gradients that are copied to its memory, before it adds to them or takes a step. It waits
+        for the copies themselves only if memory is not pinned, or if it adds to gradients.
+        """
+        policy = CPUOffloadPolicy(pin_memory=pin_memory)
 
         def step(model, inp):
             for _ in range(backwards):
                 train(model, inp)
 
-        self._check_order(model, step, offloads=True)
+        blocks = backwards > 1 or not pin_memory
+        self._check_order(step, blocks=blocks, offload_policy=policy, mp_policy=_low_precision(param_dtype))
 
     @skip_if_lt_x_gpu(2)
     def test_evaluation_between_steps(self):
-        model = self._model()
-        shard_each([*model, model])
-
         def step(model, inp):
             with torch.no_grad():
                 model(inp)
             train(model, inp)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
-        self._check_order(model, step)
+        self._check_order(step)
 
     @skip_if_lt_x_gpu(2)
     def test_one_layer_several_times(self):
-        model = self._model()
-        shard_each([*model, model])
-
-        def step(model, inp):
-            train(lambda x: model(model[0](model(x))), inp)
-
-        self._check_order(model, step)
+        self._check_order(lambda model, inp: train(lambda x: model(model[0](model(x))), inp))
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_hook(self):
-        model = self._model()
-        shard_each([*model, model])
         streams = torch.get_device_module(self.device.type)
-        for each in (*model, model):
-            each.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=streams.Stream())
-        self._check_order(model)
+
+        def prepare(model):
+            for each in (*model, model):
+                each.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=streams.Stream())
+
+        self._check_order(prepare=prepare)
 
 
 class TestFullyShardStreamOrderHSDP(StreamOrderTest):
@@ -126,11 +129,12 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
     @subtests(param_dtype=[None, torch.bfloat16], prefetch=[False, True])
     def test_reshard_after_forward_to_pairs(self, param_dtype, prefetch):
         """Backward gathers copies that forward has made, from two ranks each."""
-        model = self._model()
-        shard_each([*model, model], reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
-        if prefetch:
-            model[2].set_modules_to_backward_prefetch([model[1], model[0]])
-        self._check_order(model)
+
+        def prepare(model):
+            if prefetch:
+                model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+
+        self._check_order(prepare=prepare, reshard_after_forward=2, mp_policy=_low_precision(param_dtype))
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(
@@ -140,9 +144,6 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
     )
     def test_training(self, reshard_after_forward, param_dtype, microbatches):
         mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        model = self._model()
-        shard_each([*model, model], mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
         def step(model, inp):
             if microbatches == "unreduced":
@@ -155,7 +156,8 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
                 model.set_requires_all_reduce(True)
             train(model, inp)
 
-        self._check_order(model, step)
+        policy = _low_precision(param_dtype)
+        self._check_order(step, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,15 @@ accelerators, such as ``torch.cuda._sanitizer``, have the same rules, except the
 
 An operator on host memory runs on the host, at once. A copy between host and device runs on the current stream, and the
 host waits for it unless it is non-blocking. On the CPU, host memory is what FSDP has pinned (as recorded by
-:mod:`torch_fsdp_tests.device.substitutes`) and what is computed from it. There, ``Tensor.to`` a device copies if
-``recorded(offloads=True)``.
+:mod:`torch_fsdp_tests.device.substitutes`) and what is computed from it. There, ``Tensor.to`` and ``Tensor.cpu`` copy
+where FSDP would copy between a device and the host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import traceback
 import unittest
 import weakref
@@ -28,25 +30,32 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.verdict import Reason, SkipKind
+from torch_fsdp_tests.verdict.events import Skipped
 
+_SWEEP = 256  # operators, after which all memory that nothing refers to is forgotten
 STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
 HOST = -1  # in place of the number of a stream: the operator ran on the host
+COLLECTIVES = -2  # the stream of the backend, on which asynchronous collectives run
 
 _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
 # Arguments that an operator writes although the schema does not say so. Collectives write their first argument.
 _WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
-_WRITES_FIRST = "c10d::"
+_COLLECTIVE = "c10d::"
 _COPIES = ("copy_", "_to_copy")  # also between host and device
+_FSDP = "torch.distributed.fsdp."
+_RECORDING_MODULES = tuple(torch_names.module(f"{_FSDP}{name}") for name in ("_flat_param", "_runtime_utils"))
+# FSDP2's modules that move gradients and parameters to the host.
+_OFFLOADING_MODULES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
 
 
 class Access(NamedTuple):
@@ -82,22 +91,26 @@ class _Memory:
 
 
 class Recording(TorchDispatchMode):
-    """The races that were found. ``waits`` counts how often one stream waited for another."""
+    """The races that were found. ``waits`` counts how often one stream waited for another, and ``blocking_copies`` how
+    often the host waited for a copy.
+    """
 
     def __init__(self, device_module: Any) -> None:
         super().__init__()
         self.races: list[Race] = []
-        self.waits = 0
-        self._module = device_module
+        self.waits = self.blocking_copies = 0
+        self._module, self._kind = device_module, device_module.Stream
         self._device_type = accelerator.current().type
-        self._names: dict[int, str] = {HOST: "the host"}
+        self._names: dict[int, str] = {HOST: "the host", COLLECTIVES: "the backend's stream"}
         self._streams: dict[int, Any] = {}  # kept, so that no other stream gets the id of a deleted one
         self._host: Clock = {HOST: 0}
-        self._clocks: dict[int, Clock] = {HOST: self._host}
+        self._clocks: dict[int, Clock] = {HOST: self._host, COLLECTIVES: {COLLECTIVES: 0}}
         self._host_memory: set[int] = set()  # storages; pinned ones and those of another device type need not be here
         self._moves = False  # whether an operator stands for a copy between host and device
         self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self._memory: dict[int, _Memory] = {}
+        self._shared: set[int] = set()  # storages that another stream than their own has accessed
+        self._operators = 0
         self._freed: dict[int, list[Access]] = {}  # for each stream, the accesses to memory that is free again
 
     # Streams and events
@@ -105,6 +118,10 @@ class Recording(TorchDispatchMode):
     def stream(self, stream: Any = None) -> int:
         """The number of a stream. The default is the current one."""
         stream = self._module.current_stream() if stream is None else stream
+        if not isinstance(stream, self._kind):
+            raise Skipped(
+                Reason("the test has streams of its own, which the race detector does not know", SkipKind.OTHER)
+            )
         key = getattr(stream, "stream_id", id(stream))
         if key not in self._streams:
             self._names[key] = f"stream {len(self._streams)}"
@@ -128,6 +145,11 @@ class Recording(TorchDispatchMode):
         """Order the later work of a stream after what an event stands for. The default is the current stream."""
         self.wait(stream, self._events.get(event))
 
+    def wait_work(self, result: bool) -> bool:
+        """Order the later work of the current stream after all asynchronous collectives so far."""
+        self.wait(None, self._clocks[COLLECTIVES])
+        return result
+
     def synchronize_stream(self, stream: Any) -> None:
         """Let the host wait for a stream."""
         _merge(self._host, self._clocks[self.stream(stream)])
@@ -141,6 +163,11 @@ class Recording(TorchDispatchMode):
         for clock in self._clocks.values():
             _merge(self._host, clock)
 
+    def conclude(self) -> None:
+        """Raise ``AssertionError`` with all races."""
+        if self.races:
+            raise AssertionError("\n".join(map(str, self.races)))
+
     # Memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,13 +177,16 @@ class Recording(TorchDispatchMode):
         self._free()
         read, written = _operands(func, args, kwargs)
         given = {_key(tensor) for tensor in (*read, *written)}
-        in_host = {self._is_in_host(tensor) for tensor in (*read, *written)}
+        in_host = {self.is_in_host(tensor) for tensor in (*read, *written)}
         result = func(*args, **kwargs)
         name = str(func.name() if hasattr(func, "name") else func)
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _key(each) not in given]
         if self._device_type != "cpu":  # on the CPU, the device does not tell
-            in_host |= {self._is_in_host(tensor) for tensor in made}
+            in_host |= {self.is_in_host(tensor) for tensor in made}
         stream = HOST if in_host == {True} and not self._moves else self.stream()
+        if name.startswith(_COLLECTIVE) and _argument(func, args, kwargs, "async_op"):
+            _merge(self._clocks[COLLECTIVES], self._clocks[stream])
+            stream = COLLECTIVES
         for tensor in made:
             self.allocate(tensor.untyped_storage(), name, stream)
         short = name.partition("::")[2]
@@ -167,18 +197,27 @@ class Recording(TorchDispatchMode):
             for tensors, writes in ((read, False), (written, True), (made, True)):
                 for tensor in tensors:
                     self._access(tensor, stream, name, writes)
-        if len(in_host) > 1 and short.startswith(_COPIES) and not _is_non_blocking(func, args, kwargs):
-            self.synchronize_stream(None)
+        if len(in_host) > 1 and short.startswith(_COPIES) and not _argument(func, args, kwargs, "non_blocking"):
+            self._block()
         return result
 
-    def _is_in_host(self, tensor: torch.Tensor) -> bool:
+    def is_in_host(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device_type:
             return True
         return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
 
+    def _block(self) -> None:
+        """Let the host wait for the copy that it has just given to the current stream."""
+        self.blocking_copies += 1
+        self.synchronize_stream(None)
+
+    def moves(self, tensor: torch.Tensor, caller: str) -> bool:
+        """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
+        return caller.startswith(_FSDP) and (self.is_in_host(tensor) or caller in _OFFLOADING_MODULES)
+
     def move(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """Copy a tensor from the host to the device, or to pinned memory of the host, although they are the same."""
-        to_host = not self._is_in_host(tensor)
+        to_host = not self.is_in_host(tensor)
         self._moves = True
         try:
             copy = tensor.clone()
@@ -188,7 +227,7 @@ class Recording(TorchDispatchMode):
             self._host_memory.add(_key(copy))
             self._of(copy.untyped_storage()).stream = HOST
         if not non_blocking:
-            self.synchronize_stream(None)
+            self._block()
         return copy
 
     def _of(self, storage: torch.UntypedStorage, stream: int | None = None) -> _Memory:
@@ -210,6 +249,8 @@ class Recording(TorchDispatchMode):
                 self._compare(other, stream, operator)
         kept = [other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))]
         memory.accesses = [*kept, access]
+        if stream != memory.stream:
+            self._shared.add(memory.storage.cdata)
 
     def _compare(self, earlier: Access, stream: int, operator: str) -> None:
         if earlier.stream != stream and self._clocks[stream].get(earlier.stream, 0) < earlier.number:
@@ -222,9 +263,11 @@ class Recording(TorchDispatchMode):
     def free(self, key: int) -> None:
         """Let the allocator give the memory of a storage to the next allocation on its stream."""
         memory = self._memory.pop(key, None)
+        self._shared.discard(key)
         self._host_memory.discard(key)
         if memory is not None and memory.stream != HOST:  # the host's allocator knows which copies use its memory
-            left = (access for access in memory.accesses if access.stream not in memory.users)
+            kept = {COLLECTIVES, *memory.users}  # a backend keeps what it works on
+            left = (access for access in memory.accesses if access.stream not in kept)
             self._freed.setdefault(memory.stream, []).extend(left)
 
     def allocate(self, storage: torch.UntypedStorage, operator: str, stream: int | None = None) -> None:
@@ -240,7 +283,10 @@ class Recording(TorchDispatchMode):
             self._compare(access, stream, f"the memory's next owner, {operator},")
 
     def _free(self) -> None:
-        for key in [key for key, memory in self._memory.items() if memory.storage.expired()]:
+        """Free what nothing refers to any more. Memory of one stream may wait, because its next owner comes later."""
+        self._operators += 1
+        keys = self._shared if self._operators % _SWEEP else self._memory
+        for key in [key for key in keys if self._memory[key].storage.expired()]:
             self.free(key)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -257,9 +303,10 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool((dict(zip(names, args, strict=False)) | dict(kwargs)).get("non_blocking"))
+def _argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    """What is given for one of an operator's arguments, its default, or None if there is no such argument."""
+    defaults = _arguments(func)[0]
+    return (defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)).get(name)
 
 
 def _is_within(inner: Access, outer: Access) -> bool:
@@ -275,29 +322,53 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
 
 
+def _caller() -> str:
+    """The module that calls the function that calls this one."""
+    return sys._getframe(2).f_globals.get("__name__", "")
+
+
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """The tensors that an operator reads, and those of its arguments that it writes."""
-    schema = func._schema
-    by_name = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
-    marked = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
-    marked |= set(_WRITES.get(schema.name, ()))
-    if schema.name.startswith(_WRITES_FIRST):
-        marked.add(schema.arguments[0].name)
-    only_written = {"out", *_WRITES.get(schema.name, ())}
+    names, marked, only_written = _arguments(func)
+    by_name = dict(zip(names, args, strict=False)) | dict(kwargs)
     read = _tensors(value for name, value in by_name.items() if name not in only_written)
     return read, _tensors(value for name, value in by_name.items() if name in marked)
 
 
-@contextlib.contextmanager
-def recorded(offloads: bool = False) -> Iterator[Recording]:
-    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches.
+@functools.cache
+def _arguments(func: Any) -> tuple[dict[str, Any], set[str], set[str]]:
+    """The names of an operator's arguments with their defaults, of those that it writes, and that it does not read."""
+    schema = func._schema
+    names = {argument.name: argument.default_value for argument in schema.arguments}
+    marked = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    marked |= set(_WRITES.get(schema.name, ()))
+    if schema.name.startswith(_COLLECTIVE):
+        marked.add(schema.arguments[0].name)
+    return names, marked, {"out", *_WRITES.get(schema.name, ())}
 
-    With ``offloads``, moving a tensor to a device means to copy it, even on the CPU.
-    """
+
+_checking: Recording | None = None  # of the whole test that runs in this rank
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Record a test in a rank, and raise ``AssertionError`` if there were races."""
+    global _checking
+    with recorded() as _checking:
+        try:
+            yield
+            _checking.conclude()
+        finally:
+            _checking = None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches."""
     module = torch.get_device_module(accelerator.current().type)
     recording = Recording(module)
     with contextlib.ExitStack() as patches:
@@ -322,19 +393,28 @@ def recorded(offloads: bool = False) -> Iterator[Recording]:
                 recording.allocate(owner, "resize_")
             return storage
 
-        original_to = torch.Tensor.to
+        original_to, original_cpu = torch.Tensor.to, torch.Tensor.cpu
 
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if isinstance(tensor, DTensor) or not isinstance((*args, kwargs.get("device"))[0], torch.device):
                 return original_to(tensor, *args, **kwargs)
+            if not recording.moves(tensor, _caller()):
+                return original_to(tensor, *args, **kwargs)
             return recording.move(tensor, bool(kwargs.get("non_blocking")))
+
+        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            is_in_host = isinstance(tensor, DTensor) or recording.is_in_host(tensor)
+            if is_in_host or not recording.moves(tensor, _caller()):
+                return original_cpu(tensor, *args, **kwargs)
+            return recording.move(tensor, non_blocking=False)
 
         def pin(pinned: torch.Tensor, *_: Any) -> torch.Tensor:
             recording.synchronize_stream(None)  # the host copies; on the CPU, the copy looks like one of the stream
             return pinned
 
-        if offloads and accelerator.current().is_host:
+        if accelerator.current().is_host:
             patches.enter_context(mock.patch.object(torch.Tensor, "to", to))
+            patches.enter_context(mock.patch.object(torch.Tensor, "cpu", cpu))
             patch(torch.Tensor, "pin_memory", pin)
         patch(module.Stream, "wait_stream", lambda _, stream, other: recording.wait_stream(stream, other))
         patch(module.Stream, "wait_event", lambda _, stream, event: recording.wait_event(stream, event))
@@ -343,12 +423,13 @@ def recorded(offloads: bool = False) -> Iterator[Recording]:
         patch(module.Event, "record", lambda _, event, stream=None: recording.record(event, stream))
         patch(module.Event, "wait", lambda _, event, stream=None: recording.wait_event(stream, event))
         patch(module.Event, "synchronize", lambda _, event: recording.synchronize_event(event))
+        patch(dist.Work, "wait", lambda result, *_: recording.wait_work(result))
         patch(module, "synchronize", lambda *_: recording.synchronize())
         patch(torch.UntypedStorage, "resize_", resize)
         # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
         current = mock.patch.object(torch.accelerator, "current_stream", lambda *_: module.current_stream())
         patches.enter_context(current)
-        for owner in (internals.flat_param, internals.fsdp1_runtime):  # does nothing on the CPU
+        for owner in _RECORDING_MODULES:  # does nothing on the CPU
             patches.enter_context(torch_names.patched(owner, "_no_dispatch_record_stream", recording.keep_for))
         patches.enter_context(recording)
         recording.stream()
@@ -356,14 +437,20 @@ def recorded(offloads: bool = False) -> Iterator[Recording]:
 
 
 def check_order(
-    test: unittest.TestCase, model: nn.Module, step: Callable[[Any], object], offloads: bool = False
+    test: unittest.TestCase, build: Callable[[], Any], step: Callable[[Any], object], blocks: bool = False
 ) -> None:
-    """Train for some steps, and fail unless all work is ordered. ``step`` makes the model's gradients."""
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with recorded(offloads) as recording:
+    """Build a model and train it for some steps, and fail unless all work is ordered.
+
+    ``step`` makes the model's gradients. ``blocks`` says whether the host has to wait for copies.
+    """
+    with contextlib.nullcontext(_checking) if _checking else recorded() as recording:
+        model = build()
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        copies = recording.blocking_copies
         for _ in range(STEPS):
             step(model)
             optim.step()
             optim.zero_grad()
-    test.assertEqual([str(race) for race in recording.races], [])
+    recording.conclude()
     test.assertGreater(recording.waits, 0)
+    test.assertEqual(recording.blocking_copies > copies, blocks)
