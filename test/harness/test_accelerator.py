@@ -187,6 +187,27 @@ class TestSharing(TestCase):
         ):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
+    def test_tests_with_more_ranks_than_devices(self):
+        """They alone use gloo, if only gloo can share, so two devices execute what one does. A wish counts."""
+        device, _ = self.chosen(count=2, own=False, gloo=True)
+        self.assertEqual([device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)], ["xccl", "xccl", "gloo", "gloo"])
+        self.assertEqual((device.is_shared, device.lacks_room_for(8)), (False, None))
+        self.assertEqual([device.ranks_up_to(4), device.ranks_up_to(4, least=4)], [2, 4])
+        for wishes in ({"own": False, "gloo": False}, {"own": False, "gloo": True, "backend": "xccl"}):
+            device, _ = self.chosen(count=2, **wishes)
+            self.assertIs(device.for_ranks(4), device)
+            self.assertIn("needs 4 xpu devices, but sees only 2", device.lacks_room_for(4))
+        device, _ = self.chosen(count=2, own=True, gloo=True)
+        self.assertIs(device.for_ranks(4), device)
+
+    def test_device_of_the_test_that_runs(self):
+        device, _ = self.chosen(count=2, own=False, gloo=True)
+        self.addCleanup(accelerator.expect, 0)
+        with unittest.mock.patch.object(accelerator, "_resolve", lambda *_: device):
+            for ranks, backend in ((2, "xccl"), (4, "gloo"), (0, "xccl")):
+                accelerator.expect(ranks)
+                self.assertEqual(accelerator.current().backend, backend)
+
     def test_backend_of_ranks_that_share_a_device(self):
         """The own backend of the device if it can share, or else gloo if that can. A wish is not overruled."""
         no_room = "needs 2 xpu devices, but sees only 1; ranks that share"
@@ -255,7 +276,7 @@ class TestProbe(TestCase):
         self.assertEqual(shared["variables"], variables)
         self.assertEqual(self.described(Module(1), "gloo", _shares_a_device=True)["variables"], {})
         # With enough devices this is not probed, because the probe starts the device's runtime twice.
-        self.assertEqual(self.described(Module(4), _shares_a_device=True)["capabilities"], [])
+        self.assertEqual(self.described(Module(8), _shares_a_device=True)["capabilities"], [])
         with unittest.mock.patch.dict(accelerator._answers, {"xpu nccl": shared}, clear=True):
             self.assertLessEqual(variables.items(), accelerator.environment().items())
 

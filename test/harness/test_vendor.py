@@ -63,6 +63,16 @@ class TestNewDevice(TestCase):
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
         self.assertEqual(bound, {(rank, "1") for rank in "0123"})
 
+    def test_only_tests_with_too_many_ranks_share_over_another_backend(self):
+        """Tests of two ranks use two frames, each alone. A test of four ranks does not skip: its ranks share them."""
+        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1", "SOROBAN_EXCLUSIVE": "1"}
+        done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "-i", FILE, "-v", **variables)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertRegex(done.stdout, re.compile(r"^\d+ passed, 0 failed, 0 skipped$", re.MULTILINE))
+        bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)( alone)?$", done.stdout, re.MULTILINE))
+        wanted = {("0", "0", " alone"), ("1", "1", " alone"), *((str(rank), str(rank % 2), "") for rank in range(4))}
+        self.assertEqual(bound, wanted)
+
     def test_dispatcher_finds_what_its_vendor_counts_without_torch(self):
         code = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
         code += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"

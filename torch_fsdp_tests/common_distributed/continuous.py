@@ -148,6 +148,7 @@ class MultiProcContinuousTest(RankTestCase):
     @classmethod
     @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
+        accelerator.expect(assignment.world_size)
         rank = cls.rank = assignment.index
         cls.world_size = assignment.world_size
         started = False

@@ -121,6 +121,7 @@ class MultiProcessTestCase(RankTestCase):
     @classmethod
     @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
+        accelerator.expect(assignment.world_size)
         rank, file_name = assignment.index, assignment.file_name
         fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
         cls._assignment = assignment

@@ -111,6 +111,7 @@ class Reproduction:
 
     @classmethod
     def _serve_rank(cls, assignment: Assignment) -> None:
+        accelerator.expect(assignment.world_size)
         device, entry = accelerator.current(), registry.entry(str(assignment.test))
         answer: list[Any] = []
 

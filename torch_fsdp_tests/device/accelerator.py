@@ -40,7 +40,8 @@ class Accelerator:
     ``count`` is the number of visible devices (0 for the CPU, which has room for any number of ranks). ``ranks`` is the
     default world size of a test. ``capabilities`` has the names in ``CAPABILITIES`` that were found. ``type`` is
     torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs. ``machine``
-    has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`.
+    has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing``
+    describes the same devices for tests with more ranks than devices, if only another backend lets ranks share them.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """
@@ -52,6 +53,7 @@ class Accelerator:
     capabilities: frozenset[str] = frozenset()
     vendor_name: str | None = None
     machine: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    sharing: Accelerator | None = None
 
     def __post_init__(self) -> None:
         for name in sorted(set(self.capabilities) - CAPABILITIES.keys()):
@@ -105,6 +107,11 @@ class Accelerator:
         it = "it" if len(missing) == 1 else "them"
         return f"needs {', '.join(missing)}; {self.name} with {self.backend} does not have {it}" if missing else None
 
+    def for_ranks(self, world_size: int) -> Accelerator:
+        """The description for a test with this many ranks: over another backend, if only that one has room for them."""
+        launched = bool(_local_ranks) or launcher.found() is not None  # and each rank has its device, on any machine
+        return self if self.sharing is None or world_size <= self.count or launched else self.sharing
+
     def ranks_up_to(self, most: int, least: int = 2) -> int:
         """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
 
@@ -125,6 +132,8 @@ class Accelerator:
             made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
             return made if world_size > launch.world_size else None
         if self.is_host or world_size <= self.count or (self.count and self.has("shared_device")):
+            return None
+        if self.sharing is not None:
             return None
         return (
             f"needs {world_size} {self.name} devices, but sees only {self.count}; "
@@ -158,12 +167,18 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
             f"{DEVICE_VARIABLE}"
         )
     ranks = ranks or settings.default_ranks(count)
-    if count < ranks and requested_backend is None and "shared_device" not in facts["capabilities"]:
-        instead = _sharing_backend(device_type, backend)
-        if instead is not None:
-            backend, facts = instead, _probe(device_type, instead)
+    device = Accelerator(
+        device_type, backend, count, ranks, frozenset(facts["capabilities"]), machine=facts.get("machine", {})
+    )
+    has_room = count >= max(ranks, accelerator_probe.ROOM_ENOUGH) or device.has("shared_device")
+    instead = None if has_room or requested_backend is not None else _sharing_backend(device_type, backend)
+    if instead is None:
+        return device
+    facts = _probe(device_type, instead)
     able, machine = frozenset(facts["capabilities"]), facts.get("machine", {})
-    return Accelerator(device_type, backend, count, ranks, able, machine=machine)
+    sharing = dataclasses.replace(device, backend=instead, capabilities=able, machine=machine)
+    # A test with a rank for each device uses the device's own backend.
+    return sharing if count < ranks else dataclasses.replace(device, sharing=sharing)
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
@@ -318,14 +333,24 @@ def _visible(device_type: str, backend: str | None) -> bool:
     return int(_probe(device_type, _checked_backend(device_type, backend))["count"]) > 0
 
 
+_expected_ranks = 0  # of the test that runs
+
+
+def expect(ranks: int) -> None:
+    """Set the number of ranks of the test that runs in this process: :func:`current` then has room for them."""
+    global _expected_ranks
+    _expected_ranks = ranks
+
+
 def current() -> Accelerator:
-    """The device under test.
+    """The device under test, as a test with the number of ranks of :func:`expect` uses it.
 
     ``TORCH_FSDP_TESTS_DEVICE``, ``_BACKEND`` and ``_RANKS`` select it. The default is torch's accelerator if one is
     visible, else the CPU. Raises :class:`ConfigurationError` with one sentence if the device is not available.
     """
     ranks = _asked_ranks()
-    return _resolve(os.environ.get(DEVICE_VARIABLE) or None, os.environ.get(BACKEND_VARIABLE) or None, ranks)
+    device = _resolve(os.environ.get(DEVICE_VARIABLE) or None, os.environ.get(BACKEND_VARIABLE) or None, ranks)
+    return device.for_ranks(_expected_ranks)
 
 
 def initialised() -> bool:

@@ -29,7 +29,7 @@ from torch_fsdp_tests.processes.forkserver import forked
 PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
 FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
 SHARE_LIMIT = 60  # seconds for two processes to exchange tensors of one device
-ROOM_ENOUGH = 4  # with this many devices it does not matter whether ranks can share one
+ROOM_ENOUGH = 8  # with this many devices it does not matter whether ranks can share one: no test has more ranks
 assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LIMIT
 
 # The variable that lets two ranks share a GPU over NCCL. NCCL before 2.27 or so ignores it.

@@ -56,6 +56,7 @@ class Explorer:
 
     @classmethod
     def _serve_rank(cls, assignment: Assignment) -> None:
+        accelerator.expect(assignment.world_size)
         device = accelerator.current()
         warnings.filterwarnings("ignore")
         tempfile.tempdir = os.path.dirname(assignment.file_name)  # it is removed with the ranks
