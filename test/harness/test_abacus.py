@@ -88,6 +88,16 @@ class TestAbacus(TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("device abacus, backend ledger, ranks 2, devices shared", done.stdout.splitlines()[0])
 
+    def test_backend_may_refuse_ranks_that_share_a_device(self):
+        """Then each rank has a device. Tests that need more skip, and all others pass."""
+        done = run(ROOT / "run_test.py", "-i", *FILES, ABACUS_DEVICES="2", ABACUS_EXCLUSIVE="1")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("device abacus, backend ledger, ranks 2, devices not shared", done.stdout.splitlines()[0])
+        self.assertRegex(
+            done.stdout, "needs 4 abacus devices, but sees only 2; ranks that share a device cannot use ledger"
+        )
+        self.assertRegex(done.stdout, re.compile(r"^[1-9]\d+ passed, 0 failed, [1-9]\d* skipped$", re.MULTILINE))
+
 
 if __name__ == "__main__":
     run_tests()

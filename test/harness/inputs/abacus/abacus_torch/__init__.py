@@ -143,6 +143,11 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def _ledger(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    if os.environ.get("ABACUS_EXCLUSIVE"):  # refuse ranks that share a device, as some backends do
+        store.set(f"device of rank {rank}", str(_C.current_device()))
+        taken = [int(store.get(f"device of rank {each}")) for each in range(size)]
+        if len(set(taken)) < size:
+            raise RuntimeError(f"ledger: ranks share a device; they use the devices {taken}")
     return _C.ledger(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
 
