@@ -62,8 +62,9 @@ def possible(program: Program) -> Program:
 def avoiding(program: Program, ids: Iterable[str]) -> Program:
     """The program without what shows these defects. It is valid."""
     for id in ids:
-        rewritten = valid(REWRITINGS[id](program))
-        program = rewritten if not problem(rewritten) else program
+        rewritten = REWRITINGS[id](program)
+        if rewritten != program and not problem(rewritten := valid(rewritten)):
+            program = rewritten
     return program
 
 
@@ -288,6 +289,14 @@ def _every_unit_in_each_microbatch(program: Program) -> Program:
 def _shards_of_all_units(program: Program) -> Program:
     replicates = program.strategy == "NO_SHARD" or program.world_size == program.replicas
     return program.but(strategy="FULL_SHARD", replicas=1) if replicates and not _trains_all(program) else program
+
+
+@_avoids("fsdp1_frozen_unit_that_returns_its_input_raises")
+@_of_fsdp1
+def _frozen_units_run_whole(program: Program) -> Program:
+    if not program.frozen and not any(step.kind == "freeze" for step in program.steps):
+        return program
+    return program.but(steps=tuple(dataclasses.replace(step, names=()) for step in program.steps))
 
 
 @_avoids("fsdp1_zero_grad_after_forward_is_missed")

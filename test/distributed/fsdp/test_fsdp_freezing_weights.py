@@ -284,6 +284,22 @@ class TestFreezingWeights(FSDPTest):
             self.assertEqual(frozen, wanted_of_frozen)
         self.assertEqual(trained, wanted)
 
+    @torch_defect("fsdp1_frozen_unit_that_returns_its_input_raises")
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_unit_returns_its_input(self):
+        """A unit whose layers are all left out passes the gradient on, also if it is frozen."""
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Identity()).to(self.device)
+        plain[1].register_parameter("unused", nn.Parameter(torch.ones(4, device=self.device), requires_grad=False))
+        model = copy.deepcopy(plain)
+        model[1] = FSDP(model[1], use_orig_params=True)
+        model = FSDP(model, use_orig_params=True)
+        inputs = torch.arange(4.0, device=self.device) + self.rank
+        for each in (plain, model):
+            each(inputs).square().sum().backward()
+        average_gradients(plain)
+        with FSDP.summon_full_params(model, with_grads=True):
+            self.assertEqual([param.grad for param in model.parameters()], [param.grad for param in plain.parameters()])
+
 
 instantiate_parametrized_tests(TestFreezingWeights)
 

@@ -1,0 +1,43 @@
+"""Backward raises if a frozen unit returns its input.
+
+A frozen unit has two hooks: one on its output, which runs before its backward, and one on its input, which ends its
+backward. If forward leaves out everything that the unit holds, both are hooks of the same tensor, and that of the input
+was registered first. So the unit's backward ends before it begins, and the check of the unit's state fails. A unit that
+trains can return its input.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._runtime_utils._post_backward_reshard_only_hook",
+    features="frozen",
+    way_round="Return a tensor of its own from the module: ``return x.clone()``.",
+    error="ValueError: expected to be in states [<TrainingState.IDLE: 1>] but current state is "
+    "TrainingState.FORWARD_BACKWARD",
+    fails_with=("ValueError",),
+)
+
+
+class Skipped(nn.Module):
+    def __init__(self, way_round):
+        super().__init__()
+        self.layer, self.way_round = nn.Linear(2, 2), way_round
+
+    def forward(self, x):
+        return x.clone() if self.way_round else x
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    frozen = FSDP(Skipped(way_round).to(device).requires_grad_(False), device_id=device)
+    model = FSDP(nn.Sequential(nn.Linear(2, 2, device=device), frozen), device_id=device)
+    try:
+        model(torch.ones(1, 2, device=device)).sum().backward()
+    except ValueError as error:
+        return f"ValueError: {error}", "no exception"
+    return "no exception", "no exception"
