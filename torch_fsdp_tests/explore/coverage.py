@@ -1,4 +1,4 @@
-"""Which lines of FSDP a program runs. It costs little, because a function whose lines are all known is not traced."""
+"""Which lines of FSDP a program runs. A function whose lines are all known is not traced, but each call still costs."""
 
 from __future__ import annotations
 

@@ -49,11 +49,12 @@ class Outcome:
         return bool(self.what)
 
 
-def run(program: Program, rank: int, device: str, mode: str = COMPARE) -> Outcome:
-    """Run the program up to its end, or to the first difference, as a mode says."""
+def run(program: Program, rank: int, device: str, mode: str = COMPARE, covers: bool = False) -> Outcome:
+    """Run the program up to its end, or to the first difference, as a mode says. ``covers`` collects lines of FSDP."""
+    coverage: contextlib.AbstractContextManager[LineCoverage | None] = _coverage if covers else contextlib.nullcontext()
     if mode != TWICE:
-        return _run(program, rank, device, keeps=mode == RECORD)
-    first, second = (_run(program, rank, device, keeps=True) for _ in range(2))
+        return _run(program, rank, device, coverage, keeps=mode == RECORD)
+    first, second = (_run(program, rank, device, coverage, keeps=True) for _ in range(2))
     for index, pair in enumerate(zip(first.values, second.values)):
         for name, values in pair[0].items():
             if repr(values) != repr(pair[1].get(name)):
@@ -62,12 +63,18 @@ def run(program: Program, rank: int, device: str, mode: str = COMPARE) -> Outcom
     return dataclasses.replace(first, values=())
 
 
-def _run(program: Program, rank: int, device: str, keeps: bool) -> Outcome:
+def _run(
+    program: Program,
+    rank: int,
+    device: str,
+    coverage: contextlib.AbstractContextManager[LineCoverage | None],
+    keeps: bool,
+) -> Outcome:
     torch.manual_seed(program.seed)
     index = -1
     values: list[Values] = []
     outcome = Outcome()
-    with recorded() as calls, _coverage if rank == 0 else contextlib.nullcontext():
+    with recorded() as calls, coverage as covered:
         try:
             reference, life = Reference(program, device), Lifecycle(program)
             subject = (FlatSubject if program.api == "fsdp1" else Subject)(program, rank, device)
@@ -87,7 +94,7 @@ def _run(program: Program, rank: int, device: str, keeps: bool) -> Outcome:
             text = f"{type(error).__name__}: {error}"
             outcome = Outcome(f"raised {shape_of(text)}", index, text[:2000], place=_place(error))
     digest = hashlib.sha1(repr([(call.name, call.dtype, call.numel) for call in calls]).encode()).hexdigest()[:8]
-    lines = tuple(_coverage.new) if rank == 0 else ()
+    lines = tuple(covered.new) if covered else ()
     return dataclasses.replace(outcome, digest=digest, lines=lines, values=tuple(values))
 
 
@@ -167,6 +174,8 @@ def _compared(
         yield f"shape of {kind}", f"{name}: {tuple(found.shape)} instead of {tuple(right.shape)}"
     elif found.dtype != right.dtype:
         yield f"dtype of {kind}", f"{name}: {found.dtype} instead of {right.dtype}"
+    elif torch.equal(found, right):  # faster
+        return
     elif not torch.allclose(found, right, rtol=limit, atol=limit * _rounded(right, limit), equal_nan=True):
         yield kind, f"{name}: {found.tolist()} instead of {right.tolist()}"
 

@@ -28,6 +28,7 @@ from torch_fsdp_tests.ranks.outcome import RankReport
 
 LIMIT = 20.0  # seconds for one program; a quiet machine needs less than one
 COLLECTIVE_LIMIT = 12.0  # seconds for one collective
+COVER_EVERY = 4  # programs, because a program takes twice as long while the lines that it runs are noted
 COLLECT_EVERY = 20  # programs, because FSDP's modules are parts of cycles
 assert COLLECTIVE_LIMIT < LIMIT
 
@@ -71,7 +72,10 @@ class Explorer:
             if count % COLLECT_EVERY == 0:
                 gc.collect()
             mode, _, program = text.partition(" ")
-            run = functools.partial(execution.run, Program.from_json(program), assignment.index, device.type, mode)
+            covers = assignment.index == 0 and count % COVER_EVERY == 0
+            run = functools.partial(
+                execution.run, Program.from_json(program), assignment.index, device.type, mode, covers
+            )
             assignment.report(cls.outcome(assignment.index, run))
 
     @staticmethod

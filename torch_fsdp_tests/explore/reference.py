@@ -182,11 +182,23 @@ class Reference:
                 if name in self.ignored:
                     self._accumulate(self.master(rank)[name], gradient)
                     continue
-                if name in self.kept[rank]:  # what is kept adds up in the dtype of the reduction
-                    gradient = (self.kept[rank][name] + gradient).to(self.reduce_dtype)
-                self.kept[rank][name] = gradient if self.syncs else gradient.to(self.reduce_dtype)
+                kept_in = self._dtype_of_sums(name, leaf)
+                if name in self.kept[rank]:
+                    gradient = (self.kept[rank][name] + gradient).to(kept_in)
+                self.kept[rank][name] = gradient if self.syncs else gradient.to(kept_in)
         if self.syncs and self.all_reduces:
             self._reduce()
+
+    def _dtype_of_sums(self, name: str, leaf: nn.Parameter) -> torch.dtype:
+        """In FSDP2 that of the reduction, and in FSDP1 that of the gradient that is there, or of the computation."""
+        if self.program.api != "fsdp1":
+            return self.reduce_dtype
+        earlier = self._reduced_again(name)
+        return leaf.dtype if earlier is None else earlier.dtype
+
+    def _reduced_again(self, name: str) -> torch.Tensor | None:
+        """The gradient that ``NO_SHARD`` adds to the next one before it is reduced."""
+        return self.named[0][name].grad if self.program.strategy == "NO_SHARD" else None
 
     def _input_gradient(self, step: Step) -> None:
         for loss, x in zip(self.pending.pop().losses, self.inputs[-1]):
@@ -211,8 +223,8 @@ class Reference:
                 continue
             if len(parts) < len(self.models):
                 raise Invalid(f"some ranks have no gradient of {name}")
-            if self.program.strategy == "NO_SHARD" and (earlier := self.named[0][name].grad) is not None:
-                parts = [earlier + part for part in parts]  # nothing tells apart what has been reduced
+            if (earlier := self._reduced_again(name)) is not None:
+                parts = [earlier + part for part in parts]
                 for named in self.named:
                     named[name].grad = None
             mean = self._mean([part.to(self.reduce_dtype) for part in parts])
