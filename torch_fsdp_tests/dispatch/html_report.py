@@ -508,6 +508,13 @@ def _timeline(data: Mapping[str, Any]) -> str:
     return f"<div class=scroll tabindex=0>{svg}</div><div class='dim key'>{key}</div>"
 
 
+def _spread(test: Mapping[str, Any]) -> str:
+    """Show the seconds of a test, and over several rounds between which seconds half of them took."""
+    spread = (test.get("rounds") or {}).get("seconds")
+    more = f"<div class='dim small'>{spread['low']:.1f} to {spread['high']:.1f} s</div>" if spread else ""
+    return f"{page.seconds(test['seconds'])}{more}"
+
+
 def _slowest(data: Mapping[str, Any]) -> str:
     tests = [(file, test) for file in data["files"] for test in file["tests"] if test["seconds"] > 0]
     slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
@@ -518,7 +525,7 @@ def _slowest(data: Mapping[str, Any]) -> str:
                 f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>",
                 number(test["subtests"]),
                 number(test["world_size"] or 0),
-                page.seconds(test["seconds"]),
+                _spread(test),
                 page.bar(test["seconds"], longest),
             ],
             _item(file, test),

@@ -205,5 +205,5 @@ def numbers(
         yield number
         longest = max(longest, clock() - start)
         in_time = limit is None or clock() + longest <= began + limit
-        if is_over() or number == most or not in_time:
+        if number == most or not in_time or is_over():
             return

@@ -146,7 +146,7 @@ class Runner:
         if rounds is None:
             return self.run()
         run = self._run
-        for number in numbers(run.repeat, run.duration, lambda: self.results.is_over() or bool(self._children.signals)):
+        for number in numbers(run.repeat, run.duration, self._is_over):
             rounds.number = number
             began = self._now()
             self._console.begin_round(number)
@@ -155,6 +155,11 @@ class Runner:
             rounds.complete += is_complete
             self._console.round_done(number, self._now() - began, self._now(), is_complete)
         return self.results
+
+    def _is_over(self) -> bool:
+        """Whether no other round begins. A signal may have come after the last file of a round."""
+        self._heed_signals()
+        return self.results.is_over()
 
     def _now(self) -> float:
         return time.monotonic() - self._epoch
