@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
+from torch_fsdp_tests.processes import launcher
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
@@ -199,6 +200,15 @@ class TestSharing(TestCase):
             self.assertIn("needs 4 xpu devices, but sees only 2", device.lacks_room_for(4))
         device, _ = self.chosen(count=2, own=True, gloo=True)
         self.assertIs(device.for_ranks(4), device)
+
+    def test_ranks_on_several_machines_do_not_share(self):
+        """There each rank of a launch has a device, although one machine does not have as many."""
+        for one_host, backend in ((False, "xccl"), (True, "gloo")):
+            launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
+            with unittest.mock.patch.object(launcher, "found", lambda launch=launch: launch):
+                device, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
+                self.assertEqual((device.backend, device.is_shared), (backend, one_host))
+                self.assertEqual(device.for_ranks(16).backend, backend)
 
     def test_device_of_the_test_that_runs(self):
         device, _ = self.chosen(count=2, own=False, gloo=True)

@@ -77,7 +77,7 @@ class Accelerator:
     @property
     def is_shared(self) -> bool:
         """Whether the ranks of a test share devices by default."""
-        return 0 < self.count < self.ranks
+        return 0 < self.count < self.ranks and not _on_several_machines()
 
     def device(self, rank: int = 0) -> torch.device:
         """The device of a rank. It has an index if devices have one. If there are more ranks than devices, they share
@@ -109,8 +109,7 @@ class Accelerator:
 
     def for_ranks(self, world_size: int) -> Accelerator:
         """The description for a test with this many ranks: over another backend, if only that one has room for them."""
-        launched = bool(_local_ranks) or launcher.found() is not None  # and each rank has its device, on any machine
-        return self if self.sharing is None or world_size <= self.count or launched else self.sharing
+        return self if self.sharing is None or world_size <= self.count else self.sharing
 
     def ranks_up_to(self, most: int, least: int = 2) -> int:
         """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
@@ -170,7 +169,8 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     device = Accelerator(
         device_type, backend, count, ranks, frozenset(facts["capabilities"]), machine=facts.get("machine", {})
     )
-    has_room = count >= max(ranks, accelerator_probe.ROOM_ENOUGH) or device.has("shared_device")
+    has_room = _on_several_machines() or count >= max(ranks, accelerator_probe.ROOM_ENOUGH)
+    has_room = has_room or device.has("shared_device")
     instead = None if has_room or requested_backend is not None else _sharing_backend(device_type, backend)
     if instead is None:
         return device
@@ -179,6 +179,12 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     sharing = dataclasses.replace(device, backend=instead, capabilities=able, machine=machine)
     # A test with a rank for each device uses the device's own backend.
     return sharing if count < ranks else dataclasses.replace(device, sharing=sharing)
+
+
+def _on_several_machines() -> bool:
+    """Whether a launcher may have made the ranks on several machines, so that each of them has a device there."""
+    launch = launcher.found()
+    return launch is not None and not launch.one_host
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
