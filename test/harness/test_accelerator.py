@@ -71,6 +71,9 @@ class TestValue(TestCase):
     def test_ranks_up_to_what_the_user_asks_for(self):
         with unittest.mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_RANKS": "2"}):
             self.assertEqual([HOST.ranks_up_to(4), HOST.ranks_up_to(4, least=4)], [2, 4])
+        for count, ranks, size in ((8, 2, 4), (2, 4, 4), (2, 8, 4)):
+            sharing = Accelerator("xpu", "gloo", count, ranks, frozenset({"shared_device"}))
+            self.assertEqual(sharing.ranks_up_to(4), size)
 
     def test_capabilities(self):
         self.assertIsNone(CLUSTER.lacks("streams"))

@@ -114,11 +114,11 @@ class Accelerator:
     def ranks_up_to(self, most: int, least: int = 2) -> int:
         """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
 
-        On the host that is ``most``. If the user or a launcher asked for a number, it is at most that number. Ranks
-        share devices only below ``least``.
+        On the host that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if
+        there are fewer than ``least``, or than the user asked for.
         """
-        asked = _asked_ranks() if self.is_host else self.ranks
-        wanted = most if asked is None else min(most, asked)
+        limit = _asked_ranks() if self.is_host else max(self.count, self.ranks)
+        wanted = most if limit is None else min(most, limit)
         return next((size for size in range(wanted, least, -1) if self.lacks_room_for(size) is None), least)
 
     def lacks_room_for(self, world_size: int) -> str | None:
