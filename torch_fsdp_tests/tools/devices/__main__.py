@@ -8,7 +8,13 @@ from collections.abc import Iterable
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.tools import devices
 
-HEAD = ("devices", "tests of PyTorch", "of these here", "all tests here", "skip for want of devices")
+HEAD = (
+    "devices",
+    "tests of PyTorch, there",
+    "the same tests, here",
+    "all tests, here",
+    "skip here for want of devices",
+)
 
 
 def main() -> None:
