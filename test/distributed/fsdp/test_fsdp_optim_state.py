@@ -445,7 +445,7 @@ class TestFSDPOptimState(FSDPTest):
     def test_flatten_sharded_optim_state_dict_transformer(self):
         self._test_load_optim_state(self._transformers(), [by_shards(), by_settings(SHARDS)])
 
-    @requires_world_size(4, least=2)
+    @requires_world_size(4)
     def test_sharded_state_in_a_group_of_its_own(self):
         """The ranks of a group save the state of their model, while the other ranks have none."""
         reference, group = self._init_nested_model(None), group_of(range(0, self.world_size, 2))

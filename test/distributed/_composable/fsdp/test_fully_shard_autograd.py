@@ -478,7 +478,7 @@ class TestFullyShardAutograd(FSDPTest):
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
-    @subtests(user=[0, 3])
+    @subtests(user=["first", "last"])
     def test_layer_of_one_rank(self, user):
         """If one rank alone uses a layer before another group, no group gets another one's gradients.
 
@@ -489,7 +489,8 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = copy.deepcopy(model)
         shard_each((model.body, model)).set_reduce_scatter_unused_params(True)
         for each in (ref_model, model):
-            each(torch.arange(4.0, device=self.device) + self.rank, self.rank == user).square().sum().backward()
+            uses = self.rank == (0 if user == "first" else self.world_size - 1)
+            each(torch.arange(4.0, device=self.device) + self.rank, uses).square().sum().backward()
         for param in ref_model.parameters():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         average([param.grad for param in ref_model.parameters()])

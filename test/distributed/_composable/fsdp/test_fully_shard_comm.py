@@ -341,7 +341,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         }
         self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
         """Between forward and backward a parameter has its full values, also over a smaller mesh.
 

@@ -261,7 +261,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         saving.train(range(3))
         self._test_conversion(saving, self._state(saving, SHARDED), loading)
 
-    @requires_world_size(4, least=2)
+    @requires_world_size(4)
     @with_temp_dir
     def test_fewer_ranks_load(self):
         """Two of four ranks load what four ranks have saved."""
