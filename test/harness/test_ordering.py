@@ -159,11 +159,12 @@ class TestChecked(FSDPTest):
     world_size = 1
 
     def test_asynchronous_collective(self):
-        """It runs on a stream of the backend, for which the current one has to wait."""
+        """One of FSDP runs on a stream of the backend, for which the current one has to wait."""
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
-                work = dist.all_reduce(x, async_op=True)
+                with mock.patch.object(ordering, "_is_within_fsdp", return_value=True):
+                    work = dist.all_reduce(x, async_op=True)
                 if waits:
                     work.wait()
                 x.add_(1)

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -184,7 +185,8 @@ class Recording(TorchDispatchMode):
         if self._device_type != "cpu":  # on the CPU, the device does not tell
             in_host |= {self.is_in_host(tensor) for tensor in made}
         stream = HOST if in_host == {True} and not self._moves else self.stream()
-        if name.startswith(_COLLECTIVE) and _argument(func, args, kwargs, "async_op"):
+        # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
+        if name.startswith(_COLLECTIVE) and _argument(func, args, kwargs, "async_op") and _is_within_fsdp():
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             stream = COLLECTIVES
         for tensor in made:
@@ -325,6 +327,14 @@ def _place(frame: traceback.FrameSummary) -> str:
 def _caller() -> str:
     """The module that calls the function that calls this one."""
     return sys._getframe(2).f_globals.get("__name__", "")
+
+
+def _is_within_fsdp() -> bool:
+    """Whether a function of FSDP is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_FSDP):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
@@ -81,6 +82,45 @@ class TestStreamOrder(StreamOrderTest):
                 model(torch.randn(4, DIM, device=self.device))
 
         check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(waits=[True, False], use_orig_params=[True, False])
+    def test_unshard_ahead(self, waits, use_orig_params):
+        def step(model):
+            self._train(model)
+            handles = [layer._unshard(async_op=True) for layer in model.module[:3]]
+            for handle in handles if waits else []:
+                handle.wait()
+            self._train(model)
+
+        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+    def test_states_between_steps(self, kind):
+        def step(model):
+            self._train(model)
+            optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+            optim.step()
+            with FSDP.state_dict_type(model, kind):
+                model.load_state_dict(model.state_dict())
+                if kind != StateDictType.LOCAL_STATE_DICT:
+                    optim.load_state_dict(
+                        FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
+                    )
+
+        check_order(self, lambda: self._wrap(use_orig_params=kind != StateDictType.LOCAL_STATE_DICT), step)
+
+    @skip_if_lt_x_gpu(2)
+    def test_scaled_gradients(self):
+        def step(model):
+            scaler = ShardedGradScaler(device=self.device.type)
+            optim = torch.optim.SGD(model.parameters(), lr=1e-2)
+            scaler.scale(model(torch.randn(4, DIM, device=self.device)).sum()).backward()
+            scaler.step(optim)
+            scaler.update()
+
+        check_order(self, self._wrap, step)
 
 
 class TestStreamOrderHybrid(StreamOrderTest):

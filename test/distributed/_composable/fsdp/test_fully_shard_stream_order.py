@@ -1,20 +1,27 @@
 # Owner(s): ["oncall: distributed"]
 """FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device.ordering import check_order
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
+from torch_fsdp_tests.installed_torch import torch_facts
 
 DIM = 8
 
@@ -23,20 +30,155 @@ def _low_precision(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
 
 
+class Layers(nn.Sequential):
+    """Its forward may leave out layers."""
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        for index in used:
+            x = self[index](x)
+        return x
+
+
+def shard_layers(model: Layers, **kwargs: Any) -> Layers:
+    return shard_each([*model, model], **kwargs)
+
+
+class Custom:
+    """A plain collective, as one that a user may write."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class CustomAllGather(Custom):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, **kwargs)
+
+
+class CustomReduceScatter(Custom):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **kwargs)
+
+
+def prepare_custom_collectives(model: Any) -> None:
+    for layer in model:
+        layer.set_custom_all_gather(CustomAllGather())
+        layer.set_custom_reduce_scatter(CustomReduceScatter())
+
+
+def prepare_optimizers_in_backward(model: Any) -> None:
+    def take(param: nn.Parameter, optim: torch.optim.Optimizer) -> None:
+        optim.step()
+        optim.zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(partial(take, optim=torch.optim.SGD([param], lr=1e-2)))
+
+
+def prepare_kept_last_layer(model: Any) -> None:
+    model[2].set_reshard_after_forward(False)
+    model[2].set_unshard_in_backward(False)
+
+
+def train_after_event(model: Any, inp: torch.Tensor) -> None:
+    """Forward waits for the optimizer only, and not for what the current stream does after it."""
+    streams = torch.get_device_module(inp.device.type)
+    model.set_post_optim_event(streams.current_stream().record_event())
+    train(model, inp)
+
+
+def train_several_backwards(model: Any, inp: torch.Tensor) -> None:
+    for is_last in (False, False, True):
+        model.set_is_last_backward(is_last)
+        train(model, inp)
+
+
+def train_with_states(model: Any, inp: torch.Tensor) -> None:
+    train(model, inp)
+    for value in model.state_dict().values():
+        value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def train_unused_prefetch(model: Any, inp: torch.Tensor) -> None:
+    """Backward has to wait for parameters that were gathered and never used."""
+    loss = model(inp, used=(0, 1)).sum()
+    model[2].unshard(async_op=True)
+    loss.backward()
+
+
+def train_unsharded_by_hand(model: Any, inp: torch.Tensor) -> None:
+    train(model, inp)
+    for layer in model:
+        layer.unshard()
+        sum(param.sum() for param in layer.parameters())
+        layer.reshard()
+
+
+def train_after_interruption(model: Any, inp: torch.Tensor) -> None:
+    """A step that ends within forward, and one that ends within backward, are given up."""
+    model[2].unshard(async_op=True)
+    with contextlib.suppress(Interrupted):
+        interrupt(model(inp, used=(0,)))
+    model.reset_iter_state()
+    output = model(inp)
+    handle = model[0].register_full_backward_pre_hook(interrupt)
+    with contextlib.suppress(Interrupted):
+        output.sum().backward()
+    handle.remove()
+    model.reset_iter_state()
+    train(model, inp)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(*args: object) -> None:
+    raise Interrupted
+
+
+def shard_together(model: Layers, **kwargs: Any) -> Layers:
+    """The first two layers share a group of parameters."""
+    return shard_each([[model[0], model[1]], model], **kwargs)
+
+
+class Scenario(NamedTuple):
+    step: Callable[[Any, torch.Tensor], object] = train
+    prepare: Callable[[Any], object] = lambda model: None
+    shard: Callable[..., Any] = shard_layers
+    blocks: bool = False
+    sharded_with: Mapping[str, Any] = {}
+
+
+PINNED = {"offload_policy": CPUOffloadPolicy()}
+SCENARIOS = {
+    "optimizers in backward": Scenario(prepare=prepare_optimizers_in_backward),
+    "custom collectives": Scenario(prepare=prepare_custom_collectives),
+    "not unsharded in backward": Scenario(prepare=prepare_kept_last_layer),
+    "event after the optimizer": Scenario(train_after_event),
+    "several backwards": Scenario(train_several_backwards),
+    "state dicts": Scenario(train_with_states),
+    "unused prefetch": Scenario(train_unused_prefetch),
+    "unsharded by hand": Scenario(train_unsharded_by_hand),
+    "part of a group": Scenario(lambda model, inp: train(partial(model, used=(0, 2)), inp), shard=shard_together),
+}
+
+
 class StreamOrderTest(TrainingMixin, FSDPTest):
     def _check_order(
         self,
         step: Callable[[Any, torch.Tensor], object] = train,
         prepare: Callable[[Any], object] = lambda model: None,
         blocks: bool = False,
+        shard: Callable[..., Any] = shard_layers,
         **kwargs: Any,
     ) -> None:
         """Shard three layers with these arguments, and check the order of what ``step`` does with an input."""
 
-        def build() -> nn.Sequential:
+        def build() -> Layers:
             manual_seed(42)
-            layers = [MLP(DIM) for _ in range(3)]
-            model = shard_each([*layers, nn.Sequential(*layers)], **kwargs)
+            model = shard(Layers(*(MLP(DIM) for _ in range(3))), **kwargs)
             prepare(model)
             return model
 
@@ -96,6 +238,22 @@ class TestFullyShardStreamOrder(StreamOrderTest):
 
         blocks = backwards > 1 or not pin_memory
         self._check_order(step, blocks=blocks, offload_policy=policy, mp_policy=_low_precision(param_dtype))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(scenario=list(SCENARIOS))
+    def test_scenarios(self, scenario):
+        case = SCENARIOS[scenario]
+        self._check_order(case.step, case.prepare, case.blocks, case.shard, **case.sharded_with)
+
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early")
+    def test_optimizers_in_backward_with_offload(self):
+        self._check_order(prepare=prepare_optimizers_in_backward, blocks=True, **PINNED)
+
+    @skip_if_lt_x_gpu(2)
+    @needs(torch_facts.HAS_RESET_ITER_STATE)
+    def test_interruptions(self):
+        self._check_order(train_after_interruption)
 
     @skip_if_lt_x_gpu(2)
     def test_evaluation_between_steps(self):
@@ -158,6 +316,30 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
 
         policy = _low_precision(param_dtype)
         self._check_order(step, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(case=["several backwards", "offloaded", "two meshes", "tensor parallel"])
+    def test_meshes(self, case):
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+        def shard_on_two_meshes(model):
+            return shard_each([model[0], model[1]], mesh=mesh) and shard_each([model[2], model])
+
+        def shard_after_tensor_parallel(model):
+            plan = {f"{index}.in_proj": ColwiseParallel() for index in range(3)}
+            plan |= {f"{index}.out_proj": RowwiseParallel() for index in range(3)}
+            parallelize_module(model, mesh["replicate"], plan)
+            return shard_layers(model, mesh=mesh["shard"])
+
+        match case:
+            case "several backwards":
+                self._check_order(train_several_backwards, mesh=mesh)
+            case "offloaded":
+                self._check_order(mesh=mesh, **PINNED)
+            case "two meshes":
+                self._check_order(shard=shard_on_two_meshes)
+            case "tensor parallel":
+                self._check_order(shard=shard_after_tensor_parallel)
 
 
 if __name__ == "__main__":
