@@ -9,15 +9,20 @@ import functools
 import os
 import re
 import sys
+import threading
+import time
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.common_distributed.case import get_timeout
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed.case import get_timeout, run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import server
+from torch_fsdp_tests.ranks.outcome import Ending, Kind, Outcome, RankReport
+from torch_fsdp_tests.verdict import events
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -302,6 +307,39 @@ class TestRanksThatStay(TestCase):
             first, second, *later = (self.pid(f"StayingFsdp.test_{letter}_passes", rank) for letter in "abdgj")
             self.assertEqual(first, second)
             self.assertEqual(len({first, *later}), 1 + len(later))
+
+
+class TestTimes(TestCase):
+    """Without it, a straggler among the ranks could not be found."""
+
+    def work(self) -> None:
+        """Take CPU time, and some more on the clock."""
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+        time.sleep(0.01)
+
+    def test_a_rank_tells_its_cpu_time(self):
+        outcome = run_in_rank(1, self.work)
+        self.assertGreaterEqual(outcome.cpu, 0.02)
+        self.assertGreaterEqual(outcome.seconds, 0.03)
+
+    def test_threads_have_no_cpu_time_of_their_own(self):
+        outcomes = []
+        thread = threading.Thread(target=lambda: outcomes.append(run_in_rank(1, self.work)))
+        thread.start()
+        thread.join()
+        self.assertEqual(outcomes[0].cpu, 0.0, may_be="zero")
+
+    def test_times_are_recorded_by_rank(self):
+        """A rank that reported nothing has none."""
+        told = {2: Outcome(2, Kind.PASSED, seconds=1.5, cpu=0.25), 0: Outcome(0, Kind.PASSED, seconds=2.5, cpu=0.5)}
+        reports = [RankReport(rank, told.get(rank), Ending(code=0), 1.0) for rank in (2, 1, 0)]
+        recorded: dict[str, Any] = {}
+        with unittest.mock.patch.object(events, "record", lambda **facts: recorded.update(facts)):
+            MultiProcessTestCase()._record(reports)
+        self.assertEqual(recorded["rank_cpu"], [0.5, 0.0, 0.25])
+        self.assertEqual(recorded["rank_seconds"], [2.5, 0.0, 1.5])
 
 
 class TestConfiguration(TestCase):

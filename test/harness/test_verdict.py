@@ -87,6 +87,11 @@ BLAMED = {
 class TestBlame(TestCase):
     """Without it, a report could blame a rank that only waited for the one that failed, or omit a rank."""
 
+    def test_which_ranks_another_one_may_have_caused(self):
+        """A host is not suspect because its ranks report that a peer of another host is gone."""
+        verdict = judge([reported(0, 1.0, EARLY), died(1, 0.5), reported(2, 1.0, AssertionError("1 != 2"))], LIMIT, {})
+        self.assertEqual([rank.may_follow for rank in verdict.ranks], [True, False, False])
+
     @parametrize("name", sorted(BLAMED))
     def test_the_cause_comes_first(self, name):
         reports, state, order = BLAMED[name]
