@@ -184,7 +184,6 @@ class TestCommand(TreeCase):
         self.assertIn("This is the sum of 4 complete rounds", page)
         self.assertIn("failed in 2 of 4 rounds (rounds 2, 3)", page)
         self.assertIn('<section id="rounds"', page)
-        self.assertRegex(page, r"<div class='dim small'>\d\.\d to \d\.\d s</div>")
 
     def test_the_first_failure_is_the_end(self):
         self.write({"test_w": self.weather(2)})

@@ -8,7 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from test_pages import a_file, a_report, a_test, two_hosts
 
-from torch_fsdp_tests.dispatch import compare, slower
+from torch_fsdp_tests.dispatch import compare, html_report, slower
 
 
 def test_of(median: float, width: float = 0.0, rounds: int = 0, name: str = "T.test_1", **more: Any) -> dict[str, Any]:
@@ -65,6 +65,8 @@ class TestSlower(unittest.TestCase):
         _, words = compare.lines(*(a_report(a_file("test_x", test)) for test in sides))
         spread = "1.00s (0.98-1.02s, 40 rounds), now 1.50s (1.47-1.53s, 30 rounds)"
         self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
+        page = html_report.render(a_report(a_file("test_x", test_of(1.0, 0.2, 40))))
+        self.assertIn("1.0 s<div class='dim small'>0.8 to 1.2 s</div>", page)
 
     def test_a_straggler_is_named(self):
         was, now = test_of(1.0, rank_cpu=[2.0, 2.0, 2.0]), test_of(3.0, rank_cpu=[2.2, 2.2, 4.0])
