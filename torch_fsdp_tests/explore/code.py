@@ -228,6 +228,10 @@ def step(program: Program, index: int) -> str:
             return _on_each("module.reshard()")
         case "unshard" | "reshard":
             return f"{at}.{step.kind}()"
+        case "broken_backward":
+            call = f"(model(x, (), {'-' + step.at!r}) * weights).sum().backward()\nexcept Interrupted:\n    pass"
+            call = f"{data}\ntry:\n    {call}\nelse:\n    raise AssertionError('backward was not interrupted')"
+            return f"{call}\nmodel.reset_iter_state()\noptimizer.zero_grad()"
         case "reset":
             return "model.reset_iter_state()"
         case "freeze":

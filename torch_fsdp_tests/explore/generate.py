@@ -31,7 +31,7 @@ FEATURES = {
     "hsdp": "a mesh with two dimensions, and gradients that are only reduced in one of them",
     "ignored": "parameters that FSDP does not manage",
     "inputs": "gradients of inputs, also alone",
-    "interruptions": "exceptions in forward",
+    "interruptions": "exceptions in forward and in backward",
     "loose": "parameters that forward does not use",
     "low": "parameters and gradients of a low precision",
     "meta": "models that are made on the meta device",
@@ -277,10 +277,11 @@ class _Generator:
             yield Step("unused", flag=choice.random() < 0.8)
         if self.on("interruptions", 0.3):
             yield Step("zero")
-            yield Step(
-                "forward", choice.choice([layer.name for layer in program.all_layers()]), number=next(self.numbers)
-            )
-            yield Step("reset")
+            where, number = choice.choice([layer.name for layer in program.all_layers()]), next(self.numbers)
+            if choice.random() < 0.5:
+                yield Step("broken_backward", where, number=number)
+            else:
+                yield from (Step("forward", where, number=number), Step("reset"))
         count = choice.choice((2, 3)) if self.on("orders", 0.6) else 1
         for _ in range(count):
             is_finite = not program.scaler or choice.random() < 0.8

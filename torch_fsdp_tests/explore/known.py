@@ -56,6 +56,13 @@ def possible(program: Program) -> Program:
         program = program.but(offload=False)
     if program.api == "fsdp1" and program.param_dtype:  # a flat parameter adds up the uses of a module in another order
         program = valid(program.but(shares=()))
+    # The reference has the rounding of sums that torch had before.
+    if (
+        torch_facts.REDUCES_IN_PARAMETER_DTYPE
+        and program.api != "fsdp1"
+        and (program.param_dtype or program.reduce_dtype)
+    ):
+        program = valid(_without(program, "sync"))
     return program
 
 
@@ -199,6 +206,11 @@ def _all_ranks_use_the_last_layers(program: Program) -> Program:
 @_avoids("fsdp2_frozen_first_forward_ignores_reduce_dtype")
 def _nothing_frozen_becomes_trainable(program: Program) -> Program:
     return _without(program, "freeze") if program.param_dtype or program.reduce_dtype else program
+
+
+@_avoids("fsdp2_reset_keeps_gradients_of_broken_backward")
+def _no_broken_backward(program: Program) -> Program:
+    return _without(program, "broken_backward")
 
 
 @_avoids("fsdp2_cast_after_first_forward_raises")

@@ -13,11 +13,26 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Interrupted(Exception):
-    """A forward that a program interrupts ends in this."""
+    """A forward or backward that a program interrupts ends in this."""
+
+
+class Raising(torch.autograd.Function):
+    """Passes its input on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Interrupted("backward")
 
 
 class Chain(nn.Module):
-    """Layers one after the other, by name. ``skip`` leaves some out, and ``fail`` is where forward raises."""
+    """Layers one after the other, by name. ``skip`` leaves some out, and ``fail`` is where forward raises.
+
+    With a minus before the name, backward raises there.
+    """
 
     def __init__(self, recompute=(), **layers):
         super().__init__()
@@ -31,6 +46,8 @@ class Chain(nn.Module):
                 continue
             if name == fail:
                 raise Interrupted(name)
+            if f"-{name}" == fail:
+                x = Raising.apply(x)
             plain = getattr(layer, "module", layer)  # FSDP1 wraps it
             further = (skip, fail) if isinstance(plain, Chain) else ()
             if isinstance(plain, Boxed):

@@ -71,6 +71,8 @@ class Lifecycle:
                 return f"{step.at!r} is not sharded"
             case "prefetch_forward" | "prefetch_backward" if not self._at.keys() >= {step.at, *step.names}:
                 return "a module is not sharded"
+            case "broken_backward" if all(step.at != layer.name for layer in self.program.all_layers()):
+                return f"there is no layer {step.at!r}"
             case "freeze" | "edit" if step.at not in self._names:
                 return f"there is no parameter {step.at!r}"
         if step.kind in CHANGES:
@@ -87,7 +89,9 @@ class Lifecycle:
                 return "only a scaler leaves out steps with infinite gradients"
             case "forward" if step.at and (self.pending or self.unreduced or self.has_gradients):
                 return "reset_iter_state drops what other forwards have left"
-            case "backward" if self.has_factor and not self.sums:
+            case "broken_backward" if self.pending or self.unreduced or self.has_gradients or self.program.scaler:
+                return "reset_iter_state drops what other backwards have left"
+            case "backward" | "broken_backward" | "input_gradient" if self.has_factor and not self.sums:
                 return "not every backend can divide in a reduction"
             case "forward" if step.odd and (not self.reduces_unused or any(map(self.in_units, step.odd))):
                 return "all ranks run the same units, and zeros stand for what a rank does not use"
@@ -131,6 +135,9 @@ class Lifecycle:
                 self.states = [SHARDED for _ in self.states]
             case "evaluate":
                 self._run(step)
+            case "broken_backward":
+                self.gathered |= self._run(step)
+                self.states = [SHARDED for _ in self.states]
             case "backward":
                 if not step.flag:
                     self.pending.pop(int(step.number))
@@ -195,7 +202,8 @@ class Lifecycle:
 
     def in_units(self, name: str) -> bool:
         """Whether the layer is a unit, or has one below it."""
-        return any(name in path.split(".") for path in self._at)
+        below = [resolved(self.program, path) for path, _ in paths(self.program.layers) if name in path.split(".")]
+        return any(name in path.split(".") for path in self._at) or not self._at.keys().isdisjoint(below)
 
     def _units(self, at: str) -> Iterator[int]:
         """The unit of a module, or all units with ``"*"``."""

@@ -88,6 +88,7 @@ STEPS = {
     "unshard": "unshard {at!r}, asynchronously: {flag}",
     "reshard": "reshard {at!r}",
     "reset": "reset_iter_state()",
+    "broken_backward": "forward(data {number:g}), a backward that raises at {at!r}, reset_iter_state() and zero_grad()",
     "freeze": "requires_grad_({flag}) of {at!r}",
     "edit": "multiply {at!r} by a half, in place",
     "save_model": "save the model's state dict ({at})",

@@ -15,8 +15,12 @@ from torch import nn
 from torch_fsdp_tests.explore import code, layers
 from torch_fsdp_tests.explore.lifecycle import resolved, unit_of
 from torch_fsdp_tests.explore.program import Program, Step
+from torch_fsdp_tests.installed_torch import torch_facts
 
 NAMES = {**vars(layers), "nn": nn, "torch": torch}
+
+
+LARGEST = 2.0**20  # of outputs; a training that explodes multiplies each rounding
 
 
 class Invalid(Exception):
@@ -59,7 +63,8 @@ class Reference:
         self.program, self.device = program, device
         self.shape = program.width, dtype_of(program.dtype)  # of the inputs
         self.param_dtype = dtype_of(program.param_dtype)
-        self.reduce_dtype = dtype_of(program.reduce_dtype) or self.param_dtype or dtype_of(program.dtype)
+        computed = None if torch_facts.REDUCES_IN_PARAMETER_DTYPE and program.api != "fsdp1" else self.param_dtype
+        self.reduce_dtype = dtype_of(program.reduce_dtype) or computed or dtype_of(program.dtype)
         model = model_of(program, device)
         ignored = {id(attribute_at(model, name)) for name in program.ignored}
         # Parameters that FSDP does not manage differ from rank to rank, so there is a master for each.
@@ -108,6 +113,8 @@ class Reference:
         try:
             with torch.random.fork_rng(devices=[]):
                 return getattr(self, f"_{step.kind}", self._nothing)(step)
+        except Invalid:
+            raise
         except Exception as error:
             raise Invalid(f"{type(error).__name__}: {error}") from error
 
@@ -126,6 +133,8 @@ class Reference:
             output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip)
             if self.program.output_dtype:
                 output = output.to(dtype_of(self.program.output_dtype))
+            if output.detach().abs().max() > LARGEST:
+                raise Invalid("the outputs become too large to be compared")
             forward.outputs.append(output)
             loss = (output * weights).sum()
             forward.losses.append(loss if self.scaler is None else self.scaler.scale(loss))
@@ -149,6 +158,20 @@ class Reference:
                 continue
             raise Invalid(f"forward does not reach {step.at}")
         return None
+
+    def _broken_backward(self, step: Step) -> None:
+        self._take_parameters()
+        for rank, model in enumerate(self.models):
+            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
+            output = model(x if self.param_dtype is None else x.to(self.param_dtype), (), f"-{step.at}")
+            try:
+                (output * weights).sum().backward()
+            except layers.Interrupted:
+                model.zero_grad()
+                continue
+            raise Invalid(f"backward does not reach {step.at}")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def _evaluate(self, step: Step) -> Forward:
         self._take_parameters()

@@ -59,7 +59,10 @@ def _right(result: Result) -> str:
 def _chain(program: Program) -> str:
     """The constructor of chains: ``nn.Sequential`` if that can run the model."""
     special = any(layer.box or layer.recompute for layer in program.all_layers())
-    special |= any(step.names or step.odd or (step.kind == "forward" and step.at) for step in program.steps)
+    special |= any(
+        step.names or step.odd or step.kind == "broken_backward" or (step.kind == "forward" and step.at)
+        for step in program.steps
+    )
     return LAYERS["chain"] if special else _SEQUENTIAL
 
 
