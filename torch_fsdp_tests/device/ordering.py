@@ -23,7 +23,8 @@ import sys
 import traceback
 import unittest
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -92,14 +93,15 @@ class _Memory:
 
 
 class Recording(TorchDispatchMode):
-    """The races that were found. ``waits`` counts how often one stream waited for another, and ``blocking_copies`` how
-    often the host waited for a copy.
+    """The races that were found. ``waits`` counts how often one stream waited for another, and ``host_waits`` how often
+    the host waited for a copy, an event, a stream or the device.
     """
 
     def __init__(self, device_module: Any) -> None:
         super().__init__()
         self.races: list[Race] = []
-        self.waits = self.blocking_copies = 0
+        self.waits = 0
+        self.host_waits: Counter[str] = Counter()
         self._module, self._kind = device_module, device_module.Stream
         self._device_type = accelerator.current().type
         self._names: dict[int, str] = {HOST: "the host", COLLECTIVES: "the backend's stream"}
@@ -151,16 +153,19 @@ class Recording(TorchDispatchMode):
         self.wait(None, self._clocks[COLLECTIVES])
         return result
 
-    def synchronize_stream(self, stream: Any) -> None:
+    def synchronize_stream(self, stream: Any, because_of: str = "stream") -> None:
         """Let the host wait for a stream."""
+        self.host_waits[because_of] += 1
         _merge(self._host, self._clocks[self.stream(stream)])
 
     def synchronize_event(self, event: Any) -> None:
         """Let the host wait for what an event stands for."""
+        self.host_waits["event"] += event in self._events
         _merge(self._host, self._events.get(event, {}))
 
     def synchronize(self) -> None:
         """Let the host wait for everything."""
+        self.host_waits["device"] += 1
         for clock in self._clocks.values():
             _merge(self._host, clock)
 
@@ -200,18 +205,13 @@ class Recording(TorchDispatchMode):
                 for tensor in tensors:
                     self._access(tensor, stream, name, writes)
         if len(in_host) > 1 and short.startswith(_COPIES) and not _argument(func, args, kwargs, "non_blocking"):
-            self._block()
+            self.synchronize_stream(None, "copy")
         return result
 
     def is_in_host(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device_type:
             return True
         return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
-
-    def _block(self) -> None:
-        """Let the host wait for the copy that it has just given to the current stream."""
-        self.blocking_copies += 1
-        self.synchronize_stream(None)
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
         """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
@@ -229,7 +229,7 @@ class Recording(TorchDispatchMode):
             self._host_memory.add(_key(copy))
             self._of(copy.untyped_storage()).stream = HOST
         if not non_blocking:
-            self._block()
+            self.synchronize_stream(None, "copy")
         return copy
 
     def _of(self, storage: torch.UntypedStorage, stream: int | None = None) -> _Memory:
@@ -419,7 +419,7 @@ def recorded() -> Iterator[Recording]:
             return recording.move(tensor, non_blocking=False)
 
         def pin(pinned: torch.Tensor, *_: Any) -> torch.Tensor:
-            recording.synchronize_stream(None)  # the host copies; on the CPU, the copy looks like one of the stream
+            recording.synchronize_stream(None, "pin")  # the host copies, but on the CPU it looks like a stream
             return pinned
 
         if accelerator.current().is_host:
@@ -447,20 +447,21 @@ def recorded() -> Iterator[Recording]:
 
 
 def check_order(
-    test: unittest.TestCase, build: Callable[[], Any], step: Callable[[Any], object], blocks: bool = False
+    test: unittest.TestCase, build: Callable[[], Any], step: Callable[[Any], object], host_waits: Collection[str] = ()
 ) -> None:
     """Build a model and train it for some steps, and fail unless all work is ordered.
 
-    ``step`` makes the model's gradients. ``blocks`` says whether the host has to wait for copies.
+    ``step`` makes the model's gradients. ``host_waits`` are the things for which the host must wait, and no others.
     """
     with contextlib.nullcontext(_checking) if _checking else recorded() as recording:
         model = build()
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        copies = recording.blocking_copies
+        before = recording.host_waits.copy()
         for _ in range(STEPS):
             step(model)
             optim.step()
             optim.zero_grad()
     recording.conclude()
     test.assertGreater(recording.waits, 0)
-    test.assertEqual(recording.blocking_copies > copies, blocks)
+    found = (recording.host_waits - before).keys() - {"pin"}
+    test.assertTrue(found == {*host_waits}, f"the host waited for {sorted(found)}, and not for {sorted(host_waits)}")

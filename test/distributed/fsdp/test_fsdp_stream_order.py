@@ -2,6 +2,7 @@
 """FSDP1's streams wait for each other when they share memory. The test needs no accelerator."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ DIM = 8
 
 
 class StreamOrderTest(FSDPTest):
-    def _wrap(self, **kwargs: Any) -> FSDP:
+    def _wrap(self, has_own: bool = True, **kwargs: Any) -> FSDP:
         manual_seed(42)
-        layers = nn.Sequential(*(FSDP(MLP(DIM), **kwargs) for _ in range(3)), nn.Linear(DIM, DIM))
-        return FSDP(layers, **kwargs)
+        own = [nn.Linear(DIM, DIM)] if has_own else []
+        return FSDP(nn.Sequential(*(FSDP(MLP(DIM), **kwargs) for _ in range(3)), *own), **kwargs)
+
+    def _check_order(self, build: Callable[[], FSDP], step: Callable[[Any], object], *host_waits: str) -> None:
+        """The host waits until memory is freed, unless that is switched off."""
+        check_order(self, build, step, {"event", *host_waits})
 
     def _train(self, model: nn.Module) -> None:
         model(torch.randn(4, DIM, device=self.device)).sum().backward()
@@ -35,7 +40,7 @@ class TestStreamOrder(StreamOrderTest):
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
-        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
         mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)],
         use_orig_params=[False, True],
         limit_all_gathers=[False, True],
@@ -43,7 +48,9 @@ class TestStreamOrder(StreamOrderTest):
         backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
     )
     def test_training(self, **config):
-        check_order(self, lambda: self._wrap(**config), self._train)
+        frees = config["sharding_strategy"] is not ShardingStrategy.NO_SHARD
+        waits = ["event"] if config["limit_all_gathers"] and frees else []
+        check_order(self, lambda: self._wrap(**config), self._train, waits)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -56,7 +63,7 @@ class TestStreamOrder(StreamOrderTest):
                     self._train(model)
             model.clip_grad_norm_(0.5)
 
-        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
+        self._check_order(lambda: self._wrap(use_orig_params=use_orig_params), step)
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -67,7 +74,7 @@ class TestStreamOrder(StreamOrderTest):
     def test_offload(self, **config):
         """The host waits for gradients that are copied to its pinned memory, before it takes a step."""
         offload = CPUOffload(offload_params=True)
-        check_order(self, lambda: self._wrap(cpu_offload=offload, **config), self._train)
+        self._check_order(lambda: self._wrap(cpu_offload=offload, **config), self._train, "stream")
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -81,7 +88,7 @@ class TestStreamOrder(StreamOrderTest):
             with torch.no_grad():
                 model(torch.randn(4, DIM, device=self.device))
 
-        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
+        self._check_order(lambda: self._wrap(use_orig_params=use_orig_params), step, "device")
 
     @skip_if_lt_x_gpu(2)
     @subtests(waits=[True, False], use_orig_params=[True, False])
@@ -93,7 +100,7 @@ class TestStreamOrder(StreamOrderTest):
                 handle.wait()
             self._train(model)
 
-        check_order(self, lambda: self._wrap(use_orig_params=use_orig_params), step)
+        self._check_order(lambda: self._wrap(has_own=False, use_orig_params=use_orig_params), step)
 
     @skip_if_lt_x_gpu(2)
     @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
@@ -109,7 +116,7 @@ class TestStreamOrder(StreamOrderTest):
                         FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
                     )
 
-        check_order(self, lambda: self._wrap(use_orig_params=kind != StateDictType.LOCAL_STATE_DICT), step)
+        self._check_order(lambda: self._wrap(use_orig_params=kind != StateDictType.LOCAL_STATE_DICT), step, "device")
 
     @skip_if_lt_x_gpu(2)
     def test_scaled_gradients(self):
@@ -120,7 +127,7 @@ class TestStreamOrder(StreamOrderTest):
             scaler.step(optim)
             scaler.update()
 
-        check_order(self, self._wrap, step)
+        self._check_order(self._wrap, step)
 
 
 class TestStreamOrderHybrid(StreamOrderTest):
@@ -130,19 +137,19 @@ class TestStreamOrderHybrid(StreamOrderTest):
     @pairwise_subtests(
         sharding_strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
         use_orig_params=[False, True],
-        accumulate=[False, True],
+        accumulate=["no", "unreduced", "reduced"],
     )
     def test_training(self, sharding_strategy, use_orig_params, accumulate):
         mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
 
         def step(model):
-            if accumulate:
-                with model.no_sync():
+            if accumulate != "no":
+                with model.no_sync() if accumulate == "unreduced" else contextlib.nullcontext():
                     self._train(model)
             self._train(model)
 
         strategy = {"device_mesh": mesh, "sharding_strategy": sharding_strategy}
-        check_order(self, lambda: self._wrap(**strategy, use_orig_params=use_orig_params), step)
+        self._check_order(lambda: self._wrap(**strategy, use_orig_params=use_orig_params), step)
 
 
 if __name__ == "__main__":

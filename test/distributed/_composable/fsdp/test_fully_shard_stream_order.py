@@ -2,7 +2,7 @@
 """FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -111,12 +111,13 @@ def train_unsharded_by_hand(model: Any, inp: torch.Tensor) -> None:
     train(model, inp)
     for layer in model:
         layer.unshard()
-        sum(param.sum() for param in layer.parameters())
+        layer.in_proj(inp)
         layer.reshard()
 
 
 def train_after_interruption(model: Any, inp: torch.Tensor) -> None:
     """A step that ends within forward, and one that ends within backward, are given up."""
+    model[0].set_modules_to_forward_prefetch([model[1]])
     model[2].unshard(async_op=True)
     with contextlib.suppress(Interrupted):
         interrupt(model(inp, used=(0,)))
@@ -147,8 +148,6 @@ class Scenario(NamedTuple):
     step: Callable[[Any, torch.Tensor], object] = train
     prepare: Callable[[Any], object] = lambda model: None
     shard: Callable[..., Any] = shard_layers
-    blocks: bool = False
-    sharded_with: Mapping[str, Any] = {}
 
 
 PINNED = {"offload_policy": CPUOffloadPolicy()}
@@ -170,7 +169,7 @@ class StreamOrderTest(TrainingMixin, FSDPTest):
         self,
         step: Callable[[Any, torch.Tensor], object] = train,
         prepare: Callable[[Any], object] = lambda model: None,
-        blocks: bool = False,
+        host_waits: Collection[str] = (),
         shard: Callable[..., Any] = shard_layers,
         **kwargs: Any,
     ) -> None:
@@ -182,7 +181,7 @@ class StreamOrderTest(TrainingMixin, FSDPTest):
             prepare(model)
             return model
 
-        check_order(self, build, lambda model: step(model, self._inputs(4, DIM)), blocks)
+        check_order(self, build, lambda model: step(model, self._inputs(4, DIM)), host_waits)
 
 
 class TestFullyShardStreamOrder(StreamOrderTest):
@@ -236,19 +235,20 @@ class TestFullyShardStreamOrder(StreamOrderTest):
             for _ in range(backwards):
                 train(model, inp)
 
-        blocks = backwards > 1 or not pin_memory
-        self._check_order(step, blocks=blocks, offload_policy=policy, mp_policy=_low_precision(param_dtype))
+        copies = ["copy"] if backwards > 1 or not pin_memory else []
+        waits = [*copies, *(["event"] if pin_memory else [])]
+        self._check_order(step, host_waits=waits, offload_policy=policy, mp_policy=_low_precision(param_dtype))
 
     @skip_if_lt_x_gpu(2)
     @subtests(scenario=list(SCENARIOS))
     def test_scenarios(self, scenario):
         case = SCENARIOS[scenario]
-        self._check_order(case.step, case.prepare, case.blocks, case.shard, **case.sharded_with)
+        self._check_order(case.step, case.prepare, shard=case.shard)
 
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early")
     def test_optimizers_in_backward_with_offload(self):
-        self._check_order(prepare=prepare_optimizers_in_backward, blocks=True, **PINNED)
+        self._check_order(prepare=prepare_optimizers_in_backward, host_waits=["copy"], **PINNED)
 
     @skip_if_lt_x_gpu(2)
     @needs(torch_facts.HAS_RESET_ITER_STATE)
@@ -335,7 +335,7 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
             case "several backwards":
                 self._check_order(train_several_backwards, mesh=mesh)
             case "offloaded":
-                self._check_order(mesh=mesh, **PINNED)
+                self._check_order(mesh=mesh, host_waits=["event"], **PINNED)
             case "two meshes":
                 self._check_order(shard=shard_on_two_meshes)
             case "tensor parallel":
