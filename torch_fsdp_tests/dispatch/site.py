@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.dispatch.devices import DeviceSet
-from torch_fsdp_tests.dispatch.hosts import Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # a plan starts no process
+    from torch_fsdp_tests.dispatch.hosts import Hosts
     from torch_fsdp_tests.processes.children import Children
 
 
@@ -40,6 +40,8 @@ class Site:
 
     def hosts(self) -> Hosts:
         """Return the hosts, if a launcher made the ranks."""
+        from torch_fsdp_tests.dispatch.hosts import Hosts  # imported late, because a plan has no results
+
         return Hosts()
 
     def watch(self, children: Children) -> None:
