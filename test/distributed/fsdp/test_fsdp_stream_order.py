@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.device.ordering import check_order
+from torch_fsdp_tests.device.ordering import check_order, recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 
 DIM = 8
@@ -98,6 +98,8 @@ class TestStreamOrder(StreamOrderTest):
             handles = [layer._unshard(async_op=True) for layer in model.module[:3]]
             for handle in handles if waits else []:
                 handle.wait()
+            for layer in model.module[:3] if waits and not use_orig_params else []:
+                sum(param.detach().sum() for param in layer.parameters())
             self._train(model)
 
         self._check_order(lambda: self._wrap(has_own=False, use_orig_params=use_orig_params), step)
@@ -128,6 +130,24 @@ class TestStreamOrder(StreamOrderTest):
             scaler.update()
 
         self._check_order(self._wrap, step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(action=["gather", "save", "load"])
+    def test_host_waits_for_the_device(self, action):
+        model = self._wrap()
+        self._train(model)
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            state = model.state_dict()
+            with recorded() as recording:
+                match action:
+                    case "gather":
+                        with FSDP.summon_full_params(model):
+                            pass
+                    case "save":
+                        model.state_dict()
+                    case "load":
+                        model.load_state_dict(state)
+        self.assertGreater(recording.host_waits["device"], 0)
 
 
 class TestStreamOrderHybrid(StreamOrderTest):
