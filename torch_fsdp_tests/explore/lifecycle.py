@@ -45,6 +45,7 @@ class Lifecycle:
         self.is_last = True
         self.unfinished = False  # the last backward was said not to be the last one
         self.interrupted = False  # the last forward raised, and nothing has been reset since
+        self.buffers_differ = False  # from rank to rank
         self.has_factor = self.sums = False
         self.has_gradients = False
         self.has_stepped = False
@@ -107,6 +108,8 @@ class Lifecycle:
                 return "gradients that are not reduced yet cannot be dropped"
             case "load_model" | "load_optimizer" if step.kind.removeprefix("load_") not in self.saved:
                 return "nothing was saved"
+            case "save_model" if self.buffers_differ and step.at in ("broadcast", "checkpoint"):
+                return "buffers are taken from one rank"
             case "save_model" | "save_optimizer" if self.program.ignored and step.at in ("broadcast", "checkpoint"):
                 return "what is not sharded is taken from one rank"
             case "assign" if self.saved.get("model") != "plain":
@@ -124,6 +127,8 @@ class Lifecycle:
     def apply(self, step: Step) -> None:
         match step.kind:
             case "forward":
+                has_buffers = any(layer.kind == "counter" for layer in self.program.all_layers())
+                self.buffers_differ |= bool(step.odd) and has_buffers
                 try:
                     self.gathered |= self._run(step)
                     self.pending.append(not self.trainable.isdisjoint(self.used(step)))
