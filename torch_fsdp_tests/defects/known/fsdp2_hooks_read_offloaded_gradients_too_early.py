@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     features="offload",
     way_round="Use ``CPUOffloadPolicy(pin_memory=False)``, or synchronize the device in the hook.",
-    upstream=("180666",),
+    upstream=("https://github.com/pytorch/pytorch/pull/180666",),
 )
 
 
