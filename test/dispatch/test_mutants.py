@@ -670,7 +670,7 @@ class TestExploring(unittest.TestCase):
 
         missed = Finding("module:function:negate:1", "module", "FSDP2", "negate", Outcome.MISSED)
         with unittest.mock.patch.object(exploring, "_explore", explore):
-            return exploring.explored(missed, 1.0, {})
+            return exploring.explored(missed, 1, {})
 
     def test_programs_count_that_fail_only_with_the_change(self):
         noticed = self.explored(1, 0)

@@ -318,6 +318,7 @@ class TestCommand(TestCase):
                 (("--ranks", "3"), "invalid choice"),
                 (("--programs", "none"), "is not a whole number from 1"),
                 (("--resume",), "needs --output"),
+                (("--with-known", "nope"), "programs avoid no defect nope"),
                 (("--twice", "--record", f"{folder}/record"), "not allowed with"),
                 (("--against", str(empty)), "has no programs"),
                 (("--against", str(bad)), "is not a record"),

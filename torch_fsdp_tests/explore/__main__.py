@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch is imported only after the options are read
     from torch_fsdp_tests.explore.search import Search
 
 NAME = "torch_fsdp_tests.explore"
+ALL = ("all",)
 EPILOG = """\
 exit status: 0 if nothing new was found; 1 if something was; 2 for bad arguments; 3 if something could not be read or
 written; 130 after Ctrl-C without findings.
@@ -35,6 +36,10 @@ def _features(text: str) -> tuple[str, ...]:
     return names
 
 
+def _ids(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m {NAME}",
@@ -47,7 +52,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], default=2, help="ranks of a program (default: 2)")
     parser.add_argument("--with", dest="demanded", type=_features, default=(), metavar="A,B", help="features to demand")
     parser.add_argument("--without", type=_features, default=(), metavar="A,B", help="features to switch off")
-    parser.add_argument("--with-known", action="store_true", help="do not avoid the known defects of the registry")
+    words = "do not avoid the known defects of the registry, or only not these"
+    parser.add_argument("--with-known", type=_ids, nargs="?", const=ALL, default=(), metavar="ID,ID", help=words)
     parser.add_argument("--programs", type=whole_number(1, 10**9), metavar="N", help="stop after so many programs")
     parser.add_argument("--first", action="store_true", help="stop at the first new finding, and do not shrink it")
     one = parser.add_mutually_exclusive_group().add_argument
@@ -123,11 +129,15 @@ def in_words(result: Result) -> str:
 def _search(options: argparse.Namespace) -> int:
     import torch
 
-    from torch_fsdp_tests.explore import ranks
+    from torch_fsdp_tests.explore import known, ranks
     from torch_fsdp_tests.explore.execution import COMPARE, RECORD, TWICE
     from torch_fsdp_tests.explore.record import Recorder
     from torch_fsdp_tests.explore.search import Search, Settings, save
 
+    with_known = tuple(known.REWRITINGS) if options.with_known == ALL else options.with_known
+    for id in with_known:
+        if id not in known.REWRITINGS:
+            raise ProgramError(f"--with-known: programs avoid no defect {id}; they avoid {', '.join(known.REWRITINGS)}")
     ranks.prepare()
     recorder = Recorder(options.record) if options.record else None
     progress = _Progress()
@@ -138,7 +148,7 @@ def _search(options: argparse.Namespace) -> int:
             options.ranks,
             without=options.without,
             demanded=options.demanded,
-            with_known=options.with_known,
+            with_known=with_known,
             most=options.programs,
             shrinks=not options.first,
             mode=TWICE if options.twice else RECORD if options.record else COMPARE,

@@ -63,7 +63,7 @@ class Settings:
     at_a_time: int = 2
     without: tuple[str, ...] = ()
     demanded: tuple[str, ...] = ()
-    with_known: bool = False
+    with_known: tuple[str, ...] = ()  # ids of known defects that are not avoided
     most: int | None = None  # programs
     shrinks: bool = True
     mode: str = COMPARE
@@ -90,6 +90,7 @@ class Search:
         self._next = settings.seed * 1_000_000  # the seed of the next new program
         self._corpus: list[Program] = []
         self._present = known.present()
+        self._avoided = [id for id in self._present if id not in settings.with_known]
         self._without = (*settings.without, *known.lacking())
         self._crews = [Crew(settings.world_size, settings.mode) for _ in range(settings.at_a_time)]
 
@@ -163,8 +164,7 @@ class Search:
         else:
             program = self._new(self._next)
             self._next += 1
-        program = known.possible(program)
-        return program if self.settings.with_known else known.avoiding(program, self._present)
+        return known.avoiding(known.possible(program), self._avoided)
 
     def _take(self, result: Result) -> None:
         self.programs += 1

@@ -104,7 +104,7 @@ def _with_programs(judged: Iterable[Finding], options: Options, device: str) -> 
         else:
             yield finding
     for finding in missed:
-        yield explored(finding, options.explore or 0.0, _setting(options, device).environment)
+        yield explored(finding, options.explore or 0, _setting(options, device).environment)
 
 
 def _choose(options: Options, mutants: Sequence[Mutant]) -> list[Mutant]:

@@ -13,24 +13,27 @@ from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 
 START_LIMIT = 180.0  # seconds for the imports, and for confirming what was found
+PROGRAM_LIMIT = 2.0  # seconds for a program, on average; a quiet machine needs an eighth of it
 OF_FAMILY = {"FSDP1": ("--with", "fsdp1"), "FSDP2": ("--without", "fsdp1")}  # the programs that may run the change
 
 
-def explored(finding: Finding, seconds: float, environment: Mapping[str, str]) -> Finding:
-    """The finding with what random programs say about the mutant within so many seconds.
+def explored(finding: Finding, programs: int, environment: Mapping[str, str]) -> Finding:
+    """The finding with what so many random programs say about the mutant.
 
     A program notices the mutant if it ends otherwise than expected with the change, and as expected without it.
+    Programs are counted, and not seconds, so that a busy machine gives the same.
     """
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         changed = {**environment, **hook.environment(finding.id, Path(folder, "reached"), environment)}
         found = Path(folder, "found")
-        arguments = ("--seconds", str(seconds), "--first", "--output", str(found), *OF_FAMILY.get(finding.family, ()))
-        if _explore(arguments, changed, seconds + START_LIMIT) != 1:
+        seconds = PROGRAM_LIMIT * programs
+        arguments = ("--programs", str(programs), "--seconds", str(seconds), "--first", "--output", str(found))
+        if _explore((*arguments, *OF_FAMILY.get(finding.family, ())), changed, seconds + START_LIMIT) != 1:
             return finding
-        programs = sorted(found.glob("new-*.json"))
-        if not programs or _explore(("--replay", str(programs[0])), environment, START_LIMIT) != 0:
+        paths = sorted(found.glob("new-*.json"))
+        if not paths or _explore(("--replay", str(paths[0])), environment, START_LIMIT) != 0:
             return finding
-        program = programs[0].read_text(encoding="utf-8").strip()
+        program = paths[0].read_text(encoding="utf-8").strip()
     return dataclasses.replace(finding, outcome=Outcome.NOTICED, by="a random program", how="failed", why=program)
 
 

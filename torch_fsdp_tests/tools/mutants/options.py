@@ -49,7 +49,7 @@ class Options:
     jobs: int
     patience: float
     budget: float
-    explore: float | None
+    explore: int | None  # programs
     map: Path
     equivalent: Path
     test_directory: Path
@@ -108,8 +108,8 @@ def parse(argv: Sequence[str]) -> Options:
     )
     words += "(default: no limit; 0 leaves the mutants to --explore)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
-    words = "let random programs try each mutant that the tests miss for S seconds (see torch_fsdp_tests.explore)"
-    add("--explore", type=_positive, metavar="S", help=words)
+    words = "let N random programs try each mutant that the tests miss (see torch_fsdp_tests.explore)"
+    add("--explore", type=_positive, metavar="N", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RunTests(TESTS, TESTS).reports / "mutants", metavar="DIR", help=words)
