@@ -13,16 +13,15 @@ import re
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch.options import positive
+from torch_fsdp_tests.dispatch.options import whole_number
 from torch_fsdp_tests.processes.forkserver import interpreter
 
-REPAIRED = Path("test/harness/inputs/repaired")
+REPAIRED = Path(__file__).parents[3] / "test/harness/inputs/repaired"
 REPLAY_LIMIT = 180.0  # seconds for the imports and one program
-NOT_FOUND = "not found"
+PROGRAM_LIMIT = 2.0  # seconds for a program, on average; a quiet machine needs an eighth of it
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m torch_fsdp_tests.tools.benchmarks rediscovery", description=__doc__
     )
     parser.add_argument("--only", action="append", help="only the defects whose ids begin like this")
-    parser.add_argument("--seconds", type=positive, default=60.0, help="of search for each defect (default: 60)")
+    words = "for each defect (default: 240, about a minute of two cores)"
+    parser.add_argument("--programs", type=whole_number(1, 10**6), default=240, metavar="N", help=words)
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed (default: 0)")
     options = parser.parse_args(argv)
     if not REPAIRED.exists():
@@ -42,48 +42,50 @@ def main(argv: Sequence[str]) -> int:
     if not ids:
         parser.error("programs can show no defect with such an id in this torch")
     ranks.prepare()
-    print("| defect | programs | seconds | with the repair |\n|---|---|---|---|", flush=True)
-    spent: list[float] = []
+    print("| defect | programs | with the repair |\n|---|---|---|", flush=True)
+    counts: list[float] = []
     for id in ids:
-        row = _search(id, options.seconds, options.seed)
-        spent.append(row[1])
-        shown = f"{row[0]} | {row[1]:.0f}" if row[1] < float("inf") else f"{row[0]} | {NOT_FOUND}"
-        print(f"| `{id}` | {shown} | {row[2]} |", flush=True)
-    found = sum(each < float("inf") for each in spent)
-    middle = statistics.median_low(spent)
-    print(f"\n{found} of {len(ids)} found; median {f'{middle:.0f} s' if middle < float('inf') else NOT_FOUND}")
+        count, repaired = _search(id, options.programs, options.seed)
+        counts.append(count)
+        print(f"| `{id}` | {_shown(count)} | {repaired} |", flush=True)
+    found = sum(each < float("inf") for each in counts)
+    print(
+        f"\n{found} of {len(ids)} found within {options.programs} programs; median {_shown(statistics.median(counts))}"
+    )
     return 0
 
 
-def _search(id: str, seconds: float, seed: int) -> tuple[int, float, str]:
-    """The programs and the seconds until the defect was found, and how its program ends in a torch with the repair."""
+def _shown(count: float) -> str:
+    return f"{count:.0f}" if count < float("inf") else "not found"
+
+
+def _search(id: str, programs: int, seed: int) -> tuple[float, str]:
+    """The number of programs until the defect was found, and how its program ends in a torch with the repair."""
     from torch_fsdp_tests.explore.ranks import Crew
     from torch_fsdp_tests.explore.search import Search, Settings, explanation
 
-    settings = Settings(seconds, seed, with_known=(id,), shrinks=False)
+    settings = Settings(PROGRAM_LIMIT * programs, seed, with_known=(id,), most=programs, shrinks=False)
     if id.startswith("fsdp1"):
         settings.demanded = ("fsdp1",)
     else:
         settings.without = ("fsdp1",)
     search = Search(settings)
-    began = time.monotonic()
     crew = Crew(2)
     try:
         for finding in search.findings():
-            after = time.monotonic() - began
             if finding.is_confirmed and explanation(finding.program, finding.result, crew, [id]):
-                return search.programs, after, _repaired(id, finding.program.as_json())
+                return search.programs, _repaired(id, finding.program.as_json())
     finally:
         search.close()
         crew.close()
-    return search.programs, float("inf"), ""
+    return float("inf"), ""
 
 
 def _repaired(id: str, program: str) -> str:
     texts = [(REPAIRED / name).read_text(encoding="utf-8") for name in ("patches.txt", "repairs.py")]
     if not re.search(rf"\b{id}\b", "".join(texts)):
         return "no repair"
-    paths = [str(REPAIRED.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(REPAIRED), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"REPAIRED_DEFECTS": id, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory(prefix="rediscovery-") as folder:
         path = Path(folder, "program.json")
