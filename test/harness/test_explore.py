@@ -59,6 +59,10 @@ class TestPrograms(TestCase):
                 self.assertGreater(
                     len({getattr(program, field.name) for program in programs}), field.name != "world_size"
                 )
+        for field in dataclasses.fields(Layer):
+            with self.subTest(layer=field.name):
+                layers = [layer for program in programs for layer in program.all_layers()]
+                self.assertGreater(len({getattr(layer, field.name) for layer in layers}), 1)
 
     def test_contradictory_features_are_refused(self):
         with self.assertRaisesRegex(ProgramError, "no program over 4 ranks can have these together: fsdp1, tp"):
@@ -124,6 +128,24 @@ class TestPrograms(TestCase):
                 self.assertIn(reason, problem(SMALL.but(steps=steps)))
         self.assertEqual(problem(SMALL.but(steps=(FORWARD, BACKWARD, step, save, Step("load_model")))), "")
 
+    def test_dtypes_of_a_unit(self):
+        """What a unit trains has one dtype. What is frozen in it may have another, except in a flat parameter."""
+        layers = (Layer("a", "scale"), Layer("b", "scale", dtype="float32"))
+        one = SMALL.but(layers=layers, units=(Unit(("",)),))
+        frozen = one.but(frozen=("b.inner.weight",))
+        flat = frozen.but(api="fsdp1", strategy="FULL_SHARD", original_parameters=True)
+        for program, reason in (
+            (one, "has one dtype"),
+            (one.but(units=(Unit(("b",)), Unit(("",)))), ""),
+            (frozen, ""),
+            (frozen.but(steps=(Step("freeze", "b.inner.weight", True),)), "trains parameters of one dtype"),
+            (frozen.but(steps=(Step("cast", "float32"),)), "makes all dtypes one"),
+            (flat, "has one dtype"),
+        ):
+            with self.subTest(reason):
+                self.assertIn(reason, problem(program))
+                self.assertEqual(bool(reason), bool(problem(program)))
+
 
 class TestExpectations(TestCase):
     """Without it, the explorer could expect what FSDP does not promise."""
@@ -146,6 +168,26 @@ class TestExpectations(TestCase):
         self.assertEqual(self.states((Step("evaluate", "no_grad", names=("b",)),), units=groups), [SHARDED, GATHERED])
         self.assertEqual(self.states((Step("unshard", "b"),)), [SHARDED, GATHERED, SHARDED])
         self.assertEqual(self.states((evaluation, Step("reshard", "*"))), [SHARDED, SHARDED, SHARDED])
+
+    def test_units_at_work_in_backward(self):
+        """The backward runs from ``c`` to ``a``. A unit is over when the gradient of its input is there."""
+
+        def at_work(**changes: Any) -> dict[str, set[int]]:
+            program = SMALL.but(**changes)
+            life = Lifecycle(program)
+            for step in program.steps:
+                life.apply(step)
+            return {path: units for (path, _), units in life.at_work.items()}
+
+        first, second, root = range(3)
+        self.assertEqual(at_work(), {"b.c": {second, root}, "a": {first, root}})
+        kept = (Unit(("a",), "no"), Unit(("b",)), Unit(("",)))
+        self.assertEqual(at_work(units=kept)["b.c"], {first, second, root})
+        without_input = {"frozen": ("a.weight",)}
+        self.assertEqual(at_work(**without_input)["a"], {first, second, root})
+        self.assertEqual(at_work(**without_input, inputs=True)["a"], {first, root})
+        keeps = (Step("keep_after_backward", flag=False), FORWARD, BACKWARD)
+        self.assertEqual(at_work(steps=keeps)["a"], {first, second, root})
 
     def test_gradients_are_averages(self):
         """Of one layer of scales, whose gradient is the sum over the batch of inputs times the weights of the loss."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch_fsdp_tests.explore.lifecycle import divided, resolved
+from torch_fsdp_tests.explore.lifecycle import divided, paths, resolved
 from torch_fsdp_tests.explore.program import LAYERS, Program, Step, Unit
 
 LEARNING_RATE = "2**-8"  # parameters stay moderate, so that no difference drowns in rounding
@@ -74,6 +74,7 @@ def optimizer(program: Program) -> str:
 def construction(program: Program, chain: str = LAYERS["chain"]) -> Iterator[str]:
     """The lines that make the model, and shard it."""
     yield f"model = fill({program.expression(chain)}, {program.seed}).to(device, torch.{program.dtype})"
+    yield from (f"model.{path}.to(torch.{layer.dtype})" for path, layer in paths(program.layers) if layer.dtype)
     yield from (f"model.{new} = model.{old}" for new, old in (*program.ties, *program.shares))
     if program.meta:
         yield "filled, model = model, copy.deepcopy(model).to('meta')"
@@ -219,7 +220,8 @@ def step(program: Program, index: int) -> str:
         case "sum":
             return _on_each(f"module.set_force_sum_reduction_for_comms({step.flag})")
         case "prefetch_forward" | "prefetch_backward":
-            return f"{at}.set_modules_to_{what}_prefetch([{_modules(program, step.names)}])"
+            modules = ", ".join(_module(program, name) for name in step.names)
+            return f"{at}.set_modules_to_{what}_prefetch([{modules}])"
         case "unshard" if step.at == "*":
             return _on_each("module.unshard()")
         case "unshard" if step.flag:

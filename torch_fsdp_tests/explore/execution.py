@@ -15,8 +15,8 @@ import torch
 
 from torch_fsdp_tests.explore.coverage import LineCoverage
 from torch_fsdp_tests.explore.flat import FlatSubject
-from torch_fsdp_tests.explore.lifecycle import SHARDED, UNKNOWN, Lifecycle
-from torch_fsdp_tests.explore.program import Program
+from torch_fsdp_tests.explore.lifecycle import LOW, SHARDED, UNKNOWN, Lifecycle
+from torch_fsdp_tests.explore.program import Program, Unit
 from torch_fsdp_tests.explore.reference import Forward, Invalid, Reference
 from torch_fsdp_tests.explore.subject import Subject
 from torch_fsdp_tests.fsdp import internals
@@ -26,7 +26,6 @@ _coverage = LineCoverage("distributed/fsdp", "distributed/_composable")
 
 COMPARE, TWICE, RECORD = "compare", "twice", "record"  # a program runs once, twice, or once and keeps its numbers
 LIMITS = {torch.float64: 2**-44, torch.float32: 2**-18, torch.bfloat16: 2**-6, torch.float16: 2**-8}  # relative errors
-
 
 Values = dict[str, list[float]]  # the numbers of outputs, parameters and gradients on a rank, by name
 
@@ -119,9 +118,10 @@ def differences(
     output: torch.Tensor | None,
 ) -> Iterator[tuple[str, str]]:
     """The differences after a step: the kind, and what exactly differs."""
-    dtypes = [program.dtype, program.dtype_at(len(program.steps))]
+    # In a low precision, FSDP rounds what a plain model rounds, so that no error is allowed.
+    dtypes = {program.dtype, program.dtype_at(len(program.steps)), *program.own_dtypes - LOW}
     if program.data_ranks // program.replicas > 2:  # a sum over more than two ranks depends on their order
-        dtypes.append(program.reduce_dtype or program.param_dtype or program.dtype)
+        dtypes |= {program.reduce_dtype or program.param_dtype or program.dtype, *program.own_dtypes}
     compared = functools.partial(_compared, max(LIMITS[getattr(torch, name)] for name in dtypes))
     data_rank = program.data_rank(rank)
     if forward is not None and output is not None:
@@ -160,11 +160,33 @@ def differences(
     for unit, group, expected in zip(program.units, subject.groups(), life.states):
         if group is None:
             continue
-        where, state_now = f"the unit {', '.join(map(repr, unit.modules))}", internals.sharded_state(group)
+        where, state_now = _words(unit), internals.sharded_state(group)
         if expected not in (UNKNOWN, state_now):
             yield f"{state_now.lower()} instead of {expected.lower()}", where
         if state_now == SHARDED and internals.gathered_bytes(group):
             yield "memory is not freed", where
+    yield from _in_backward(program, subject, life)
+
+
+def _in_backward(program: Program, subject: Subject, life: Lifecycle) -> Iterator[tuple[str, str]]:
+    """Which units are gathered when the backward of a layer begins, although no unit at work needs them."""
+    for seen in subject.observed:
+        allowed = life.at_work.get(seen.call)
+        if allowed is None:
+            continue
+        when = f"when the backward of {seen.call[0]!r} begins"
+        idle = [index for index in range(len(program.units)) if index not in allowed]
+        for index in idle:
+            if seen.held[index]:
+                yield "gathered in backward", f"{_words(program.units[index])} {when}"
+        ahead = [index for index in idle if seen.pending[index]]
+        if len(ahead) > 1 and life.prefetches_one:
+            names = ", ".join(_words(program.units[index]) for index in ahead)
+            yield "gathers ahead in backward", f"{names} {when}"
+
+
+def _words(unit: Unit) -> str:
+    return f"the unit {', '.join(map(repr, unit.modules))}"
 
 
 def _compared(

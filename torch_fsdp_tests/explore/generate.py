@@ -21,6 +21,7 @@ FEATURES = {
     "clipping": "clipping of the norm of gradients",
     "casts": "model.to(dtype) between steps",
     "columns": "parameters that are sharded in dimension 1",
+    "dtypes": "units and frozen layers whose parameters have a dtype of their own",
     "edits": "parameters that are changed in place between steps",
     "empty": "parameters without elements, and of one element",
     "evaluation": "forward without gradients, anywhere",
@@ -55,6 +56,7 @@ FEATURES = {
     "unshard": "unshard and reshard by hand",
 }
 _EXCLUDES = {  # the features that a program cannot have beside another
+    "dtypes": {"casts"},
     "fsdp1": {"casts", "columns", "groups", "interruptions", "meta", "reduction", "replicate", "resharding", "scaling"},
     "ignored": {"low"},
     "meta": {"ignored", "shared"},
@@ -126,6 +128,8 @@ class _Generator:
         if self.on("fsdp1"):
             program = self._for_fsdp1(program)
         program = program.but(units=self._units(program))
+        if self.on("dtypes"):
+            program = self._with_dtypes(program)
         program = self._specials(program)
         return program.but(steps=tuple(self._steps(program)))
 
@@ -196,7 +200,8 @@ class _Generator:
         layers = dict(paths(program.layers))
         changes: dict[str, tuple] = {}
         if names and self.on("freezing"):
-            changes["frozen"] = tuple(name for name in names if choice.random() < 0.3)
+            more = tuple(name for name in names if choice.random() < 0.3 and name not in program.frozen)
+            changes["frozen"] = program.frozen + more
         if names and self.on("ignored") and not program.param_dtype:
             changes["ignored"] = tuple(name for name in names if choice.random() < 0.2)
         if self.on("columns"):
@@ -220,6 +225,36 @@ class _Generator:
                 if set(names).issuperset(tied) and in_one_unit:
                     changes["ties"] = (tied,)
         return program.but(**changes)
+
+    def _with_dtypes(self, program: Program) -> Program:
+        """Give all layers of some units another dtype, and some layers of others, whose parameters are frozen then."""
+        choice = self.choice
+        others = [dtype for dtype in ("float32", "float64") if dtype != program.dtype]
+        if (
+            program.optimizer == "sgd"
+            and not program.scaler
+            and not program.tensor_parallel
+            and not self.on("clipping")
+        ):
+            others.append("bfloat16")
+        names = lifecycle.parameters(program)
+        by_unit: dict[int | None, list[Layer]] = {}
+        for path, layer in paths(program.layers):
+            own = [name for name in names if name.startswith(f"{path}.")]
+            if own and not layer.parts:
+                by_unit.setdefault(lifecycle.unit_of(program, own[0]), []).append(layer)
+        mixed: set[str] = set()
+        for near in by_unit.values():
+            dtype = choice.choice(others)
+            how = choice.choice(("none", "all") if program.api == "fsdp1" else ("none", "all", "some", "some"))
+            if how == "some":
+                near = [layer for layer in near if choice.random() < 0.4]
+                mixed |= {layer.name for layer in near}
+            for layer in near if how != "none" else ():
+                typed = dataclasses.replace(layer, dtype=dtype)
+                program = program.but(layers=_replaced(program.layers, layer.name, typed))
+        frozen = [name for name in lifecycle.parameters(program) if not mixed.isdisjoint(name.split("."))]
+        return program.but(frozen=tuple(frozen))
 
     # --- The steps ----------------------------------------------------------------------------------------------------
 

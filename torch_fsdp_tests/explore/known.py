@@ -56,13 +56,6 @@ def possible(program: Program) -> Program:
         program = program.but(offload=False)
     if program.api == "fsdp1" and program.param_dtype:  # a flat parameter adds up the uses of a module in another order
         program = valid(program.but(shares=()))
-    # The reference has the rounding of sums that torch had before.
-    if (
-        torch_facts.REDUCES_IN_PARAMETER_DTYPE
-        and program.api != "fsdp1"
-        and (program.param_dtype or program.reduce_dtype)
-    ):
-        program = valid(_without(program, "sync"))
     return program
 
 
@@ -328,7 +321,7 @@ def _no_flattened_states(program: Program) -> Program:
 @_avoids("fsdp1_clip_grad_norm_refuses_float64")
 @_of_fsdp1
 def _no_clipping_in_double_precision(program: Program) -> Program:
-    return _without(program, "clip") if program.dtype == "float64" else program
+    return _without(program, "clip") if "float64" in (program.dtype, *program.own_dtypes) else program
 
 
 @_avoids("fsdp1_offloading_on_the_host_frees_parameters")

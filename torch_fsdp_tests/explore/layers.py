@@ -135,6 +135,18 @@ class Twice(nn.Module):
         return self.inner(self.inner(x))
 
 
+class Typed(nn.Module):
+    """A layer whose parameters have a dtype of their own. The output has the dtype of the input."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        first = getattr(self.inner, "up", self.inner)
+        return self.inner(x.to(first.weight.dtype)).to(x.dtype)
+
+
 def _half(gradient):
     return None if gradient is None else gradient * 0.5
 

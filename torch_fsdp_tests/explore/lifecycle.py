@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch_fsdp_tests.explore.program import Layer, Program, Step
 
@@ -16,6 +17,7 @@ CHANGES = (
 )
 _STATE_STEPS = ("save_model", "load_model", "save_optimizer", "load_optimizer")
 FSDP1_STEPS = ("forward", "evaluate", "backward", "step", "zero", "clip", "sync", "edit", *_STATE_STEPS)
+LOW = {"bfloat16", "float16"}  # dtypes in which values are exact only as long as nothing is rounded otherwise
 WITHOUT_PARAMETERS = ("relu", "counter")
 _PARAMETERS = {
     "linear": ("weight", "bias"),
@@ -26,6 +28,24 @@ _PARAMETERS = {
 
 class Interruption(Exception):
     """The forward ends here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happens to a unit in forward (``enter``, ``leave``), or a single layer that runs (``layer``)."""
+
+    kind: str
+    unit: int = -1
+    call: tuple[str, int] = ("", 0)  # the layer's path, and how often it has run before
+    has_gradient: bool = False  # it is certain that the unit's input has a gradient
+
+
+@dataclasses.dataclass
+class Forward:
+    """A forward whose backward has not run."""
+
+    trains: bool  # it used a trainable parameter
+    events: list[Event]
 
 
 class Lifecycle:
@@ -50,13 +70,27 @@ class Lifecycle:
         self.has_gradients = False
         self.has_stepped = False
         self.gathered: set[int] = set()  # units that have been gathered for training
-        self.pending: list[bool] = []  # forwards without backward, and whether each used a trainable parameter
+        self.pending: list[Forward] = []
+        self._newest: Forward | None = None  # also if its backward has run
+        # Of the last step, if it was a backward: the units that may be gathered when the backward of a layer begins.
+        self.at_work: dict[tuple[str, int], set[int]] = {}
+        self.prefetches_one = False  # at most one other unit is gathered ahead in that backward
+        self._runs = 0  # of the model since a backward was the last one
+        self._prefetches = False  # as the user says
         self.saved: dict[str, str] = {}  # the kinds of the last state dicts
         self.unscaled = False
         self._names = set(parameters(program))
         self.trainable = {resolved(program, name) for name in parameters(program)} - {
             resolved(program, name) for name in program.frozen
         }
+        self._recomputed = {  # units that run again in a backward
+            index
+            for path, layer in paths(program.layers)
+            if layer.recompute
+            for inner, index in self._at.items()
+            if f"{inner}.".startswith(f"{path}.")
+        }
+        self._trained = set(self.trainable)  # by any step up to now
 
     def problem(self, step: Step) -> str:
         """Why the step is not valid now. Empty if it is."""
@@ -100,9 +134,11 @@ class Lifecycle:
                 return "zeros are sent for units that have run"
             case "input_gradient" if len(self.pending) != 1 or not self.program.inputs:
                 return "there is not one forward with a gradient of its input"
+            case "input_gradient" if self.pending[0] is not self._newest:
+                return "the input is that of the newest forward"
             case "backward" if not -len(self.pending) <= int(step.number) < len(self.pending):
                 return "there is no such forward"
-            case "backward" if not self.pending[int(step.number)]:
+            case "backward" if not self.pending[int(step.number)].trains:
                 return "no trainable parameter was used"
             case "zero" if self.unreduced:
                 return "gradients that are not reduced yet cannot be dropped"
@@ -118,6 +154,12 @@ class Lifecycle:
                 return "tensors that are assigned have no gradients, and are not shared"
             case "cast" if self.unreduced or self.saved or self.program.optimizer != "sgd" or self.program.scaler:
                 return "what was kept in another dtype is not converted"
+            case "cast" if self.program.own_dtypes:
+                return "model.to makes all dtypes one"
+            case "freeze" if step.flag and len(self._dtypes_beside(step.at)) > 1:
+                return "a unit trains parameters of one dtype"
+            case "clip" if not LOW.isdisjoint(self.program.own_dtypes):
+                return "the norm of each rank is rounded"
             case "clip" if self.unscaled:
                 return "gradients are unscaled once before a step"
             case "step" | "clip" if self.program.scaler and not self.has_gradients:
@@ -125,25 +167,33 @@ class Lifecycle:
         return ""
 
     def apply(self, step: Step) -> None:
+        self.at_work = {}
         match step.kind:
             case "forward":
                 has_buffers = any(layer.kind == "counter" for layer in self.program.all_layers())
                 self.buffers_differ |= bool(step.odd) and has_buffers
                 try:
-                    self.gathered |= self._run(step)
-                    self.pending.append(not self.trainable.isdisjoint(self.used(step)))
+                    events = self._run(step)
+                    self.gathered |= _units_in(events)
+                    if step.odd and self.program.shares:  # a shared layer does not run equally often on all ranks
+                        events = []
+                    self._newest = Forward(not self.trainable.isdisjoint(self.used(step)), events)
+                    self.pending.append(self._newest)
                 except Interruption:
                     self.interrupted = True
                     self.states = [UNKNOWN for _ in self.states]
+            case "prefetch_forward" | "prefetch_backward":
+                self._prefetches = True
             case "reset":
                 self.interrupted = False
                 self.states = [SHARDED for _ in self.states]
             case "evaluate":
                 self._run(step)
             case "broken_backward":
-                self.gathered |= self._run(step)
+                self.gathered |= _units_in(self._run(step))
                 self.states = [SHARDED for _ in self.states]
             case "backward":
+                self.at_work = self._gathered_in_backward(self.pending[int(step.number)].events)
                 if not step.flag:
                     self.pending.pop(int(step.number))
                 self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
@@ -166,6 +216,7 @@ class Lifecycle:
             case "freeze":
                 name = resolved(self.program, step.at)
                 self.trainable = self.trainable | {name} if step.flag else self.trainable - {name}
+                self._trained |= self.trainable
             case "sync":
                 self.syncs = self.all_reduces = step.flag
             case "all_reduce":
@@ -173,7 +224,7 @@ class Lifecycle:
             case "unused":
                 self.reduces_unused = step.flag
             case "input_gradient":
-                self.pending.pop()
+                self.at_work = self._gathered_in_backward(self.pending.pop().events)
                 if self.syncs and self.all_reduces:  # FSDP takes it for a backward
                     self.has_gradients |= self.unreduced or self.reduces_unused
                     self.unreduced = False
@@ -193,6 +244,14 @@ class Lifecycle:
                     self.states[index] = SHARDED
             case "save_model" | "save_optimizer":
                 self.saved[step.kind.removeprefix("save_")] = step.at
+
+    def _dtypes_beside(self, name: str) -> set[str]:
+        """The dtypes of a parameter, and of those that its unit has trained."""
+        if not self.program.own_dtypes or name in self.program.ignored:
+            return set()
+        unit = unit_of(self.program, name)
+        near = [each for each in self._trained - {*self.program.ignored} if unit_of(self.program, each) == unit]
+        return dtypes_of(self.program, (name, *near))
 
     def used(self, step: Step) -> set[str]:
         """The parameters that a forward uses."""
@@ -214,37 +273,86 @@ class Lifecycle:
         """The unit of a module, or all units with ``"*"``."""
         yield from range(len(self.states)) if at == "*" else [self._at[at]]
 
-    def _run(self, step: Step) -> set[int]:
-        """Run a forward, and return the units that took part. Raises :class:`Interruption` where it is to raise."""
+    def _run(self, step: Step) -> list[Event]:
+        """Run a forward, and return what happens. Raises :class:`Interruption` where it is to raise."""
+        self._runs += 1
         left = {index: set(unit.modules) for index, unit in enumerate(self.program.units)}  # modules yet to run
-        ran: set[int] = set()
+        events: list[Event] = []
+        calls: collections.Counter[str] = collections.Counter()
+        has_gradient, training = self.program.inputs, self._training_layers()
 
-        def run(path: str, layers: tuple[Layer, ...]) -> None:
+        def run(path: str, layers: tuple[Layer, ...], is_sure: bool) -> None:
+            nonlocal has_gradient
             index = self._at.get(path)
             if index is not None:
+                if len(left[index]) == len(self.program.units[index].modules):
+                    events.append(Event("enter", index, has_gradient=has_gradient))
                 self.states[index] = GATHERED
-                ran.add(index)
             for layer in layers:
                 if layer.name in step.names:
                     continue
                 if step.kind == "forward" and layer.name == step.at:
                     raise Interruption
-                for _ in range(2 if layer.twice else 1):
-                    run(resolved(self.program, f"{path}.{layer.name}".lstrip(".")), layer.parts)
+                at = resolved(self.program, f"{path}.{layer.name}".lstrip("."))
+                run(at, layer.parts, is_sure and layer.name not in step.odd)
+            if not layers:
+                events.append(Event("layer", call=(path, calls[path])))
+                calls[path] += 1
+                has_gradient |= is_sure and path in training
             if index is not None:
                 left[index].discard(path)
                 if not left[index]:
                     self._leave(index)
+                    events.append(Event("leave", index))
                     left[index] = set(self.program.units[index].modules)
 
-        run("", self.program.layers)
+        run("", self.program.layers, True)
         for index, modules in left.items():  # the root completes groups of which only a part has run
             if modules and len(modules) < len(self.program.units[index].modules):
                 self._leave(index)
-        return ran
+                events.append(Event("leave", index))
+        return events
+
+    def _training_layers(self) -> set[str]:
+        """The paths of layers that use a trainable parameter."""
+        tied = {name for pair in self.program.ties for name in pair}  # one of them decides for both
+        layers = paths(self.program.layers)
+        loose = {path for path, layer in layers if layer.kind == "loose"}
+        return {path for name in self.trainable - tied for path in _above(name)} - loose
+
+    def _gathered_in_backward(self, events: list[Event]) -> dict[tuple[str, int], set[int]]:
+        """For each layer, the units that may be gathered when its backward begins.
+
+        Those are the units around it, and those that were gathered before and whose backward is still to come. A unit
+        whose input has no gradient stays gathered up to the end.
+        """
+        gathered = {index for index, state in enumerate(self.states) if state in (GATHERED, UNKNOWN)}
+        gathered |= self._recomputed
+        self.prefetches_one = self._runs == 1 and not self._prefetches
+        self._runs = 0 if self.is_last else self._runs
+        at_work: dict[tuple[str, int], set[int]] = {}
+        for event in reversed(events):
+            match event.kind:
+                case "leave":
+                    gathered.add(event.unit)
+                case "layer":
+                    at_work[event.call] = set(gathered)
+                case "enter" if event.has_gradient and not self.keeps:
+                    gathered.discard(event.unit)
+        return at_work
 
     def _leave(self, index: int) -> None:
         self.states[index] = {"yes": SHARDED, "no": GATHERED}.get(self.reshards[index], PARTLY)
+
+
+def _units_in(events: Iterable[Event]) -> set[int]:
+    """The units that took part in a forward."""
+    return {event.unit for event in events if event.kind != "layer"}
+
+
+def _above(name: str) -> list[str]:
+    """The paths of all modules above a parameter."""
+    return [name[:index] for index, letter in enumerate(name) if letter == "."]
 
 
 def _reshards(reshard: str, is_root: bool) -> str:
@@ -269,7 +377,7 @@ def paths(layers: tuple[Layer, ...], prefix: str = "") -> Iterator[tuple[str, La
 
 
 def _inner(layer: Layer) -> str:
-    return ".inner" * (bool(layer.box) + layer.twice + layer.hooked)
+    return ".inner" * (bool(layer.box) + layer.twice + layer.hooked + bool(layer.dtype))
 
 
 def divided(program: Program) -> list[str]:
@@ -294,9 +402,17 @@ def parameters(program: Program) -> list[str]:
 
 def columns_of(program: Program, name: str) -> int:
     """The size of a matrix in dimension 1."""
+    return _owner(program, name).rows if ".down." in f".{name}" else program.width
+
+
+def _owner(program: Program, name: str) -> Layer:
     layers = {layer.name: layer for layer in program.all_layers()}
-    owner = [layers[part] for part in name.split(".") if part in layers][-1]
-    return owner.rows if ".down." in f".{name}" else program.width
+    return [layers[part] for part in name.split(".") if part in layers][-1]
+
+
+def dtypes_of(program: Program, names: Iterable[str]) -> set[str]:
+    """The dtypes that parameters have when the model is made."""
+    return {_owner(program, name).dtype or program.dtype for name in names}
 
 
 def unit_of(program: Program, name: str) -> int | None:
@@ -320,8 +436,10 @@ def problem(program: Program) -> str:
         return "a module that is sharded is missing, or is sharded twice"
     if not program.units or program.units[-1].modules != ("",):
         return "the model itself is sharded last"
-    if any(layer.parts and (layer.box or layer.twice) for layer in layers.values()):
-        return "only single layers are in boxes or run twice"
+    if any(layer.parts and (layer.box or layer.twice or layer.dtype) for layer in layers.values()):
+        return "only single layers are in boxes, run twice, or have a dtype"
+    if any(layer.dtype and layer.kind in WITHOUT_PARAMETERS for layer in layers.values()):
+        return "a layer without parameters has no dtype"
     for unit in program.units:
         if any(one != other and one.startswith(f"{other}.") for one in unit.modules for other in unit.modules):
             return "a group holds a module and a part of it"
@@ -337,8 +455,15 @@ def problem(program: Program) -> str:
     for new, old in program.ties:
         if new not in names or old not in names or unit_of(program, new) != unit_of(program, old):
             return "tied parameters must be in one unit"
+        if len(dtypes_of(program, (new, old))) > 1:
+            return "tied parameters have one dtype"
     if not names.issuperset((*program.frozen, *program.ignored, *program.columns)):
         return "there is no such parameter"
+    for index in range(len(program.units)) if program.own_dtypes else ():
+        managed = [name for name in names if unit_of(program, name) == index and name not in program.ignored]
+        trained = [name for name in managed if name not in program.frozen]
+        if len(dtypes_of(program, managed if program.api == "fsdp1" else trained)) > 1:
+            return "a flat parameter, or all that a unit trains, has one dtype"
     if program.ignored and (program.param_dtype or program.meta or program.scaler or program.tensor_parallel):
         return "ignored parameters are not cast, are not in the state of other ranks, and have no shards"
     if program.replicas == 1 and any(step.kind == "all_reduce" for step in program.steps):
@@ -374,6 +499,7 @@ def problem(program: Program) -> str:
         or program.shares
         or program.ties
         or program.foreach
+        or not LOW.isdisjoint(program.own_dtypes)
         or not divided(program)
         or any(unit.reshard.isdigit() for unit in program.units)
         or any(step.kind in ("clip", "cast") for step in program.steps)

@@ -26,6 +26,7 @@ class Layer:
     box: str = ""  # the container in which the input and the output travel
     twice: bool = False  # forward calls it twice
     hooked: bool = False  # has hooks for forward and backward that change values
+    dtype: str = ""  # of its parameters, if it is not that of the model
     recompute: bool = False  # under activation checkpointing
     parts: tuple[Layer, ...] = ()
 
@@ -173,6 +174,11 @@ class Program:
         """The dtype of the model before the step with this index."""
         return next((step.at for step in reversed(self.steps[:index]) if step.kind == "cast"), self.dtype)
 
+    @property
+    def own_dtypes(self) -> set[str]:
+        """The dtypes of layers whose parameters have another dtype than the model."""
+        return {layer.dtype for layer in self.all_layers() if layer.dtype}
+
     def all_layers(self) -> Iterator[Layer]:
         return _layers(self.layers)
 
@@ -186,6 +192,7 @@ class Program:
     def listing(self) -> str:
         lines = [f"{self.world_size} ranks", f"model = {self.expression()}"]
         lines += [f"model.{new} = model.{old}" for new, old in (*self.ties, *self.shares)]
+        lines += [f"{layer.name} in {layer.dtype}" for layer in self.all_layers() if layer.dtype]
         lines += [f"shard {', '.join(map(repr, unit.modules))}, reshard {unit.reshard}" for unit in self.units]
         plain = _brief(self)
         known = {"layers", "units", "steps", "ties", "shares", "world_size", "seed", "width"}
@@ -203,6 +210,8 @@ def expression(layer: Layer, width: int, chain: str) -> str:
     template = chain if layer.kind == "chain" else LAYERS[layer.kind]
     parts = _parts(layer.parts, width, chain)
     text = template.format(width=width, rows=layer.rows, bias=layer.bias, parts=parts)
+    if layer.dtype:
+        text = f"Typed({text})"
     if layer.twice:
         text = f"Twice({text})"
     if layer.hooked:

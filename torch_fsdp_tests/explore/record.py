@@ -55,7 +55,7 @@ def differences(path: Path) -> Iterator[str]:
 def _difference(program: Program, recorded: list[list[dict[str, list[float]]]], result: Result) -> str:
     if result.is_finding or result.invalid:
         return f"step {result.step}, rank {result.rank}: {result.what or result.invalid}"
-    names = (program.dtype, program.param_dtype, program.reduce_dtype, program.output_dtype)
+    names = (program.dtype, program.param_dtype, program.reduce_dtype, program.output_dtype, *program.own_dtypes)
     limit = max(LIMITS[getattr(torch, name)] for name in names if name)
     worst = max(_errors(recorded, result.values), default=(0.0, 0, 0, ""))
     if worst[0] <= limit:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_fsdp_tests.explore import code, layers
-from torch_fsdp_tests.explore.lifecycle import resolved, unit_of
+from torch_fsdp_tests.explore.lifecycle import paths, resolved, unit_of
 from torch_fsdp_tests.explore.program import Program, Step
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -34,6 +34,9 @@ def dtype_of(name: str) -> torch.dtype | None:
 def model_of(program: Program, device: str) -> nn.Module:
     """The plain model of a program, with its parameters."""
     model = layers.fill(eval(program.expression(), dict(NAMES)), program.seed).to(device, dtype_of(program.dtype))
+    for path, layer in paths(program.layers):
+        if layer.dtype:
+            model.get_submodule(path).to(dtype_of(layer.dtype))
     for new, old in (*program.ties, *program.shares):
         path, _, name = new.rpartition(".")
         setattr(model.get_submodule(path), name, attribute_at(model, old))
@@ -63,8 +66,11 @@ class Reference:
         self.program, self.device = program, device
         self.shape = program.width, dtype_of(program.dtype)  # of the inputs
         self.param_dtype = dtype_of(program.param_dtype)
-        computed = None if torch_facts.REDUCES_IN_PARAMETER_DTYPE and program.api != "fsdp1" else self.param_dtype
-        self.reduce_dtype = dtype_of(program.reduce_dtype) or computed or dtype_of(program.dtype)
+        # Autograd casts each gradient to the dtype in which gradients are added up.
+        self.casts_gradients = bool(torch_facts.REDUCES_IN_PARAMETER_DTYPE) and program.api != "fsdp1"
+        # The dtype of the reduction. None if it is that of each parameter.
+        computed = None if self.casts_gradients else self.param_dtype
+        self.reduce_dtype = dtype_of(program.reduce_dtype) or computed
         model = model_of(program, device)
         ignored = {id(attribute_at(model, name)) for name in program.ignored}
         # Parameters that FSDP does not manage differ from rank to rank, so there is a master for each.
@@ -150,7 +156,7 @@ class Reference:
         for model in self.models:  # what ran before the exception has changed buffers
             try:
                 model(
-                    torch.zeros(2, self.program.width, dtype=next(model.parameters()).dtype, device=self.device),
+                    torch.zeros(2, self.program.width, dtype=self.param_dtype or self.shape[1], device=self.device),
                     step.names,
                     step.at,
                 )
@@ -195,6 +201,8 @@ class Reference:
     def _backward(self, step: Step) -> None:
         index = int(step.number)
         forward = self.pending[index] if step.flag else self.pending.pop(index)
+        if self.casts_gradients:
+            self._cast_gradients()
         for loss in forward.losses:
             loss.backward(retain_graph=step.flag)
         for rank, leaves in enumerate(self.leaves):
@@ -212,12 +220,23 @@ class Reference:
         if self.syncs and self.all_reduces:
             self._reduce()
 
+    def _cast_gradients(self) -> None:
+        """A wider dtype waits until there is something to add to, or another backward to come."""
+        for kept, leaves in zip(self.kept, self.leaves):
+            for name, leaf in leaves.items():
+                dtype = self._reduced_in(name)
+                waits = dtype.itemsize > leaf.dtype.itemsize and (self.syncs or name in kept)
+                leaf.grad_dtype = None if waits or name in self.ignored else dtype
+
     def _dtype_of_sums(self, name: str, leaf: nn.Parameter) -> torch.dtype:
         """In FSDP2 that of the reduction, and in FSDP1 that of the gradient that is there, or of the computation."""
         if self.program.api != "fsdp1":
-            return self.reduce_dtype
+            return self._reduced_in(name)
         earlier = self._reduced_again(name)
         return leaf.dtype if earlier is None else earlier.dtype
+
+    def _reduced_in(self, name: str) -> torch.dtype:
+        return self.reduce_dtype or self.named[0][name].dtype
 
     def _reduced_again(self, name: str) -> torch.Tensor | None:
         """The gradient that ``NO_SHARD`` adds to the next one before it is reduced."""
@@ -250,7 +269,7 @@ class Reference:
                 parts = [earlier + part for part in parts]
                 for named in self.named:
                     named[name].grad = None
-            mean = self._mean([part.to(self.reduce_dtype) for part in parts])
+            mean = self._mean([part.to(self._reduced_in(name)) for part in parts])
             for named in self.named:
                 if named[name].requires_grad or name not in self.in_trained_units:
                     self._accumulate(named[name], mean)
@@ -338,8 +357,6 @@ class Reference:
     def _cast(self, step: Step) -> None:
         dtype = dtype_of(step.at)
         self.shape = self.program.width, dtype
-        if self.program.reduce_dtype == self.program.param_dtype == "":
-            self.reduce_dtype = dtype
         for model in self.masters:
             model.to(dtype)
         for model in self.models:

@@ -237,7 +237,7 @@ def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
     """Pairs of features: of two steps that follow each other, and of what the program has."""
     kinds = [step.kind + (f"({step.at})" if step.kind == "evaluate" else "") for step in program.steps]
     yield from itertools.pairwise(kinds)
-    have = sorted({layer.kind for layer in program.all_layers()} | _settings(program) | set(kinds))
+    have = sorted({f"{layer.kind} {layer.dtype}" for layer in program.all_layers()} | _settings(program) | set(kinds))
     yield from ((one, other) for index, one in enumerate(have) for other in have[index + 1 :])
 
 

@@ -115,6 +115,7 @@ def _simpler(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
             {"twice": False},
             {"hooked": False},
             {"recompute": False},
+            {"dtype": ""},
         ):
             if layer.parts and "kind" in change:
                 continue

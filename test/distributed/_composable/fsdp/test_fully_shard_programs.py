@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_gather, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.explore import execution, generate, known
@@ -30,6 +31,7 @@ TRAINING = Program(
     steps=(Step("forward", number=1), Step("backward", number=-1, flag=False), Step("step")),
 )
 
+UNITS = (Unit(("b",)), Unit(("a",)), Unit(("",)))
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"inputs": True, "meta": True},
@@ -68,6 +70,58 @@ class TestPrograms(FSDPTest):
             with self.subTest(str(changes)), patch_reduce_scatter(doubled):
                 outcome = execution.run(TRAINING.but(**changes), self.rank, self.device.type)
                 self.assertEqual((outcome.what, outcome.step), ("gradient", 1))
+
+    @skip_if_lt_x_gpu(2)
+    def test_wrong_bytes_are_noticed(self):
+        """Parameters of two dtypes in one unit are gathered as bytes. Only their program shows wrong bytes."""
+        original = internals.all_gather()
+
+        def without_bytes(*args, **kwargs):
+            work = original(*args, **kwargs)
+            output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[0]
+            return output.zero_() if output.dtype == torch.uint8 else work
+
+        layers = (Layer("a", "linear"), Layer("b", "linear", dtype="float32"))
+        program = TRAINING.but(layers=layers, units=(Unit(("",)),), frozen=("b.inner.weight", "b.inner.bias"))
+        for each, expected in ((program, ("output", 0)), (TRAINING, ("", -1))):
+            with self.subTest(expected), patch_all_gather(without_bytes):
+                outcome = execution.run(each, self.rank, self.device.type)
+                self.assertEqual((outcome.what, outcome.step if outcome.what else -1), expected)
+
+    @skip_if_lt_x_gpu(2)
+    def test_unit_that_reshards_late_is_noticed(self):
+        """A unit whose parameters are freed only after the whole backward is gathered while another one works."""
+        group = type(internals.group_of(fully_shard(nn.Linear(2, 2, device=self.device))))
+        reshard, finalize = group.reshard, group.finalize_backward
+
+        def only_forward(group: Any) -> None:
+            if internals.training_state(group).name != "POST_BACKWARD":
+                reshard(group)
+
+        def at_the_end(group: Any) -> None:
+            finalize(group)
+            reshard(group)
+
+        program = TRAINING.but(units=UNITS)
+        with mock.patch.multiple(group, reshard=only_forward, finalize_backward=at_the_end):
+            outcome = execution.run(program, self.rank, self.device.type)
+        self.assertEqual((outcome.what, outcome.step), ("gathered in backward", 1))
+        self.assertEqual(outcome.detail, "the unit 'b' when the backward of 'a' begins")
+
+    @skip_if_lt_x_gpu(2)
+    def test_unit_that_is_gathered_too_early_is_noticed(self):
+        """Before a unit's backward only one further unit is gathered, unless the program says more."""
+        program = TRAINING.but(layers=(*TRAINING.layers, Layer("c", "linear")), units=(Unit(("c",)), *UNITS))
+        early = Step("prefetch_backward", "c", names=("b", "a"))
+        life, reference = Lifecycle(program), Reference(program, self.device.type)
+        subject = Subject(program.but(steps=(early, *program.steps)), self.rank, self.device.type)
+        subject.apply(0)
+        for index, step in enumerate(program.steps[:2]):
+            forward, output = reference.apply(step), subject.apply(index + 1)
+            life.apply(step)
+            found = list(execution.differences(program, self.rank, reference, subject, life, forward, output))
+        kind = "gathers ahead in backward"
+        self.assertEqual(found, [(kind, "the unit 'b', the unit 'a' when the backward of 'c' begins")])
 
     @skip_if_lt_x_gpu(2)
     def test_unit_that_stays_gathered_is_noticed(self):
