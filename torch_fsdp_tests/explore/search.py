@@ -63,7 +63,7 @@ class Settings:
     at_a_time: int = 2
     without: tuple[str, ...] = ()
     demanded: tuple[str, ...] = ()
-    with_known: tuple[str, ...] = ()  # ids of known defects that are not avoided
+    with_known: tuple[str, ...] = ()  # known defects that are not avoided, nor those with the same rewriting
     most: int | None = None  # programs
     shrinks: bool = True
     mode: str = COMPARE
@@ -90,7 +90,8 @@ class Search:
         self._next = settings.seed * 1_000_000  # the seed of the next new program
         self._corpus: list[Program] = []
         self._present = known.present()
-        self._avoided = [id for id in self._present if id not in settings.with_known]
+        let_in = {known.REWRITINGS[id] for id in settings.with_known}
+        self._avoided = [id for id in self._present if known.REWRITINGS[id] not in let_in]
         self._without = (*settings.without, *known.lacking())
         self._crews = [Crew(settings.world_size, settings.mode) for _ in range(settings.at_a_time)]
 

@@ -1,8 +1,9 @@
 """How soon random programs find each known defect that they can show, and whether its repair makes them pass.
 
 The search avoids all other known defects. A defect is found when a program ends otherwise than FSDP promises, and the
-rewriting that avoids the defect makes the program end as expected. If there is a repair of torch for the defect (in
-``test/harness/inputs/repaired``), the program runs once more with it.
+rewriting that avoids the defect makes the program end as expected. Defects with the same rewriting are searched for
+together. If there are repairs of torch for all of them (in ``test/harness/inputs/repaired``), the program runs once
+more with the repairs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.options import whole_number
@@ -38,55 +40,77 @@ def main(argv: Sequence[str]) -> int:
         parser.error("run this command in the checkout of the suite")
     from torch_fsdp_tests.explore import known, ranks  # torch is imported only after the options are read
 
-    ids = [id for id in known.present() if id.startswith(tuple(options.only or ("",)))]
-    if not ids:
+    named = [id for id in known.present() if id.startswith(tuple(options.only or ("",)))]
+    if not named:
         parser.error("programs can show no defect with such an id in this torch")
+    groups: dict[known.Rewriting, list[str]] = {}
+    for id in named:
+        groups.setdefault(known.REWRITINGS[id], []).append(id)
     ranks.prepare()
-    print("| defect | programs | with the repair |\n|---|---|---|", flush=True)
+    print("| defects | ranks | programs that could show one | programs until one did | with the repair |")
+    print("|---|---|---|---|---|", flush=True)
     counts: list[float] = []
-    for id in ids:
-        count, repaired = _search(id, options.programs, options.seed)
-        counts.append(count)
-        print(f"| `{id}` | {_shown(count)} | {repaired} |", flush=True)
+    for ids in groups.values():
+        row = _search(ids, options.programs, options.seed)
+        counts.append(row.count)
+        cells = (", ".join(f"`{id}`" for id in ids), row.world_size, row.able, _shown(row.count), row.repaired)
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
     found = sum(each < float("inf") for each in counts)
     print(
-        f"\n{found} of {len(ids)} found within {options.programs} programs; median {_shown(statistics.median(counts))}"
+        f"\n{found} of {len(groups)} within {options.programs} programs; median {_shown(statistics.median_low(counts))}"
     )
     return 0
+
+
+@dataclass(frozen=True)
+class _Row:
+    world_size: int
+    able: int  # the programs of the search's seeds that the rewriting changes
+    count: float
+    repaired: str = ""
 
 
 def _shown(count: float) -> str:
     return f"{count:.0f}" if count < float("inf") else "not found"
 
 
-def _search(id: str, programs: int, seed: int) -> tuple[float, str]:
-    """The number of programs until the defect was found, and how its program ends in a torch with the repair."""
+def _search(ids: Sequence[str], programs: int, seed: int) -> _Row:
+    """Search with the fewest ranks whose programs can show one of the defects."""
+    from torch_fsdp_tests.explore import known
     from torch_fsdp_tests.explore.ranks import Crew
     from torch_fsdp_tests.explore.search import Search, Settings, explanation
 
-    settings = Settings(PROGRAM_LIMIT * programs, seed, with_known=(id,), most=programs, shrinks=False)
-    if id.startswith("fsdp1"):
-        settings.demanded = ("fsdp1",)
-    else:
-        settings.without = ("fsdp1",)
+    able = 0
+    for world_size in (2, 4):
+        settings = Settings(PROGRAM_LIMIT * programs, seed, world_size, with_known=tuple(ids), most=programs)
+        settings.shrinks = False
+        if ids[0].startswith("fsdp1"):
+            settings.demanded = ("fsdp1",)
+        else:
+            settings.without = ("fsdp1",)
+        search = Search(settings)
+        able = sum(known.REWRITINGS[ids[0]](each) != each for each in (search.next_program() for _ in range(programs)))
+        if able:
+            break
     search = Search(settings)
-    crew = Crew(2)
+    crew = Crew(world_size)
     try:
         for finding in search.findings():
-            if finding.is_confirmed and explanation(finding.program, finding.result, crew, [id]):
-                return search.programs, _repaired(id, finding.program.as_json())
+            if finding.is_confirmed and explanation(finding.program, finding.result, crew, ids[:1]):
+                repaired = _repaired(ids, finding.program.as_json())
+                return _Row(world_size, able, search.programs, repaired)
     finally:
         search.close()
         crew.close()
-    return float("inf"), ""
+    return _Row(world_size, able, float("inf"))
 
 
-def _repaired(id: str, program: str) -> str:
+def _repaired(ids: Sequence[str], program: str) -> str:
     texts = [(REPAIRED / name).read_text(encoding="utf-8") for name in ("patches.txt", "repairs.py")]
-    if not re.search(rf"\b{id}\b", "".join(texts)):
+    if not all(re.search(rf"\b{id}\b", "".join(texts)) for id in ids):
         return "no repair"
     paths = [str(REPAIRED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"REPAIRED_DEFECTS": id, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"REPAIRED_DEFECTS": " ".join(ids), "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory(prefix="rediscovery-") as folder:
         path = Path(folder, "program.json")
         path.write_text(program, encoding="utf-8")
