@@ -7,6 +7,7 @@ them. The namespaces share the files and the processes of the machine, but no pa
 import contextlib
 import os
 import shutil
+import string
 import subprocess
 import tempfile
 import unittest
@@ -22,7 +23,7 @@ def ip(*words: str) -> None:
 
 
 def remove_what_killed_runs_left() -> None:
-    for path in NAMESPACES.glob(f"{MARK}[0-9]*[ab]"):
+    for path in NAMESPACES.glob(f"{MARK}[0-9]*[a-z]"):
         if not Path("/proc", path.name[len(MARK) : -1]).exists():
             with contextlib.suppress(subprocess.CalledProcessError):  # another run was faster
                 ip("netns", "delete", path.name)
@@ -35,9 +36,11 @@ class TwoHosts:
     names.
     """
 
+    _letters = iter(string.ascii_lowercase)
+
     def __init__(self, network: str, resolve: bool = False) -> None:
         # The name of a host's namespace is that of its interface, too. Runs at the same time have names of their own.
-        self.devices = (f"{MARK}{os.getpid()}a", f"{MARK}{os.getpid()}b")
+        self.devices = (f"{MARK}{os.getpid()}{next(self._letters)}", f"{MARK}{os.getpid()}{next(self._letters)}")
         self.addresses = (f"{network}.1", f"{network}.2")
         self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
         known = [f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)]
@@ -64,10 +67,6 @@ class TwoHosts:
             ip("link", "set", device, "netns", device)
             ip("-n", device, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", device, "link", "set", "lo", "up")
-        self.connect()
-
-    def connect(self) -> None:
-        """Take the link up, if a test has taken it down."""
         for device in self.devices:
             ip("-n", device, "link", "set", device, "up")
 

@@ -2,6 +2,7 @@
 
 import functools
 import subprocess
+import sys
 
 from hosts import NAMES, TwoHosts
 from launches import LOST, TORCHRUN, WELL, Node, SuiteRun
@@ -12,50 +13,58 @@ PORT = 29511
 LINK_IS_DOWN = {"hosta": "ok", "hostb": "lost"}
 SILENCE = 30  # seconds until a lost machine must be noticed
 SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
-_begun: list[SuiteRun] = []
-_hosts: TwoHosts
+_hosts: TwoHosts  # whose link goes down
+_others: TwoHosts
 
 
 def setUpModule():
-    global _hosts
-    _hosts = TwoHosts("10.213.7")
+    global _hosts, _others
+    _hosts, _others = TwoHosts("10.213.7"), TwoHosts("10.213.8")
 
 
 def tearDownModule():
-    for run in _begun:
+    for run in begun() if begun.cache_info().currsize else ():
         run.stop()
-    _hosts.close()
+    for hosts in (_hosts, _others):
+        hosts.close()
 
 
-def nodes(port: int, **variables: str) -> list[Node]:
+def torchruns() -> list[Node]:
     """Two ranks on each host, and the harness finds the interface."""
     launchers = []
     for host, (device, address) in enumerate(zip(_hosts.devices, _hosts.addresses, strict=True)):
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(host)]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{port}"]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{PORT}"]
         # Otherwise torchrun looks up the address of its own name, which does not resolve.
         torchrun += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", address]
-        launchers.append(Node(torchrun, _hosts.prefix(host), {"LINK": device, **variables}))
+        launchers.append(Node(torchrun, _hosts.prefix(host), {"LINK": device}))
     return launchers
 
 
+def by_hand(**variables: str) -> list[Node]:
+    """One rank on each host, without a program that launches them."""
+    common = {"TORCH_FSDP_TESTS_LAUNCHED": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables}
+    common |= {"MASTER_ADDR": _others.addresses[0], "MASTER_PORT": str(PORT)}
+    return [Node([sys.executable], _others.prefix(host), common | {"RANK": str(host)}) for host in range(2)]
+
+
 @functools.cache
-def rounds() -> SuiteRun:
-    """Two rounds. In the second a test fails at the last rank."""
-    run = SuiteRun(["fails_in_turn"], *nodes(PORT + 1, EVERY="2"), arguments=["--repeat", "2"])
-    _begun.append(run)
-    return run.end()
+def begun() -> tuple[SuiteRun, SuiteRun]:
+    """A run in which the link goes down in the last file that begins. And two rounds with a test that fails in the
+    second, at the last rank.
+    """
+    lost = SuiteRun(["well", "process_dies", "link_goes_down", "well"], *torchruns())
+    return lost, SuiteRun(["fails_in_turn"], *by_hand(EVERY="2"), arguments=["--repeat", "2"])
 
 
 @functools.cache
 def lost() -> SuiteRun:
-    """The link goes down in the last file that begins."""
-    run = SuiteRun(["well", "process_dies", "link_goes_down", "well"], *nodes(PORT))
-    _begun.append(run)
-    try:
-        return run.end(nodes=1)
-    finally:
-        _hosts.connect()
+    return begun()[0].end(nodes=1)
+
+
+@functools.cache
+def rounds() -> SuiteRun:
+    return begun()[1].end()
 
 
 class TestTwoHosts(TestCase):
@@ -99,7 +108,7 @@ class TestTwoHosts(TestCase):
         self.assertEqual(told, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
         self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
         self.assertIn("hostb is suspect: 1 failure began there, while the other hosts were well", run.text)
-        words = r"failed in 1 of 2 rounds \(round 2\): rank 3 on hostb raised RuntimeError: the weather is bad"
+        words = r"failed in 1 of 2 rounds \(round 2\): rank 1 on hostb raised RuntimeError: the weather is bad"
         self.assertRegex(run.text, words)
         self.assertEqual(run.left, [])
 

@@ -8,14 +8,17 @@ from launches import LOST, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 RANKS = 3
-STANDALONE = Node([*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)])
+
+
+def standalone(ranks: int) -> Node:
+    return Node([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)])
 
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
     """A run with each fault of a file, and last the loss of an agent, which ends the run; and a run that waits."""
     files = ["ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "agent_dies", "well"]
-    return SuiteRun(files, STANDALONE), SuiteRun(["waits", "well"], STANDALONE)
+    return SuiteRun(files, standalone(RANKS)), SuiteRun(["waits", "well"], standalone(2))
 
 
 def tearDownModule():

@@ -155,19 +155,19 @@ def tearDownModule():
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
     """A run with a file of each kind of tests, and last the loss of an agent: srun itself does not end a job then. And
-    a run that waits. Both have two ranks on each host.
+    a run that waits.
     """
-    jobs = {"faults": ["well", "agent_dies", "well"], "waits": ["waits", "well"]}
+    jobs = {("faults", 2): ["well", "agent_dies", "well"], ("waits", 1): ["waits", "well"]}
     faults, waits = (
         SuiteRun(
             files,
             Node(
-                ["srun", f"--job-name={name}", "--nodes=2", "--ntasks-per-node=2", sys.executable],
+                ["srun", f"--job-name={name}", "--nodes=2", f"--ntasks-per-node={ranks}", sys.executable],
                 _slurm.hosts.prefix(0),
                 _slurm.variables,
             ),
         )
-        for name, files in jobs.items()
+        for (name, ranks), files in jobs.items()
     )
     return faults, waits
 
