@@ -47,6 +47,89 @@ def draw(seed):
 assert draw(3).equal(draw(3)) and not draw(3).equal(draw(4))
 assert torch.accelerator.current_accelerator() == torch.device("abacus")
 """
+LATE = """
+import torch
+import torch.distributed as dist
+abacus, side = torch.abacus, torch.abacus.Stream()
+abacus.set_device(0)
+ones = lambda: torch.ones(1000, device="abacus")
+mean = lambda tensor: tensor.mean().item()
+
+def read(waits):  # on one stream, what another one computes
+    sums = ones().add_(1)
+    if waits:
+        side.wait_stream(abacus.current_stream())
+    with abacus.stream(side):
+        return mean(sums)
+
+assert read(waits=True) == 2 and read(waits=False) != 2
+
+def use(records):  # on one stream, memory that another one frees
+    freed = ones()
+    side.wait_stream(abacus.current_stream())
+    with abacus.stream(side):
+        sums = freed + 1
+    if records:
+        freed.record_stream(side)
+    del freed
+    assert mean(torch.full((1000,), 5.0, device="abacus")) == 5
+    with abacus.stream(side):
+        return mean(sums)
+
+assert use(records=True) == 2 and use(records=False) == 6
+
+device, pinned, pageable = ones(), torch.zeros(1000, pin_memory=True), torch.zeros(1000)
+pinned.copy_(device, non_blocking=True)
+copied = torch.Event("abacus")
+copied.record()
+assert pinned.sum() == 0 and not copied.query()
+pageable.copy_(device, non_blocking=True)
+assert pageable.sum() == 1000 and copied.query()
+pinned.fill_(2)
+device.copy_(pinned, non_blocking=True)
+pinned.fill_(3)
+assert mean(device) == 3
+device.copy_(pageable, non_blocking=True)
+pageable.fill_(4)
+assert mean(device) == 1
+copied.record()
+device.add_(1)
+copied.synchronize()
+assert copied.query() and (abacus.pending() == 1 or POLICY != "last")
+assert torch.empty(1000, device="abacus").isnan().all()
+assert ones().nonzero().numel() == 1000 and abacus.synchronized_operators()["aten::nonzero"] == 1
+
+dist.init_process_group("ledger", rank=0, world_size=1, store=dist.HashStore())
+
+def gather(waits):  # what one stream computes
+    given, gathered = ones(), torch.zeros(1000, device="abacus")
+    abacus.synchronize()
+    given.add_(1)
+    if waits:
+        side.wait_stream(abacus.current_stream())
+    with abacus.stream(side):
+        work = dist.all_gather_into_tensor(gathered, given, async_op=True)
+        assert abacus.pending() > 0
+        if waits:
+            work.wait()
+        return mean(gathered)
+
+assert gather(waits=True) == 2 and gather(waits=False) == 0
+
+def write(waits):  # what a collective reads
+    given, gathered = ones(), torch.zeros(1000, device="abacus")
+    work = dist.all_gather_into_tensor(gathered, given, async_op=True)
+    if waits:
+        work.wait()
+    given.fill_(5)
+    work.wait()
+    return mean(gathered)
+
+assert write(waits=True) == 1
+if POLICY == "last":
+    assert write(waits=False) == 5
+dist.destroy_process_group()
+"""
 
 
 def why_not() -> str | None:
@@ -74,6 +157,20 @@ class TestAbacus(TestCase):
     def test_device_differs_from_the_host(self):
         done = run("-c", DIFFERS)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_late_streams_show_missing_waits(self):
+        """Each missing wait gives a wrong number, and right ones give the right number."""
+        for policy in ("last", "0", "1", "2"):
+            with self.subTest(policy=policy):
+                done = run("-W", "ignore", "-c", f"POLICY = {policy!r}\n{LATE}", ABACUS_LATE=policy)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_whole_files_run_on_late_streams(self):
+        for policy in ("last", "1"):
+            with self.subTest(policy=policy):
+                done = run(ROOT / "run_test.py", "-i", FILES[0], "--ranks", "2", ABACUS_LATE=policy)
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                self.assertRegex(done.stdout, re.compile(r"^[1-9]\d+ passed, 0 failed, 0 skipped$", re.MULTILINE))
 
     def test_whole_files_run_on_it(self):
         done = run(ROOT / "run_test.py", "-i", *FILES)

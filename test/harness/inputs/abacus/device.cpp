@@ -1,4 +1,5 @@
-// A device that torch can tell from the host in every way. Its memory is the host's.
+// A device that torch can tell from the host in every way. Its memory is the host's. Its streams do nothing, and all work
+// is done at once, unless ABACUS_LATE is set: see late.h.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -17,8 +18,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include "late.h"
+
 #include <atomic>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 
 namespace {
@@ -32,7 +36,15 @@ thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMost] = {};
 std::atomic<bool> used{false}; // true after a device was chosen or its memory was allocated
 std::atomic<c10::StreamId> last_stream{0};
-std::atomic<int64_t> allocated[kMost], peak[kMost], allocations[kMost];
+std::atomic<int64_t> allocated[kMost], peak[kMost], allocations[kMost], reserved[kMost];
+
+late::Stream stream_here(c10::DeviceIndex device) {
+  return {device, streams[device]};
+}
+
+late::Stream key_of(const c10::Stream& stream) {
+  return {stream.device_index(), stream.id()};
+}
 
 // ---- memory
 
@@ -40,6 +52,8 @@ struct Block {
   void* data;
   size_t size;
   c10::DeviceIndex device;
+  late::Stream stream; // on which it was allocated
+  std::set<late::Stream> users; // that were passed to record_stream
 };
 
 void count(c10::DeviceIndex device, int64_t bytes) {
@@ -49,9 +63,101 @@ void count(c10::DeviceIndex device, int64_t bytes) {
   }
 }
 
+// Where streams are late, freed memory stays here. The next allocation on the stream where it was allocated may have it at
+// once, although tasks may still use it: the tasks of its next owner come later on the same stream. Only streams that were
+// passed to record_stream must have done first what they were given. The next owner finds poison.
+class Pool {
+ public:
+  Block* take(size_t size, c10::DeviceIndex device) {
+    const auto stream = stream_here(device);
+    Block* block = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      reclaim();
+      auto& blocks = free_[stream];
+      if (const auto found = blocks.lower_bound(size); found != blocks.end() && found->first <= 2 * size) {
+        const auto latest = std::prev(blocks.upper_bound(found->first));
+        block = latest->second;
+        blocks.erase(latest);
+      }
+    }
+    auto& queue = *late::queue();
+    if (block == nullptr) {
+      block = new Block{std::aligned_alloc(kBlock, size), size, device, stream, {}};
+      TORCH_CHECK(block->data != nullptr, "abacus is out of memory");
+      reserved[device] += static_cast<int64_t>(size);
+    } else if (queue.tail(stream) != 0) {
+      queue.add(stream, [block] { std::memset(block->data, kPoison, block->size); });
+      return block;
+    }
+    std::memset(block->data, kPoison, block->size);
+    return block;
+  }
+
+  void give(Block* block) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<late::Id> last;
+    for (const auto& user : block->users) {
+      last.push_back(late::queue()->tail(user));
+    }
+    block->users.clear();
+    kept_.emplace_back(block, std::move(last));
+    reclaim();
+  }
+
+  void record(Block* block, late::Stream stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (block != nullptr && stream != block->stream) {
+      block->users.insert(stream);
+    }
+  }
+
+  void empty() {
+    for (c10::DeviceIndex device = 0; device < visible; ++device) {
+      late::queue()->force_device(device);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    reclaim();
+    for (auto& [stream, blocks] : free_) {
+      for (auto& [size, block] : blocks) {
+        reserved[block->device] -= static_cast<int64_t>(size);
+        std::free(block->data);
+        delete block;
+      }
+    }
+    free_.clear();
+  }
+
+ private:
+  void reclaim() {
+    std::erase_if(kept_, [&](auto& each) {
+      auto& [block, last] = each;
+      std::erase_if(last, [](late::Id id) { return !late::queue()->is_open(id); });
+      if (last.empty()) {
+        free_[block->stream].emplace(block->size, block);
+      }
+      return last.empty();
+    });
+  }
+
+  static constexpr int kPoison = 0xFF; // a floating-point number of such bytes is NaN
+  std::mutex mutex_;
+  std::map<late::Stream, std::multimap<size_t, Block*>> free_;
+  std::vector<std::pair<Block*, std::vector<late::Id>>> kept_; // by streams that were passed to record_stream
+};
+
+Pool& pool = *new Pool;
+
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  if (block == nullptr) {
+    return;
+  }
   count(block->device, -static_cast<int64_t>(block->size));
+  if (late::queue() != nullptr) {
+    pool.give(block);
+    return;
+  }
   std::free(block->data);
   delete block;
 }
@@ -63,39 +169,72 @@ struct Memory final : c10::Allocator {
       return {nullptr, nullptr, &release, device};
     }
     const size_t size = (bytes + kBlock - 1) / kBlock * kBlock;
-    void* data = std::aligned_alloc(kBlock, size);
-    TORCH_CHECK(data != nullptr, "abacus is out of memory");
     used = true;
     allocations[current]++;
+    if (late::queue() != nullptr) {
+      auto* block = pool.take(size, current);
+      count(current, block->size);
+      return {block->data, block, &release, device};
+    }
+    void* data = std::aligned_alloc(kBlock, size);
+    TORCH_CHECK(data != nullptr, "abacus is out of memory");
     count(current, size);
-    return {data, new Block{data, size, current}, &release, device};
+    return {data, new Block{data, size, current, {}, {}}, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr;
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
+    if (late::queue() != nullptr) {
+      late::queue()->force_device(current);
+    }
     default_copy_data(to, from, bytes);
   }
 };
 
 Memory memory;
 
+struct Pinned {
+  size_t size;
+  int users = 0; // late copies
+  bool freed = false;
+};
+
 std::mutex pinned_mutex;
-std::unordered_map<void*, size_t> pinned;
+std::unordered_map<void*, Pinned> pinned;
+
+void forget_unused(void* data) {
+  const auto found = pinned.find(data);
+  if (found->second.freed && found->second.users == 0) {
+    pinned.erase(found);
+    std::free(data);
+  }
+}
 
 void unpin(void* data) {
-  {
-    std::lock_guard<std::mutex> lock(pinned_mutex);
-    pinned.erase(data);
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned.at(data).freed = true;
+  forget_unused(data);
+}
+
+// The start of the pinned memory that an address is in, or null.
+void* find_pinned(const void* data) {
+  for (const auto& [start, each] : pinned) {
+    if (data >= start && data < static_cast<const char*>(start) + std::max<size_t>(each.size, 1)) {
+      return start;
+    }
   }
-  std::free(data);
+  return nullptr;
 }
 
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = std::aligned_alloc(kBlock, std::max((bytes + kBlock - 1) / kBlock * kBlock, kBlock));
+    if (late::queue() != nullptr) {
+      std::memset(data, 0xFF, bytes);
+    }
     std::lock_guard<std::mutex> lock(pinned_mutex);
-    pinned[data] = bytes;
+    pinned[data] = Pinned{bytes};
     return {data, data, &unpin, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -108,7 +247,12 @@ struct PinnedMemory final : c10::Allocator {
 
 PinnedMemory pinned_memory;
 
-// ---- devices and streams: all work is done at once
+// ---- devices and streams
+
+struct Event {
+  double recorded; // in milliseconds
+  late::Id task;
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -158,27 +302,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<double*>(event);
+    delete static_cast<Event*>(event);
   }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) {
-      *event = new double;
+      *event = new Event;
     }
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    *static_cast<double*>(*event) = std::chrono::duration<double, std::milli>(now).count();
+    static_cast<Event*>(*event)->recorded = std::chrono::duration<double, std::milli>(now).count();
+    static_cast<Event*>(*event)->task = late::queue() == nullptr ? 0 : late::queue()->tail(key_of(stream));
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
+  void block(void* event, const c10::Stream& stream) const override {
+    if (late::queue() != nullptr && event != nullptr) {
+      late::queue()->wait(key_of(stream), static_cast<Event*>(event)->task);
+    }
   }
-  void synchronizeEvent(void*) const override {}
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    return late::queue() == nullptr || event == nullptr || late::queue()->done(static_cast<Event*>(event)->task);
   }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeEvent(void* event) const override {
+    if (late::queue() != nullptr && event != nullptr) {
+      late::queue()->force(static_cast<Event*>(event)->task);
+    }
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return late::queue() == nullptr || late::queue()->done(late::queue()->tail(key_of(stream)));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (late::queue() != nullptr) {
+      late::queue()->force(late::queue()->tail(key_of(stream)));
+    }
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    if (late::queue() != nullptr) {
+      late::queue()->force_device(device);
+    }
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    pool.record(static_cast<Block*>(data.get_context()), key_of(stream));
+  }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    return *static_cast<double*>(to) - *static_cast<double*>(from);
+    return static_cast<Event*>(to)->recorded - static_cast<Event*>(from)->recorded;
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(visible);
@@ -282,12 +446,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   bool isPinnedPtr(const void* data) const override {
     std::lock_guard<std::mutex> lock(pinned_mutex);
-    for (const auto& [start, size] : pinned) {
-      if (data >= start && data < static_cast<const char*>(start) + std::max<size_t>(size, 1)) {
-        return true;
-      }
-    }
-    return false;
+    return find_pinned(data) != nullptr;
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {
     return &pinned_memory;
@@ -300,7 +459,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     auto* impl = storage.unsafeGetStorageImpl();
     auto data = memory.allocate(size);
     if (const size_t kept = std::min(size, impl->nbytes())) {
-      std::memcpy(data.get(), impl->data(), kept);
+      const auto copy = [to = data.get(), from = impl->data(), kept] { std::memcpy(to, from, kept); };
+      if (late::queue() != nullptr) {
+        late::queue()->add(stream_here(current), copy);
+      } else {
+        copy();
+      }
     }
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(size);
@@ -311,10 +475,24 @@ Hooks hooks;
 
 // ---- operations
 
-// The same memory as a tensor of the host, which keeps the tensor alive.
+bool is_here(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kType;
+}
+
+// The same memory as a tensor of the host. It does not keep the memory.
+at::Tensor bare(const at::Tensor& tensor) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
+  return at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+}
+
+// The same memory as a tensor of the host, which keeps the tensor alive. The memory of a late stream stays in its pool.
 at::Tensor on_host(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().type() != kType) {
+  if (!is_here(tensor)) {
     return tensor;
+  }
+  if (late::queue() != nullptr) {
+    return bare(tensor);
   }
   at::AutoDispatchBelowADInplaceOrView below;
   auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
@@ -370,8 +548,41 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  on_host(to).copy_(on_host(from));
+// Copies to and from pinned memory may be late, and the host waits for others.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  auto* queue = late::queue();
+  if (queue == nullptr) {
+    on_host(to).copy_(on_host(from));
+    return to;
+  }
+  const auto device = (is_here(from) ? from : to).device().index();
+  const auto target = (is_here(to) ? to : from).device().index();
+  if (device != target) { // both devices take part
+    queue->wait(stream_here(device), queue->tail(stream_here(target)));
+  }
+  void* start = nullptr;
+  const bool with_host = !is_here(from) || !is_here(to);
+  if (with_host && non_blocking) {
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    start = find_pinned((is_here(from) ? to : from).data_ptr());
+    if (start != nullptr) {
+      pinned[start].users++;
+    }
+  }
+  const auto task = queue->add(stream_here(device), [start, from = bare(from), to = bare(to)] {
+    to.copy_(from);
+    if (start != nullptr) {
+      std::lock_guard<std::mutex> lock(pinned_mutex);
+      pinned[start].users--;
+      forget_unused(start);
+    }
+  });
+  if (with_host && start == nullptr) {
+    queue->force(task);
+  }
+  if (device != target) {
+    queue->wait(stream_here(target), task);
+  }
   return to;
 }
 
@@ -383,6 +594,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  if (late::queue() != nullptr) {
+    late::queue()->force(late::queue()->tail(stream_here(tensor.device().index())));
+  }
   return on_host(tensor).item();
 }
 
@@ -450,6 +664,220 @@ bool has_compatible_type(const at::Tensor& tensor, const at::Tensor& source) {
   return dense(tensor) && dense(source);
 }
 
+// What a late operator is given: ``change`` replaces the tensors, and ``device`` the devices.
+c10::IValue changed(
+    const c10::IValue& value, const std::function<at::Tensor(const at::Tensor&)>& change, c10::Device device) {
+  if (value.isTensor()) {
+    return change(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    std::vector<at::Tensor> made;
+    for (const at::Tensor& each : value.toTensorVector()) {
+      made.push_back(change(each));
+    }
+    return made;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> made;
+    for (const auto& each : value.toOptionalTensorVector()) {
+      made.push_back(each.has_value() ? std::make_optional(change(*each)) : std::nullopt);
+    }
+    return made;
+  }
+  return value.isDevice() ? c10::IValue(device) : value;
+}
+
+// All tensors in values that an operator takes or gives.
+std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> values) {
+  std::vector<at::Tensor> found;
+  const auto note = [&](const at::Tensor& tensor) {
+    found.push_back(tensor);
+    return tensor;
+  };
+  for (const auto& value : values) {
+    changed(value, note, c10::kCPU);
+  }
+  return found;
+}
+
+// A tensor of which a late operator reads what it holds now: numbers, and the host's tensors.
+at::Tensor as_operand(const at::Tensor& tensor) {
+  if (!tensor.defined() || is_here(tensor)) {
+    return tensor.defined() ? bare(tensor) : tensor;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto copy = tensor.clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+at::Tensor as_meta(const at::Tensor& tensor) {
+  if (!is_here(tensor)) {
+    return tensor;
+  }
+  return at::Tensor(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
+}
+
+std::mutex synchronized_mutex;
+std::map<std::string, int64_t> synchronized; // operators that could not be late, and how often
+
+// Give an operator to the current stream, and replace its arguments by its results, whose values come later. Return false
+// if it cannot be late: it gives views or something else than tensors, or nothing but the values tells how large they are.
+bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t base = stack->size() - schema.arguments().size();
+  const auto given = c10::ArrayRef<c10::IValue>(*stack).slice(base);
+  if (schema.name().rfind("aten::", 0) != 0) {
+    return false; // it may be in Python
+  }
+  std::optional<c10::Device> device;
+  for (const auto& tensor : tensors_in(given)) {
+    if (!tensor.defined()) {
+      continue;
+    }
+    if (tensor.layout() != c10::kStrided) {
+      return false;
+    }
+    if (!device && is_here(tensor)) {
+      device = tensor.device();
+    }
+  }
+  for (const auto& value : given) {
+    if (!device && value.isDevice() && value.toDevice().type() == kType) {
+      device = c10::Device(kType, Guard::index_of(value.toDevice()));
+    }
+  }
+  if (!device) {
+    return false;
+  }
+  bool fresh = false; // whether it gives new tensors
+  std::vector<size_t> written; // for each result, the argument that it is
+  for (const auto& result : schema.returns()) {
+    const auto* alias = result.alias_info();
+    if (alias == nullptr) {
+      const auto& type = *result.type();
+      if (!type.isSubtypeOf(*c10::TensorType::get()) && !type.isSubtypeOf(*c10::ListType::ofTensors())) {
+        return false;
+      }
+      fresh = true;
+      continue;
+    }
+    if (!alias->isWrite()) {
+      return false;
+    }
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto* other = schema.arguments()[i].alias_info();
+      if (other != nullptr && other->beforeSets() == alias->beforeSets()) {
+        written.push_back(i);
+      }
+    }
+  }
+  bool unsized = false; // whether the result of an out= operator is still empty
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    if (argument.alias_info() != nullptr) {
+      for (const auto& tensor : tensors_in(given.slice(i, 1))) {
+        if (tensor.defined() && !is_here(tensor)) {
+          return false;
+        }
+        unsized |= argument.is_out() && tensor.defined() && tensor.numel() == 0;
+      }
+    }
+  }
+  if (fresh && !written.empty()) {
+    return false;
+  }
+
+  torch::jit::Stack meta;
+  if (fresh || unsized) {
+    for (const auto& value : given) {
+      meta.push_back(changed(value, as_meta, c10::kMeta));
+    }
+    const auto outs = meta;
+    try {
+      at::AutoDispatchBelowADInplaceOrView below;
+      op.callBoxedForDispatchKey(c10::DispatchKey::Meta, meta);
+    } catch (const std::exception&) {
+      return false;
+    }
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (schema.arguments()[i].is_out()) {
+        const auto real = tensors_in(given.slice(i, 1)), found = tensors_in(c10::ArrayRef<c10::IValue>(outs).slice(i, 1));
+        for (size_t j = 0; j < real.size(); ++j) {
+          if (real[j].defined() && real[j].sizes() != found[j].sizes()) {
+            resize(real[j], c10::fromIntArrayRefSlow(found[j].sizes()), std::nullopt);
+          }
+        }
+      }
+    }
+  }
+  torch::jit::Stack operands;
+  for (const auto& value : given) {
+    operands.push_back(changed(value, as_operand, c10::kCPU));
+  }
+  torch::jit::Stack results;
+  std::vector<at::Tensor> targets;
+  if (fresh) {
+    c10::DeviceGuard guard(*device);
+    const auto make = [&](const at::Tensor& tensor) {
+      at::Tensor made;
+      if (tensor.defined()) {
+        made = at::Tensor(at::detail::empty_strided_generic(
+            tensor.sizes(), tensor.strides(), &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+            tensor.scalar_type()));
+      }
+      targets.push_back(made.defined() ? bare(made) : made);
+      return made;
+    };
+    for (const auto& value : meta) {
+      results.push_back(changed(value, make, *device));
+    }
+  } else {
+    for (const size_t i : written) {
+      results.push_back(given[i]);
+    }
+  }
+  std::vector<std::vector<int64_t>> sizes; // of what is written
+  for (const size_t i : written) {
+    for (const auto& tensor : tensors_in(given.slice(i, 1))) {
+      sizes.push_back(tensor.sizes().vec());
+    }
+  }
+  late::queue()->add(stream_here(device->index()), [op, sizes, operands = std::move(operands), targets] {
+    auto values = operands;
+    op.callBoxed(values);
+    const auto made = tensors_in(values);
+    if (targets.empty()) {
+      for (size_t i = 0; i < made.size(); ++i) {
+        TORCH_CHECK(made[i].sizes().equals(sizes[i]), "late ", op.schema(), ": its result has another size");
+      }
+      return;
+    }
+    TORCH_INTERNAL_ASSERT(made.size() == targets.size(), op.schema());
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (made[i].defined() && targets[i].defined()) {
+        TORCH_INTERNAL_ASSERT(made[i].sizes() == targets[i].sizes(), op.schema());
+        targets[i].copy_(made[i]);
+      }
+    }
+  });
+  torch::jit::drop(*stack, schema.arguments().size());
+  for (auto& result : results) {
+    stack->push_back(std::move(result));
+  }
+  return true;
+}
+
+// Give an operator of the host to the current stream.
+template <typename... Arguments>
+torch::jit::Stack deferred(const char* name, Arguments&&... arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
+  TORCH_CHECK(defer(op, &stack), name, " cannot be late");
+  return stack;
+}
+
 at::Tensor convolution(
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -460,6 +888,13 @@ at::Tensor convolution(
     bool transposed,
     c10::SymIntArrayRef output_padding,
     c10::SymInt groups) {
+  if (late::queue() != nullptr) {
+    return deferred(
+               "aten::convolution", input, weight, bias, C10_AS_INTARRAYREF_SLOW(stride),
+               C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
+               C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int())[0]
+        .toTensor();
+  }
   std::optional<at::Tensor> host_bias;
   if (bias.has_value()) {
     host_bias = on_host(*bias);
@@ -480,6 +915,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     c10::SymIntArrayRef output_padding,
     c10::SymInt groups,
     std::array<bool, 3> mask) {
+  if (late::queue() != nullptr) {
+    const auto made = deferred(
+        "aten::convolution_backward", grad, input, weight, std::vector<int64_t>{grad.size(1)},
+        C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
+        C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), std::vector<bool>(mask.begin(), mask.end()));
+    return {made[0].toTensor(), made[1].toTensor(), made[2].toTensor()};
+  }
   const std::vector<c10::SymInt> bias_sizes{grad.sym_size(1)};
   auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
       on_host(grad), on_host(input), on_host(weight), c10::SymIntArrayRef(bias_sizes), stride, padding, dilation,
@@ -488,7 +930,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {back(of_input), back(of_weight), back(of_bias)};
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  pool.record(static_cast<Block*>(tensor.storage().data_ptr().get_context()), key_of(stream));
+}
 
 // A device adds up, copies and joins only what is on it.
 void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
@@ -527,7 +971,14 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     break;
   }
-  at::native::cpu_fallback(op, stack);
+  if (late::queue() != nullptr) {
+    if (defer(op, stack)) {
+      return;
+    }
+    std::lock_guard<std::mutex> lock(synchronized_mutex);
+    synchronized[toString(op.operator_name())]++;
+  }
+  at::native::cpu_fallback(op, stack); // its copies to the host and back wait for the current stream
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -596,14 +1047,87 @@ class Done final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Work on a late stream. As with NCCL, a stream waits for it, not the host, and it keeps its tensors until then.
+class Late final : public c10d::Work {
+ public:
+  Late(late::Id task, c10::Stream stream, std::vector<at::Tensor> results, std::shared_ptr<void> kept, bool blocks)
+      : Work(-1, c10d::OpType::UNKNOWN),
+        task_(task),
+        stream_(stream),
+        results_(std::move(results)),
+        kept_(std::move(kept)),
+        blocks_(blocks) {}
+  bool wait(std::chrono::milliseconds) override {
+    if (blocks_) {
+      late::queue()->force(task_);
+    } else {
+      late::queue()->wait(stream_here(stream_.device_index()), task_);
+    }
+    kept_.reset();
+    return true;
+  }
+  void synchronize() override {
+    wait(::kNoTimeout);
+  }
+  bool isCompleted() override {
+    return late::queue()->done(task_);
+  }
+  bool isSuccess() const override {
+    return true;
+  }
+  std::vector<at::Tensor> result() override {
+    return results_;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (future_ == nullptr) {
+      const std::vector<c10::Device> devices{stream_.device()};
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+      const c10::StreamGuard guard(stream_);
+      future_->markCompleted(c10::IValue(results_));
+    }
+    return future_;
+  }
+
+ private:
+  const late::Id task_;
+  const c10::Stream stream_;
+  const std::vector<at::Tensor> results_;
+  std::shared_ptr<void> kept_;
+  const bool blocks_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
 class Ledger final : public c10d::Backend {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<std::vector<at::Tensor>>;
 
-  explicit Ledger(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  // ``shared`` is a file for all ranks of the group.
+  Ledger(c10::intrusive_ptr<c10d::Backend> gloo, const std::string& shared)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
+    if (late::queue() != nullptr) {
+      group_ = new late::Group{late::Demand::open(shared, getSize())};
+      late::queue()->serve(group_);
+    }
+  }
+
+  // Other ranks may need what was given to this one.
+  ~Ledger() override {
+    if (group_ == nullptr) {
+      return;
+    }
+    for (const auto& [device, stream] : own_streams_) {
+      try {
+        late::queue()->force(late::queue()->tail(key_of(stream)));
+      } catch (const std::exception& error) {
+        TORCH_WARN("ledger: ", error.what());
+      }
+    }
+    late::queue()->leave(group_);
+    munmap(group_->demand, sizeof(late::Demand));
+    delete group_;
+  }
 
   const std::string getBackendName() const override {
     return "ledger";
@@ -618,31 +1142,34 @@ class Ledger final : public c10d::Backend {
     return gloo_->getSequenceNumberForGroup();
   }
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    auto host = on_host(tensors);
-    return gloo_->broadcast(host, opts);
+    return give(tensors, {}, [gloo = gloo_, host = on_host(tensors), opts]() mutable {
+      return gloo->broadcast(host, opts);
+    });
   }
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    auto host = on_host(tensors);
-    auto summed = opts;
-    return averaged(host, summed, [&] { return gloo_->allreduce(host, summed); });
+    return averaged(tensors, {}, opts, [gloo = gloo_, host = on_host(tensors)](auto& summed) mutable {
+      return gloo->allreduce(host, summed);
+    });
   }
   Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-    auto host = on_host(tensors);
-    auto summed = opts;
-    return averaged(host, summed, [&] { return gloo_->allreduce_coalesced(host, summed); });
+    return averaged(tensors, {}, opts, [gloo = gloo_, host = on_host(tensors)](auto& summed) mutable {
+      return gloo->allreduce_coalesced(host, summed);
+    });
   }
   Work reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    auto host = on_host(tensors);
-    auto summed = opts;
-    return averaged(host, summed, [&] { return gloo_->reduce(host, summed); });
+    return averaged(tensors, {}, opts, [gloo = gloo_, host = on_host(tensors)](auto& summed) mutable {
+      return gloo->reduce(host, summed);
+    });
   }
   Work allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     return on_both(&Backend::allgather, outputs, inputs, opts);
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    auto out = on_host(output).view(-1); // gloo would cut it along its first dimension
-    auto in = on_host(input).view(-1);
-    return gloo_->_allgather_base(out, in, opts);
+    // gloo would cut it along its first dimension
+    return give(
+        {output}, {input}, [gloo = gloo_, out = on_host(output).view(-1), in = on_host(input).view(-1), opts]() mutable {
+          return gloo->_allgather_base(out, in, opts);
+        });
   }
   Work allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     return on_both(&Backend::allgather_coalesced, outputs, inputs, opts);
@@ -658,24 +1185,25 @@ class Ledger final : public c10d::Backend {
     return on_both(&Backend::scatter, outputs, inputs, opts);
   }
   Work reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    auto summed = opts;
-    return averaged(out, summed, [&] { return gloo_->reduce_scatter(out, in, summed); });
+    return averaged(
+        outputs, flat(inputs), opts,
+        [gloo = gloo_, out = on_host(outputs), in = on_host(inputs)](auto& summed) mutable {
+          return gloo->reduce_scatter(out, in, summed);
+        });
   }
   Work _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    Tensors out{on_host(output)};
-    auto in = on_host(input);
-    auto summed = opts;
-    return averaged(out, summed, [&] { return gloo_->_reduce_scatter_base(out[0], in, summed); });
+    return averaged(
+        {output}, {input}, opts, [gloo = gloo_, out = on_host(output), in = on_host(input)](auto& summed) mutable {
+          return gloo->_reduce_scatter_base(out, in, summed);
+        });
   }
   Work reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    auto summed = opts;
-    return averaged(out, summed, [&] { return gloo_->reduce_scatter_tensor_coalesced(out, in, summed); });
+    return averaged(
+        outputs, inputs, opts, [gloo = gloo_, out = on_host(outputs), in = on_host(inputs)](auto& summed) mutable {
+          return gloo->reduce_scatter_tensor_coalesced(out, in, summed);
+        });
   }
   Work alltoall_base(
       at::Tensor& output,
@@ -683,57 +1211,113 @@ class Ledger final : public c10d::Backend {
       std::vector<int64_t>& output_splits,
       std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& opts) override {
-    auto out = on_host(output);
-    auto in = on_host(input);
-    return gloo_->alltoall_base(out, in, output_splits, input_splits, opts);
+    return give(
+        {output}, {input},
+        [gloo = gloo_, out = on_host(output), in = on_host(input), output_splits, input_splits, opts]() mutable {
+          return gloo->alltoall_base(out, in, output_splits, input_splits, opts);
+        });
   }
   Work send(Tensors& tensors, int to, int tag) override {
-    auto host = on_host(tensors);
+    auto host = now(tensors);
     return gloo_->send(host, to, tag);
   }
   Work recv(Tensors& tensors, int from, int tag) override {
-    auto host = on_host(tensors);
+    auto host = now(tensors);
     return gloo_->recv(host, from, tag);
   }
   Work recvAnysource(Tensors& tensors, int tag) override {
-    auto host = on_host(tensors);
+    auto host = now(tensors);
     return gloo_->recvAnysource(host, tag);
   }
   Work barrier(const c10d::BarrierOptions& opts) override {
-    return gloo_->barrier(opts);
+    return give({}, {}, [gloo = gloo_, opts] { return gloo->barrier(opts); });
   }
 
  private:
+  static Tensors flat(const Tensors& tensors) {
+    return tensors;
+  }
+  static Tensors flat(const Lists& lists) {
+    Tensors made;
+    for (const auto& tensors : lists) {
+      made.insert(made.end(), tensors.begin(), tensors.end());
+    }
+    return made;
+  }
+
+  // Start a collective, or give it to the stream of this group, which goes on after the current stream.
+  template <typename Call>
+  Work give(Tensors outputs, Tensors inputs, Call call) {
+    if (group_ == nullptr) {
+      return call();
+    }
+    const auto index = outputs.empty() ? current : outputs[0].device().index();
+    auto found = own_streams_.find(index);
+    if (found == own_streams_.end()) {
+      found = own_streams_.emplace(index, Guard().getNewStream(c10::Device(kType, index), 0)).first;
+    }
+    const auto& stream = found->second;
+    auto kept = std::make_shared<std::pair<Tensors, Tensors>>(outputs, std::move(inputs));
+    auto& queue = *late::queue();
+    const auto run = [call, kept]() mutable { call()->wait(); };
+    const auto task = queue.add(key_of(stream), run, {queue.tail(stream_here(index))}, group_);
+    const bool blocks = outputs.empty();
+    return c10::make_intrusive<Late>(task, stream, std::move(outputs), std::move(kept), blocks);
+  }
+
+  // What the host gives to gloo itself. The host waits for it, too.
+  Tensors now(const Tensors& tensors) {
+    if (group_ == nullptr) {
+      return on_host(tensors);
+    }
+    Tensors made;
+    for (const auto& tensor : tensors) {
+      late::queue()->force(late::queue()->tail(stream_here(tensor.device().index())));
+      made.push_back(at::from_blob(
+          tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, tensor.options().device(c10::kCPU)));
+    }
+    std::lock_guard<std::mutex> lock(synchronized_mutex);
+    synchronized["c10d::send or c10d::recv"]++;
+    return made;
+  }
+
   template <typename Outputs, typename Inputs, typename Options>
   Work on_both(
       Work (Backend::*collective)(Outputs&, Inputs&, const Options&),
       Outputs& outputs,
       Inputs& inputs,
       const Options& opts) {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return (gloo_.get()->*collective)(out, in, opts);
+    return give(
+        flat(outputs), flat(inputs),
+        [gloo = gloo_, collective, out = on_host(outputs), in = on_host(inputs), opts]() mutable {
+          return (gloo.get()->*collective)(out, in, opts);
+        });
   }
 
   // gloo knows no average: sum, wait and divide.
   template <typename Options, typename Call>
-  Work averaged(Tensors& results, Options& opts, Call call) {
+  Work averaged(Tensors outputs, Tensors inputs, Options opts, Call call) {
     const bool mean = opts.reduceOp == c10d::ReduceOp::AVG;
     if (mean) {
       opts.reduceOp = c10d::ReduceOp::SUM;
     }
-    auto work = call();
-    if (!mean) {
-      return work;
-    }
-    work->wait();
-    for (auto& result : results) {
-      result.div_(getSize());
-    }
-    return c10::make_intrusive<Done>(results);
+    auto host = on_host(outputs);
+    return give(std::move(outputs), std::move(inputs), [call, opts, mean, host, size = getSize()]() mutable -> Work {
+      auto work = call(opts);
+      if (!mean) {
+        return work;
+      }
+      work->wait();
+      for (auto& result : host) {
+        result.div_(size);
+      }
+      return c10::make_intrusive<Done>(host);
+    });
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  late::Group* group_ = nullptr; // null if nothing is late
+  std::map<c10::DeviceIndex, c10::Stream> own_streams_;
 };
 
 } // namespace
@@ -753,7 +1337,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int index) { peak[index] = allocated[index].load(); });
   m.def("allocations", [](int index) { return allocations[index].load(); });
   m.def("generator", [](int index) { return hooks.getDefaultGenerator(static_cast<c10::DeviceIndex>(index)); });
-  m.def("ledger", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Ledger>(std::move(gloo));
+  m.def("memory_reserved", [](int index) { return late::queue() ? reserved[index].load() : allocated[index].load(); });
+  m.def("is_late", [] { return late::queue() != nullptr; });
+  m.def("pending", [] { return late::queue() ? late::queue()->size() : 0; });
+  m.def("synchronized_operators", [] {
+    std::lock_guard<std::mutex> lock(synchronized_mutex);
+    return synchronized;
+  });
+  const py::call_guard<py::gil_scoped_release> free;
+  m.def("synchronize", [](int index) { Guard().synchronizeDevice(static_cast<c10::DeviceIndex>(index)); }, free);
+  m.def(
+      "empty_cache",
+      [] {
+        if (late::queue() != nullptr) {
+          pool.empty();
+        }
+      },
+      free);
+  m.def("ledger", [](c10::intrusive_ptr<c10d::Backend> gloo, const std::string& shared) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Ledger>(std::move(gloo), shared));
   });
 }

@@ -1,7 +1,12 @@
-"""A separate device type: its own allocator, devices, streams and backend. Its memory is the host's."""
+"""A separate device type: its own allocator, devices, streams and backend. Its memory is the host's.
+
+With ``ABACUS_LATE``, streams run what they are given as late as their order allows. ``ABACUS_LATE=last`` takes what was
+given last first, and a number seeds another choice.
+"""
 
 import contextlib
 import os
+import tempfile
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -78,7 +83,7 @@ def memory_stats(device: _Device = None) -> dict[str, int]:
         "allocated_bytes.all.peak": _C.max_memory_allocated(index),
         "active_bytes.all.current": _C.memory_allocated(index),
         "active_bytes.all.peak": _C.max_memory_allocated(index),
-        "reserved_bytes.all.current": _C.memory_allocated(index),
+        "reserved_bytes.all.current": _C.memory_reserved(index),
         "reserved_bytes.all.peak": _C.max_memory_allocated(index),
         "num_alloc_retries": 0,
         "allocation.all.allocated": _C.allocations(index),
@@ -117,12 +122,15 @@ _module.__dict__.update(
     device_count=_C.device_count,
     current_device=_C.current_device,
     set_device=lambda which: _C.set_device(_index(which)),
-    synchronize=lambda device=None: None,
-    empty_cache=lambda: None,
+    synchronize=lambda device=None: _C.synchronize(_index(device)),
+    is_late=_C.is_late,  # whether streams do what they are given as late as they may
+    pending=_C.pending,  # how many tasks were given to streams and are not done
+    synchronized_operators=_C.synchronized_operators,  # those that could not be late, and how often
+    empty_cache=_C.empty_cache,
     memory_stats=memory_stats,
     memory_allocated=lambda device=None: _C.memory_allocated(_index(device)),
     max_memory_allocated=lambda device=None: _C.max_memory_allocated(_index(device)),
-    memory_reserved=lambda device=None: _C.memory_allocated(_index(device)),
+    memory_reserved=lambda device=None: _C.memory_reserved(_index(device)),
     max_memory_reserved=lambda device=None: _C.max_memory_allocated(_index(device)),
     reset_peak_memory_stats=lambda device=None: _C.reset_peak(_index(device)),
     mem_get_info=lambda device=None: ((1 << 34) - _C.memory_allocated(_index(device)), 1 << 34),
@@ -148,7 +156,19 @@ def _ledger(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
         taken = [int(store.get(f"device of rank {each}")) for each in range(size)]
         if len(set(taken)) < size:
             raise RuntimeError(f"ledger: ranks share a device; they use the devices {taken}")
-    return _C.ledger(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+    return _C.ledger(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _shared(store, rank))
+
+
+def _shared(store: dist.Store, rank: int) -> str:
+    """A file for all ranks of a late backend, which the last rank that opens it removes."""
+    if not _C.is_late():
+        return ""
+    if rank == 0:
+        file, path = tempfile.mkstemp()
+        os.truncate(file, 4096)
+        os.close(file)
+        store.set("shared memory", path)
+    return store.get("shared memory").decode()
 
 
 if dist.is_available():
