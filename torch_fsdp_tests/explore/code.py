@@ -181,6 +181,17 @@ def step(program: Program, index: int) -> str:
             mode = "inference_mode" if step.at == "inference" else "no_grad"
             before, after = ("model.eval()\n", "\nmodel.train()") if step.at == "eval" else ("", "")
             return f"{data}\n{before}with torch.{mode}():\n    output = model(x{skip}){after}"
+        case "transform":
+            function = f"lambda x: model(x{skip})"
+            lines = {
+                "vmap": [f"output = torch.vmap({function})(x)"],
+                "jvp": [f"output, derivative = torch.func.jvp({function}, (x,), (weights,))"],
+                "vjp": [
+                    f"output, pullback = torch.func.vjp({function}, x)",
+                    "(derivative,) = pullback(weights.to(output.dtype))",
+                ],
+            }
+            return "\n".join((data, *lines[step.at]))
         case "backward" if step.flag:
             return f"losses[{step.number:g}].backward(retain_graph=True)"
         case "backward":

@@ -126,6 +126,8 @@ def differences(
     data_rank = program.data_rank(rank)
     if forward is not None and output is not None:
         yield from compared("output", "the output", output.detach(), forward.outputs[data_rank].detach())
+    if reference.derivatives and subject.derivative is not None:
+        yield from compared("derivative", "derivative", subject.derivative.detach(), reference.derivatives[data_rank])
     for index, (mine, inputs) in enumerate(zip(subject.inputs(), reference.inputs)):
         right = inputs[data_rank]
         if (mine.grad is None) != (right.grad is None):

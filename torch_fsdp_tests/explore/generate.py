@@ -51,18 +51,22 @@ FEATURES = {
     "skips": "layers that a step leaves out",
     "state": "state dicts of the model and of the optimizer",
     "tp": "tensor parallelism over pairs of ranks",
+    "transforms": "torch.func.vjp, torch.func.jvp and torch.vmap of the model",
     "twice": "layers that run twice in one forward",
     "unused": "layers that only some ranks use",
     "unshard": "unshard and reshard by hand",
 }
 _EXCLUDES = {  # the features that a program cannot have beside another
     "dtypes": {"casts"},
-    "fsdp1": {"casts", "columns", "groups", "interruptions", "meta", "reduction", "replicate", "resharding", "scaling"},
+    "fsdp1": {
+        *("casts", "columns", "groups", "interruptions", "meta", "reduction", "replicate", "resharding", "scaling"),
+        "transforms",
+    },
     "ignored": {"low"},
     "meta": {"ignored", "shared"},
     "replicate": {"columns", "hsdp", "resharding"},
     "scaling": {"ignored"},
-    "tp": {"casts", "clipping", "columns", "fsdp1", "hsdp", "ignored", "low", "replicate", "shared"},
+    "tp": {"casts", "clipping", "columns", "fsdp1", "hsdp", "ignored", "low", "replicate", "shared", "transforms"},
 }
 _ATTEMPTS = 1000
 _NAMES = [letter + number for number in ("", "2", "3") for letter in "abcdefghijklmnopqrstuvwxyz"]
@@ -298,6 +302,9 @@ class _Generator:
             yield Step("unshard", choice.choice((*wrapped, "*")), flag=choice.random() < 0.5)
         if self.on("evaluation", 0.4):
             yield self._evaluation(program)
+        if self.on("transforms", 0.6):
+            transform = choice.choice(("vjp", "jvp", "vmap"))
+            yield Step("transform", transform, number=next(self.numbers), names=self._skipped(program))
         if self.on("freezing", 0.3) and names:
             yield Step("freeze", choice.choice(names), flag=choice.random() < 0.5)
         if self.on("edits", 0.3) and names:

@@ -34,6 +34,7 @@ NEEDS = {  # of features
     "unused": torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS,
     "interruptions": torch_facts.HAS_RESET_ITER_STATE,
     "replicate": torch_facts.REPLICATES_WITHOUT_SHARDS,
+    "transforms": torch_facts.RUNS_UNDER_FUNCTORCH,
     "tp": torch_facts.TP_KEEPS_REQUIRES_GRAD,
     "clipping": torch_facts.ADDS_NUMBERS_TO_NORMS_ONCE,
 }
@@ -199,6 +200,21 @@ def _all_ranks_use_the_last_layers(program: Program) -> Program:
 @_avoids("fsdp2_frozen_first_forward_ignores_reduce_dtype")
 def _nothing_frozen_becomes_trainable(program: Program) -> Program:
     return _without(program, "freeze") if program.param_dtype or program.reduce_dtype else program
+
+
+@_avoids("fsdp2_freezing_before_a_transform_raises")
+def _no_transform_after_freezing(program: Program) -> Program:
+    changed = False
+
+    def change(life: Lifecycle, step: Step) -> list[Step]:
+        nonlocal changed
+        if step.kind == "freeze":
+            changed = True
+        elif step.kind in ("forward", "evaluate") and not step.names and not step.at.startswith("inference"):
+            changed = False
+        return [] if step.kind == "transform" and changed else [step]
+
+    return each_step(program, change)
 
 
 @_avoids("fsdp2_reset_keeps_gradients_of_broken_backward")

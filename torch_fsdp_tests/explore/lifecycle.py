@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 
 from torch_fsdp_tests.explore.program import Layer, Program, Step
@@ -90,6 +91,8 @@ class Lifecycle:
             for inner, index in self._at.items()
             if f"{inner}.".startswith(f"{path}.")
         }
+        layers = list(program.all_layers())
+        self._has_derivatives = not any(layer.recompute or layer.kind == "counter" for layer in layers)
         self._trained = set(self.trainable)  # by any step up to now
 
     def problem(self, step: Step) -> str:
@@ -126,6 +129,8 @@ class Lifecycle:
                 return "reset_iter_state drops what other forwards have left"
             case "broken_backward" if self.pending or self.unreduced or self.has_gradients or self.program.scaler:
                 return "reset_iter_state drops what other backwards have left"
+            case "broken_backward" if not self._follows_training(step.at):
+                return "backward does not come to the layer"
             case "backward" | "broken_backward" | "input_gradient" if self.has_factor and not self.sums:
                 return "not every backend can divide in a reduction"
             case "forward" if step.odd and (not self.reduces_unused or any(map(self.in_units, step.odd))):
@@ -158,6 +163,10 @@ class Lifecycle:
                 return "model.to makes all dtypes one"
             case "freeze" if step.flag and len(self._dtypes_beside(step.at)) > 1:
                 return "a unit trains parameters of one dtype"
+            case "transform" if self.pending or self.unreduced or self.reduces_unused or not self.is_last:
+                return "a transform is no backward of what other forwards have left"
+            case "transform" if step.at != "vmap" and not self._has_derivatives:
+                return "torch.func supports neither activation checkpointing nor changes of buffers"
             case "clip" if not LOW.isdisjoint(self.program.own_dtypes):
                 return "the norm of each rank is rounded"
             case "clip" if self.unscaled:
@@ -189,6 +198,10 @@ class Lifecycle:
                 self.states = [SHARDED for _ in self.states]
             case "evaluate":
                 self._run(step)
+            case "transform":
+                self.gathered |= _units_in(self._run(step))
+                if step.at == "vjp":  # which runs a backward
+                    self.states = [UNKNOWN if self.keeps else SHARDED for _ in self.states]
             case "broken_backward":
                 self.gathered |= _units_in(self._run(step))
                 self.states = [SHARDED for _ in self.states]
@@ -319,6 +332,12 @@ class Lifecycle:
         layers = paths(self.program.layers)
         loose = {path for path, layer in layers if layer.kind == "loose"}
         return {path for name in self.trainable - tied for path in _above(name)} - loose
+
+    def _follows_training(self, name: str) -> bool:
+        """Whether a layer with a trainable parameter runs before this one."""
+        training = self._training_layers()
+        before = itertools.takewhile(lambda pair: pair[1].name != name, paths(self.program.layers))
+        return any(not layer.parts and resolved(self.program, path) in training for path, layer in before)
 
     def _gathered_in_backward(self, events: list[Event]) -> dict[tuple[str, int], set[int]]:
         """For each layer, the units that may be gathered when its backward begins.
@@ -502,7 +521,7 @@ def problem(program: Program) -> str:
         or not LOW.isdisjoint(program.own_dtypes)
         or not divided(program)
         or any(unit.reshard.isdigit() for unit in program.units)
-        or any(step.kind in ("clip", "cast") for step in program.steps)
+        or any(step.kind in ("clip", "cast", "transform") for step in program.steps)
     ):
         return "this is not explored together with tensor parallelism"
     if program.world_size % program.replicas:

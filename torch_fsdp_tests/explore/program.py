@@ -97,6 +97,7 @@ STEPS = {
     "save_optimizer": "save the optimizer's state dict ({at})",
     "load_optimizer": "load the optimizer's state dict that was saved last",
     "assign": "load the model's state dict that was saved last with assign=True, and make a new optimizer",
+    "transform": "torch.func.{at} of the model (data {number:g}, skip={names})",
     "cast": "model.to(torch.{at})",
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def model_of(program: Program, device: str) -> nn.Module:
     for name in program.frozen:
         attribute_at(model, name).requires_grad_(False)
     return model
+
+
+def _moderate(values: torch.Tensor) -> torch.Tensor:
+    if values.detach().abs().max() > LARGEST:
+        raise Invalid("the outputs become too large to be compared")
+    return values
 
 
 def attribute_at(model: nn.Module, path: str) -> Any:
@@ -97,6 +104,7 @@ class Reference:
         self.kept: list[dict[str, torch.Tensor]] = [{} for _ in self.models]  # gradients that wait for a reduction
         self.pending: list[Forward] = []
         self.inputs: list[list[torch.Tensor]] = []  # of each forward, if their gradients are compared
+        self.derivatives: list[torch.Tensor] = []  # of the outputs of all ranks, after a transform
         self.syncs = self.all_reduces = True
         self.reduces_unused = False
         self.factor: float | None = None
@@ -116,6 +124,7 @@ class Reference:
 
     def apply(self, step: Step) -> Forward | None:
         """Run a step. Raises :class:`Invalid` if a plain model cannot."""
+        self.derivatives = []
         try:
             with torch.random.fork_rng(devices=[]):
                 return getattr(self, f"_{step.kind}", self._nothing)(step)
@@ -136,14 +145,32 @@ class Reference:
             if self.program.inputs and step.kind == "forward":
                 forward.inputs.append(x.requires_grad_())
             skip = step.names + (step.odd if rank % 2 else ())
-            output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip)
-            if self.program.output_dtype:
-                output = output.to(dtype_of(self.program.output_dtype))
-            if output.detach().abs().max() > LARGEST:
-                raise Invalid("the outputs become too large to be compared")
-            forward.outputs.append(output)
+            output = self._output(model, skip, x)
+            forward.outputs.append(_moderate(output))
             loss = (output * weights).sum()
             forward.losses.append(loss if self.scaler is None else self.scaler.scale(loss))
+        return forward
+
+    def _output(self, model: nn.Module, skip: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
+        output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip)
+        return output.to(dtype_of(self.program.output_dtype)) if self.program.output_dtype else output
+
+    def _transform(self, step: Step) -> Forward:
+        self._take_parameters()
+        forward = Forward([], [], [])
+        for rank, model in enumerate(self.models):
+            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
+            run = functools.partial(self._output, model, step.names)
+            if step.at == "vmap":
+                output = torch.vmap(run)(x)
+            elif step.at == "jvp":
+                output, derivative = torch.func.jvp(run, (x,), (weights,))
+            else:
+                output, pullback = torch.func.vjp(run, x)
+                (derivative,) = pullback(weights.to(output.dtype))
+            if step.at != "vmap":
+                self.derivatives.append(_moderate(derivative.detach()))
+            forward.outputs.append(_moderate(output))
         return forward
 
     def _forward(self, step: Step) -> Forward | None:

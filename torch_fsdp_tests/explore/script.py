@@ -112,6 +112,7 @@ def _comparison(result: Result) -> Iterator[str]:
         return
     expression = {
         "output": "output",
+        "derivative": "derivative",
         "parameter": f"parameters[{name!r}]",
         "gradient": f"parameters[{name!r}].grad",
         "buffer": f"model.get_buffer({name!r})",

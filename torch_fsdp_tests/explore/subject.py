@@ -100,7 +100,7 @@ class Subject:
     def apply(self, index: int) -> torch.Tensor | None:
         """Run the step with this index, and return the output of a forward."""
         self._watch.begin(self.program.steps[index].kind == "forward")
-        self._space["output"] = None
+        self._space["output"] = self._space["derivative"] = None
         self._execute(code.step(self.program, index))
         return self._space["output"]
 
@@ -110,6 +110,11 @@ class Subject:
     @property
     def norm(self) -> torch.Tensor | None:
         return self._space.get("norm")
+
+    @property
+    def derivative(self) -> torch.Tensor | None:
+        """The derivative of the output, if the last step was a transform."""
+        return self._space["derivative"]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._space["model"].named_buffers())

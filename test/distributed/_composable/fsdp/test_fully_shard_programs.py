@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_gather, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -20,6 +20,7 @@ from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
 from torch_fsdp_tests.explore.reference import Reference
 from torch_fsdp_tests.explore.subject import Subject
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.installed_torch import torch_facts
 
 PROGRAMS = 30  # some seconds; ``python -m torch_fsdp_tests.explore`` runs as many as there is time for
 TRAINING = Program(
@@ -88,6 +89,22 @@ class TestPrograms(FSDPTest):
                 outcome = execution.run(each, self.rank, self.device.type)
                 self.assertEqual((outcome.what, outcome.step if outcome.what else -1), expected)
 
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
+    @skip_if_lt_x_gpu(2)
+    def test_wrong_derivative_is_noticed(self):
+        """Under ``vjp``, a unit that is not gathered rightly for the backward shows in the derivative alone."""
+        original, outputs = internals.all_gather(), []
+
+        def without_third(*args, **kwargs):
+            work = original(*args, **kwargs)
+            outputs.append(kwargs["output_tensor"] if "output_tensor" in kwargs else args[0])
+            return outputs[-1].zero_() if len(outputs) == 3 else work
+
+        program = TRAINING.but(steps=(Step("transform", "vjp", number=1),))
+        with patch_all_gather(without_third):
+            outcome = execution.run(program, self.rank, self.device.type)
+        self.assertEqual((outcome.what, len(outputs)), ("derivative", 3))
+
     @skip_if_lt_x_gpu(2)
     def test_unit_that_reshards_late_is_noticed(self):
         """A unit whose parameters are freed only after the whole backward is gathered while another one works."""
@@ -150,6 +167,17 @@ class TestFoundByPrograms(FSDPTest):
             fully_shard(module)
         model(torch.ones(1, 2, device=self.device)).sum().backward()
         self.assertEqual(model[1].weight.grad.shape, (0,))
+
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_freezing_before_a_transform_raises")
+    def test_frozen_model_runs_under_a_transform(self):
+        """The model has run before its parameter is frozen, and runs under ``vmap`` afterwards."""
+        linear = nn.Linear(2, 2, bias=False, device=self.device)
+        model = fully_shard(linear, reshard_after_forward=True)
+        x = torch.ones(1, 2, device=self.device)
+        model(x).sum().backward()
+        model.weight.requires_grad_(False)
+        self.assertEqual(torch.vmap(model)(x), x @ model.weight.full_tensor().T)
 
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_cast_after_first_forward_raises")
