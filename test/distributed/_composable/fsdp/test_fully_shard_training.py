@@ -367,6 +367,16 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         self.run_subtests(config, self._test_train_parity_multi_group)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(backwards=[1, 2])
+    def test_offloaded_gradients_are_there_after_backward(self, backwards):
+        """The host may read them at once, without waiting for the device. Those of a second backward are added."""
+        layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device), offload_policy=CPUOffloadPolicy())
+        for _ in range(backwards):
+            layer(torch.full((2, 4), self.rank + 1.0, device=self.device)).sum().backward()
+        gradient = layer.weight.grad.to_local().clone()
+        self.assertEqual(gradient, torch.full_like(gradient, backwards * (self.world_size + 1.0)))
+
+    @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
     def test_train_parity_multi_group_unshard_async_op(self):
         config = {"reshard_after_forward": [True], "unshard_async_op": [True], "late": delays()}
