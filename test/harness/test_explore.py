@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.explore import __main__ as command
 from torch_fsdp_tests.explore import execution, generate, known, ranks, record, script, search
 from torch_fsdp_tests.explore.execution import shape_of
@@ -90,6 +91,15 @@ class TestPrograms(TestCase):
         for seed in SEEDS:
             program = known.avoiding(generate.program_of(seed), known.REWRITINGS)
             self.assertEqual(problem(program), "", program.listing())
+
+    def test_rewritings_are_of_known_defects(self):
+        """The key of each is the id of a defect, and it changes some of the programs."""
+        self.assertLessEqual(known.REWRITINGS.keys(), {*registry.ids()})
+        programs = [generate.program_of(seed, 4) for seed in SEEDS]
+        for choice in map(random.Random, range(900)):
+            programs.append(search.varied(choice.choice(programs), choice.choice(programs), choice))
+        idle = {id for id, rewriting in known.REWRITINGS.items() if all(rewriting(each) == each for each in programs)}
+        self.assertEqual(idle, set())
 
     def test_variations_are_valid(self):
         for seed in range(60):

@@ -302,11 +302,11 @@ class _Generator:
             yield Step("unshard", choice.choice((*wrapped, "*")), flag=choice.random() < 0.5)
         if self.on("evaluation", 0.4):
             yield self._evaluation(program)
+        if self.on("freezing", 0.3) and names:
+            yield Step("freeze", choice.choice(names), flag=choice.random() < 0.5)
         if self.on("transforms", 0.6):
             transform = choice.choice(("vjp", "jvp", "vmap"))
             yield Step("transform", transform, number=next(self.numbers), names=self._skipped(program))
-        if self.on("freezing", 0.3) and names:
-            yield Step("freeze", choice.choice(names), flag=choice.random() < 0.5)
         if self.on("edits", 0.3) and names:
             yield Step("edit", choice.choice(names))
         if self.on("accumulation", 0.6):
