@@ -350,7 +350,8 @@ def gathered_bytes(group: Group) -> int:
     wholes = [getattr(each, "_unsharded_param", None) for each in attribute(group, "fsdp_params")]
     if getattr(attribute(group, "mesh_info"), "shard_mesh_size", 1) == 1:
         return 0
-    return sum(whole.untyped_storage().size() for whole in wholes if whole is not None)
+    parts = (getattr(whole, "_local_tensor", whole) for whole in wholes if whole is not None)  # of tensor parallelism
+    return sum(local.untyped_storage().size() for local in parts)
 
 
 def composable_apis(module: nn.Module) -> list[str]:
