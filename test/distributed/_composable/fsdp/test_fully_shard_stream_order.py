@@ -320,7 +320,7 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
     @skip_if_lt_x_gpu(4)
     @subtests(case=["several backwards", "offloaded", "two meshes", "tensor parallel"])
     def test_meshes(self, case):
-        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
 
         def shard_on_two_meshes(model):
             return shard_each([model[0], model[1]], mesh=mesh) and shard_each([model[2], model])
@@ -328,8 +328,8 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
         def shard_after_tensor_parallel(model):
             plan = {f"{index}.in_proj": ColwiseParallel() for index in range(3)}
             plan |= {f"{index}.out_proj": RowwiseParallel() for index in range(3)}
-            parallelize_module(model, mesh["replicate"], plan)
-            return shard_layers(model, mesh=mesh["shard"])
+            parallelize_module(model, mesh["inner"], plan)
+            return shard_layers(model, mesh=mesh["outer"])
 
         match case:
             case "several backwards":
