@@ -370,7 +370,8 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @subtests(backwards=[1, 2])
     def test_offloaded_gradients_are_there_after_backward(self, backwards):
         """The host may read them at once, without waiting for the device. Those of a second backward are added."""
-        layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device), offload_policy=CPUOffloadPolicy())
+        layer = nn.Linear(4, self.world_size, bias=False, device=self.device)
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
         for _ in range(backwards):
             layer(torch.full((2, 4), self.rank + 1.0, device=self.device)).sum().backward()
         gradient = layer.weight.grad.to_local().clone()
