@@ -176,9 +176,11 @@ class TestAbacus(TestCase):
         done = run(ROOT / "run_test.py", "-i", *FILES)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("device abacus, backend ledger, ranks 4, devices not shared", done.stdout.splitlines()[0])
-        (passed,) = re.findall(r"^(\d+) passed, 0 failed, \d+ skipped$", done.stdout, re.MULTILINE)
+        counts = re.findall(
+            r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch)", done.stdout, re.MULTILINE
+        )
         written = sum((ROOT / "test" / f"{file}.py").read_text().count("    def test_") for file in FILES)
-        self.assertGreaterEqual(int(passed), written)
+        self.assertGreaterEqual(sum(map(int, counts)), written)
 
     def test_ranks_share_a_single_device(self):
         done = run(ROOT / "run_test.py", "-i", FILES[-1], ABACUS_DEVICES="1")
