@@ -18,6 +18,7 @@ from typing import Any
 
 from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
 
+from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
@@ -659,7 +660,7 @@ class TestExploring(unittest.TestCase):
         """A missed mutant after an explorer that ends with these statuses, with the change and then without it."""
         remaining = iter(statuses)
 
-        def explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float) -> int | None:
+        def explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float = 0.0) -> int | None:
             self.assertEqual(hook.VARIABLE in environment, "--replay" not in arguments)
             status = next(remaining)
             if status == 1 and "--output" in arguments:
@@ -669,7 +670,7 @@ class TestExploring(unittest.TestCase):
             return status
 
         missed = Finding("module:function:negate:1", "module", "FSDP2", "negate", Outcome.MISSED)
-        with unittest.mock.patch.object(exploring, "_explore", explore):
+        with unittest.mock.patch.object(apart, "run", explore):
             return exploring.explored(missed, 1, {})
 
     def test_programs_count_that_fail_only_with_the_change(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # torch is imported only after the options are read
 
 NAME = "torch_fsdp_tests.explore"
 ALL = ("all",)
+DEFAULT_SECONDS = 60.0
 EPILOG = """\
 exit status: 0 if nothing new was found; 1 if something was; 2 for bad arguments; 3 if something could not be read or
 written; 130 after Ctrl-C without findings.
@@ -47,7 +49,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=positive, default=60.0, help="how long to search (default: 60)")
+    words = "how long to search (default: 60, or up to the last program with --programs)"
+    parser.add_argument("--seconds", type=positive, help=words)
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed (default: 0)")
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], default=2, help="ranks of a program (default: 2)")
     parser.add_argument("--with", dest="demanded", type=_features, default=(), metavar="A,B", help="features to demand")
@@ -143,7 +146,7 @@ def _search(options: argparse.Namespace) -> int:
     progress = _Progress()
     search = Search(
         Settings(
-            options.seconds,
+            options.seconds or (math.inf if options.programs else DEFAULT_SECONDS),
             options.seed,
             options.ranks,
             without=options.without,

@@ -59,7 +59,15 @@ FEATURES = {
 _EXCLUDES = {  # the features that a program cannot have beside another
     "dtypes": {"casts"},
     "fsdp1": {
-        *("casts", "columns", "groups", "interruptions", "meta", "reduction", "replicate", "resharding", "scaling"),
+        "casts",
+        "columns",
+        "groups",
+        "interruptions",
+        "meta",
+        "reduction",
+        "replicate",
+        "resharding",
+        "scaling",
         "transforms",
     },
     "ignored": {"low"},

@@ -139,7 +139,7 @@ class Reference:
     def _outputs(self, step: Step) -> Forward:
         forward = Forward([], [], [])
         for rank, model in enumerate(self.models):
-            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
+            x, weights = self._batch(step, rank)
             if not step.flag and rank == len(self.models) - 1:
                 weights[:, -1] = torch.inf
             if self.program.inputs and step.kind == "forward":
@@ -151,15 +151,19 @@ class Reference:
             forward.losses.append(loss if self.scaler is None else self.scaler.scale(loss))
         return forward
 
-    def _output(self, model: nn.Module, skip: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
-        output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip)
+    def _batch(self, step: Step, rank: int) -> list[torch.Tensor]:
+        """The input of a rank, and the weights of the outputs in its loss."""
+        return [each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape)]
+
+    def _output(self, model: nn.Module, skip: tuple[str, ...], x: torch.Tensor, fail: str = "") -> torch.Tensor:
+        output = model(x if self.param_dtype is None else x.to(self.param_dtype), skip, fail)
         return output.to(dtype_of(self.program.output_dtype)) if self.program.output_dtype else output
 
     def _transform(self, step: Step) -> Forward:
         self._take_parameters()
         forward = Forward([], [], [])
         for rank, model in enumerate(self.models):
-            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
+            x, weights = self._batch(step, rank)
             run = functools.partial(self._output, model, step.names)
             if step.at == "vmap":
                 output = torch.vmap(run)(x)
@@ -195,8 +199,8 @@ class Reference:
     def _broken_backward(self, step: Step) -> None:
         self._take_parameters()
         for rank, model in enumerate(self.models):
-            x, weights = (each.to(self.device) for each in layers.batch(int(step.number), rank, *self.shape))
-            output = model(x if self.param_dtype is None else x.to(self.param_dtype), (), f"-{step.at}")
+            x, weights = self._batch(step, rank)
+            output = self._output(model, (), x, f"-{step.at}")
             try:
                 (output * weights).sum().backward()
             except layers.Interrupted:

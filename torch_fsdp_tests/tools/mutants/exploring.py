@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch_fsdp_tests.processes.forkserver import interpreter
+from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 
-START_LIMIT = 180.0  # seconds for the imports, and for confirming what was found
 PROGRAM_LIMIT = 2.0  # seconds for a program, on average; a quiet machine needs an eighth of it
 OF_FAMILY = {"FSDP1": ("--with", "fsdp1"), "FSDP2": ("--without", "fsdp1")}  # the programs that may run the change
 
@@ -26,22 +24,11 @@ def explored(finding: Finding, programs: int, environment: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         changed = {**environment, **hook.environment(finding.id, Path(folder, "reached"), environment)}
         found = Path(folder, "found")
-        seconds = PROGRAM_LIMIT * programs
-        arguments = ("--programs", str(programs), "--seconds", str(seconds), "--first", "--output", str(found))
-        if _explore((*arguments, *OF_FAMILY.get(finding.family, ())), changed, seconds + START_LIMIT) != 1:
+        arguments = ("--programs", str(programs), "--first", "--output", str(found), *OF_FAMILY.get(finding.family, ()))
+        if apart.run(arguments, changed, PROGRAM_LIMIT * programs + apart.START_LIMIT) != 1:
             return finding
         paths = sorted(found.glob("new-*.json"))
-        if not paths or _explore(("--replay", str(paths[0])), environment, START_LIMIT) != 0:
+        if not paths or apart.run(("--replay", str(paths[0])), environment) != 0:
             return finding
         program = paths[0].read_text(encoding="utf-8").strip()
     return dataclasses.replace(finding, outcome=Outcome.NOTICED, by="a random program", how="failed", why=program)
-
-
-def _explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float) -> int | None:
-    """The exit status of the explorer. None if it reaches the limit."""
-    command = [*interpreter(), "-m", "torch_fsdp_tests.explore", *arguments]
-    try:
-        done = subprocess.run(command, env=dict(environment), timeout=limit, capture_output=True, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, ranks_of, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
     MLP,
@@ -127,7 +127,9 @@ def to_one(output: torch.Tensor) -> torch.Tensor:
 
 
 class TestFullyShardAutograd(FSDPTest):
-    world_size = at_most(4)
+    @property
+    def world_size(self) -> int:
+        return ranks_of(self, 4)
 
     def _reduce_1d_partial_grads(self, module: nn.Module) -> None:
         """Turn the gradients of a sum over the global batch into the mean over ranks, which FSDP computes."""
