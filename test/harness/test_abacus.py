@@ -1,12 +1,13 @@
 """A device that torch cannot tell from a real one, for machines without any.
 
 ``inputs/abacus`` holds its library, in C++, which torch loads by itself: a device type with an allocator, indices,
-streams, generators and a backend of its own. Its memory is the host's. Neither the test files nor the harness know
-about it. To build it takes a compiler and a minute.
+streams, generators and a backend of its own. The host cannot touch its memory. Neither the test files nor the harness
+know about it. To build it takes a compiler and a minute.
 """
 
 import functools
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,99 @@ def draw(seed):
 
 assert draw(3).equal(draw(3)) and not draw(3).equal(draw(4))
 assert torch.accelerator.current_accelerator() == torch.device("abacus")
+"""
+TOUCHES = """
+import ctypes
+import torch
+ones = torch.ones(1000, device="abacus:1")
+assert ones.sum().item() == 1000 and ones.cpu().sum() == 1000
+ctypes.c_float.from_address(ones[10:].data_ptr()).value
+"""
+LIMITED = """
+import torch
+abacus = torch.abacus
+MIB = 2**20
+
+def take(size):
+    return torch.empty(size * MIB, dtype=torch.uint8, device="abacus:1")
+
+def state():
+    stats = abacus.memory_stats(1)
+    names = "allocated_bytes.all.current", "reserved_bytes.all.current", "reserved_bytes.all.peak"
+    return *(stats[name] // MIB for name in names), stats["num_alloc_retries"], stats["num_ooms"]
+
+assert abacus.mem_get_info(1) == (4 * MIB, 4 * MIB) and abacus.get_device_properties(1).total_memory == 4 * MIB
+one, two = take(1), take(2)
+assert one.data_ptr() != two.data_ptr()
+del one
+assert state() == (2, 3, 3, 0, 0) and abacus.mem_get_info(1) == (MIB, 4 * MIB)
+other = take(2)  # in the place of what is free, which has another size
+assert state() == (4, 4, 4, 1, 0)
+try:
+    take(1)
+except torch.OutOfMemoryError as error:
+    assert "Tried to allocate 1 MiB. abacus:1 has a total capacity of 4 MiB of which 0 MiB is free" in str(error)
+else:
+    raise AssertionError("the device has more memory than it says")
+assert state() == (4, 4, 4, 2, 1)
+del two, other
+abacus.empty_cache()
+abacus.reset_peak_memory_stats(1)
+assert state() == (0, 0, 0, 2, 1)
+assert (take(4).cpu() == 255).all() and state() == (0, 4, 4, 2, 1)
+"""
+BUSY = """
+import time
+import torch
+abacus, side, third = torch.abacus, torch.abacus.Stream(), torch.abacus.Stream()
+ones = torch.ones(10, device="abacus")
+MS = 1_000_000
+
+def record():
+    event = abacus.Event(enable_timing=True)
+    event.record()
+    return event
+
+def host():
+    return time.perf_counter() * 1000
+
+def near(least, found):
+    assert least <= found < least + 50, found
+
+start, began = record(), host()
+abacus._sleep(100 * MS)  # two streams at the same time
+with abacus.stream(side):
+    side_start = record()
+    abacus._sleep(200 * MS)
+    side_end = record()
+with abacus.stream(third):
+    independent = record()
+assert not side_end.query() and independent.query() and not side.query() and host() - began < 50
+abacus.current_stream().wait_event(side_end)
+abacus._sleep(100 * MS)
+end = record()
+third.wait_stream(abacus.current_stream())
+with abacus.stream(third):
+    carried = record()
+independent.synchronize()
+assert host() - began < 150
+side.synchronize()
+near(200, host() - began)
+assert side_end.query() and not end.query() and ones.sum().item() == 10  # a value comes after what its stream does
+near(300, host() - began)
+third.wait_stream(side)
+with abacus.stream(third):
+    abacus._sleep(100 * MS)
+abacus.synchronize()
+near(400, host() - began)
+assert third.query()
+times = [start.elapsed_time(event) for event in (independent, side_end, end, carried)]
+assert times == [0, 200, 300, 300] and side_start.elapsed_time(side_end) == 200, times
+abacus._sleep(MS)
+asked = 0
+while not abacus.current_stream().query():
+    asked += 1
+assert asked == 10
 """
 LATE = """
 import torch
@@ -157,6 +251,29 @@ class TestAbacus(TestCase):
     def test_device_differs_from_the_host(self):
         done = run("-c", DIFFERS)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_host_cannot_touch_its_memory(self):
+        """Who reads at its address dies, and the last words say where and why."""
+        for policy in ("", "last"):
+            with self.subTest(policy=policy):
+                done = run("-X", "faulthandler", "-W", "ignore", "-c", TOUCHES, ABACUS_LATE=policy)
+                self.assertEqual(done.returncode, -signal.SIGSEGV)
+                last = r"which only the device can reach \(last operator: aten::\w+\)"
+                stack = r'Fatal Python error: Segmentation fault\n\n.*\n  File "<string>", line 6 in <module>'
+                self.assertRegex(done.stderr, rf"^the host touched memory of abacus:1 at 0x\w+, {last}\n{stack}\n")
+
+    def test_memory_has_a_limit(self):
+        for policy in ("", "last"):
+            with self.subTest(policy=policy):
+                done = run("-c", LIMITED, ABACUS_MEMORY=str(4 * 2**20), ABACUS_LATE=policy)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_streams_are_busy_at_the_same_time(self):
+        """A sleep makes its stream busy, and those that wait for it. The host waits only for a result."""
+        for policy in ("", "last"):
+            with self.subTest(policy=policy):
+                done = run("-W", "ignore", "-c", BUSY, ABACUS_LATE=policy)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
 
     def test_late_streams_show_missing_waits(self):
         """Each missing wait gives a wrong number, and right ones give the right number."""

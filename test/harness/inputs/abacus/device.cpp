@@ -1,5 +1,5 @@
-// A device that torch can tell from the host in every way. Its memory is the host's. Its streams do nothing, and all work
-// is done at once, unless ABACUS_LATE is set: see late.h.
+// A device that torch can tell from the host in every way. The host cannot touch its memory. Its streams do nothing, and
+// all work is done at once, unless ABACUS_LATE is set: see late.h.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -14,6 +14,8 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/Event.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -21,6 +23,7 @@
 #include "late.h"
 
 #include <atomic>
+#include <csignal>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -36,7 +39,7 @@ thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMost] = {};
 std::atomic<bool> used{false}; // true after a device was chosen or its memory was allocated
 std::atomic<c10::StreamId> last_stream{0};
-std::atomic<int64_t> allocated[kMost], peak[kMost], allocations[kMost], reserved[kMost];
+std::atomic<const char*> last_operator{"none"};
 
 late::Stream stream_here(c10::DeviceIndex device) {
   return {device, streams[device]};
@@ -48,49 +51,95 @@ late::Stream key_of(const c10::Stream& stream) {
 
 // ---- memory
 
+struct Counter {
+  std::atomic<int64_t> now{0}, peak{0};
+  void add(int64_t bytes) {
+    const int64_t sum = now += bytes;
+    int64_t most = peak;
+    while (sum > most && !peak.compare_exchange_weak(most, sum)) {
+    }
+  }
+};
+
+int64_t limit = 0; // of the bytes that a process reserves on a device
+Counter allocated[kMost], reserved[kMost];
+std::atomic<int64_t> allocations[kMost], retries[kMost], refusals[kMost];
+
+// Each device has a range of addresses, which its tensors show. No memory is there, so whoever touches them dies. The
+// bytes of an address are ``distance`` further on, and only this file knows.
+char* shown = nullptr; // the first address of the first device
+size_t range = 0, distance = 0;
+struct sigaction action_before;
+
+void* reach(const void* address) {
+  if (address == nullptr) {
+    return nullptr;
+  }
+  auto* found = static_cast<const char*>(address);
+  TORCH_CHECK(found >= shown && found < shown + distance, "abacus has no memory at ", address);
+  return const_cast<char*>(found) + distance;
+}
+
+void tell_who_touched(int number, siginfo_t* info, void*) {
+  const auto* address = static_cast<const char*>(info->si_addr);
+  if (info->si_code > 0 && address >= shown && address < shown + distance) {
+    char text[300];
+    const int size = std::snprintf(
+        text, sizeof(text), "the host touched memory of abacus:%d at %p, which only the device can reach (last operator: %s)\n",
+        static_cast<int>((address - shown) / range), info->si_addr, last_operator.load());
+    [[maybe_unused]] const auto written = write(2, text, std::min<size_t>(size, sizeof(text) - 1));
+  }
+  sigaction(number, &action_before, nullptr);
+  if (info->si_code <= 0) { // nobody tries an instruction again
+    raise(number);
+  }
+}
+
+void lay_out_addresses() {
+  range = std::max(size_t{1} << 36, 2 * static_cast<size_t>(limit));
+  distance = visible * range;
+  void* found = mmap(nullptr, 2 * distance, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(found != MAP_FAILED, "abacus: there are not enough addresses for ", 2 * distance, " bytes");
+  shown = static_cast<char*>(found);
+  TORCH_CHECK(mprotect(shown + distance, distance, PROT_READ | PROT_WRITE) == 0, "abacus: the host has no memory");
+  struct sigaction action = {};
+  action.sa_sigaction = tell_who_touched;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &action_before);
+}
+
 struct Block {
-  void* data;
+  char* data; // as tensors show it
   size_t size;
+  size_t used; // by the tensor that has it
   c10::DeviceIndex device;
   late::Stream stream; // on which it was allocated
   std::set<late::Stream> users; // that were passed to record_stream
 };
 
-void count(c10::DeviceIndex device, int64_t bytes) {
-  int64_t now = allocated[device] += bytes;
-  int64_t most = peak[device];
-  while (now > most && !peak[device].compare_exchange_weak(most, now)) {
-  }
-}
-
-// Where streams are late, freed memory stays here. The next allocation on the stream where it was allocated may have it at
-// once, although tasks may still use it: the tasks of its next owner come later on the same stream. Only streams that were
-// passed to record_stream must have done first what they were given. The next owner finds poison.
+// Freed memory stays here. The next allocation on the stream where it was allocated may have it at once, although tasks may
+// still use it: the tasks of its next owner come later on the same stream. Only streams that were passed to record_stream
+// must have done first what they were given. The next owner finds poison.
 class Pool {
  public:
   Block* take(size_t size, c10::DeviceIndex device) {
+    std::unique_lock<std::mutex> lock(mutex_);
     const auto stream = stream_here(device);
-    Block* block = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      reclaim();
-      auto& blocks = free_[stream];
-      if (const auto found = blocks.lower_bound(size); found != blocks.end() && found->first <= 2 * size) {
-        const auto latest = std::prev(blocks.upper_bound(found->first));
-        block = latest->second;
-        blocks.erase(latest);
-      }
+    Block* block = find(size, stream);
+    if (block == nullptr && reserved[device].now + static_cast<int64_t>(size) > limit) {
+      retries[device]++;
+      lock.unlock();
+      empty(device);
+      lock.lock();
     }
-    auto& queue = *late::queue();
-    if (block == nullptr) {
-      block = new Block{std::aligned_alloc(kBlock, size), size, device, stream, {}};
-      TORCH_CHECK(block->data != nullptr, "abacus is out of memory");
-      reserved[device] += static_cast<int64_t>(size);
-    } else if (queue.tail(stream) != 0) {
-      queue.add(stream, [block] { std::memset(block->data, kPoison, block->size); });
-      return block;
+    block = block == nullptr ? make(size, stream) : block;
+    block->used = size;
+    const auto poison = [data = reach(block->data), size = block->size] { std::memset(data, kPoison, size); };
+    if (late::queue()->tail(stream) != 0) {
+      late::queue()->add(stream, poison);
+    } else {
+      poison();
     }
-    std::memset(block->data, kPoison, block->size);
     return block;
   }
 
@@ -102,7 +151,6 @@ class Pool {
     }
     block->users.clear();
     kept_.emplace_back(block, std::move(last));
-    reclaim();
   }
 
   void record(Block* block, late::Stream stream) {
@@ -112,23 +160,88 @@ class Pool {
     }
   }
 
-  void empty() {
-    for (c10::DeviceIndex device = 0; device < visible; ++device) {
-      late::queue()->force_device(device);
-    }
+  // Give back what nobody has.
+  void empty(c10::DeviceIndex device) {
+    late::queue()->force_device(device);
     std::lock_guard<std::mutex> lock(mutex_);
     reclaim();
     for (auto& [stream, blocks] : free_) {
-      for (auto& [size, block] : blocks) {
-        reserved[block->device] -= static_cast<int64_t>(size);
-        std::free(block->data);
-        delete block;
+      if (stream.first != device) {
+        continue;
       }
+      for (auto& [size, block] : blocks) {
+        reserved[device].add(-static_cast<int64_t>(size));
+        give_back(block);
+      }
+      blocks.clear();
     }
-    free_.clear();
   }
 
  private:
+  Block* find(size_t size, late::Stream stream) {
+    reclaim();
+    auto& blocks = free_[stream];
+    const auto found = blocks.lower_bound(size);
+    if (found == blocks.end() || found->first > 2 * size) {
+      return nullptr;
+    }
+    const auto latest = std::prev(blocks.upper_bound(found->first));
+    auto* block = latest->second;
+    blocks.erase(latest);
+    return block;
+  }
+
+  Block* make(size_t size, late::Stream stream) {
+    const auto device = static_cast<c10::DeviceIndex>(stream.first);
+    const auto bytes = static_cast<int64_t>(size);
+    const auto fits = [&](const auto& hole) { return hole.second >= size; };
+    auto& holes = holes_[device];
+    if (shown == nullptr) {
+      lay_out_addresses();
+    }
+    if (reserved[device].now == 0) {
+      holes = {{0, range}};
+    }
+    const auto hole = std::find_if(holes.begin(), holes.end(), fits);
+    if (reserved[device].now + bytes > limit || hole == holes.end()) {
+      refusals[device]++;
+      const auto has = [](int64_t number) { return c10::str(static_cast<double>(number) / (1 << 20), " MiB"); };
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "abacus out of memory. Tried to allocate ", has(bytes), ". abacus:", stream.first,
+          " has a total capacity of ", has(limit), " of which ", has(limit - reserved[device].now),
+          " is free. This process has ", has(allocated[device].now), " allocated and ", has(reserved[device].now),
+          " reserved.");
+    }
+    const auto [start, left] = *hole;
+    holes.erase(hole);
+    if (left > size) {
+      holes[start + size] = left - size;
+    }
+    reserved[device].add(bytes);
+    return new Block{shown + device * range + start, size, size, device, stream, {}};
+  }
+
+  void give_back(Block* block) {
+    constexpr size_t page = 1 << 16;
+    auto* data = static_cast<char*>(reach(block->data));
+    auto* first = data + (page - reinterpret_cast<size_t>(data) % page) % page; // pages that no other block has a part of
+    if (first + page <= data + block->size) {
+      madvise(first, (data + block->size - first) / page * page, MADV_DONTNEED);
+    }
+    auto& holes = holes_[block->device];
+    const size_t start = block->data - shown - block->device * range;
+    auto next = holes.emplace(start, block->size).first;
+    if (const auto after = std::next(next); after != holes.end() && start + block->size == after->first) {
+      next->second += after->second;
+      holes.erase(after);
+    }
+    if (next != holes.begin() && std::prev(next)->first + std::prev(next)->second == start) {
+      std::prev(next)->second += next->second;
+      holes.erase(next);
+    }
+    delete block;
+  }
+
   void reclaim() {
     std::erase_if(kept_, [&](auto& each) {
       auto& [block, last] = each;
@@ -144,22 +257,16 @@ class Pool {
   std::mutex mutex_;
   std::map<late::Stream, std::multimap<size_t, Block*>> free_;
   std::vector<std::pair<Block*, std::vector<late::Id>>> kept_; // by streams that were passed to record_stream
+  std::map<size_t, size_t> holes_[kMost]; // the addresses without a block: where they begin, and how many
 };
 
 Pool& pool = *new Pool;
 
 void release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  if (block == nullptr) {
-    return;
-  }
-  count(block->device, -static_cast<int64_t>(block->size));
-  if (late::queue() != nullptr) {
+  if (auto* block = static_cast<Block*>(context)) {
+    allocated[block->device].add(-static_cast<int64_t>(block->used));
     pool.give(block);
-    return;
   }
-  std::free(block->data);
-  delete block;
 }
 
 struct Memory final : c10::Allocator {
@@ -168,27 +275,18 @@ struct Memory final : c10::Allocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &release, device};
     }
-    const size_t size = (bytes + kBlock - 1) / kBlock * kBlock;
     used = true;
+    auto* block = pool.take((bytes + kBlock - 1) / kBlock * kBlock, current);
     allocations[current]++;
-    if (late::queue() != nullptr) {
-      auto* block = pool.take(size, current);
-      count(current, block->size);
-      return {block->data, block, &release, device};
-    }
-    void* data = std::aligned_alloc(kBlock, size);
-    TORCH_CHECK(data != nullptr, "abacus is out of memory");
-    count(current, size);
-    return {data, new Block{data, size, current, {}, {}}, &release, device};
+    allocated[current].add(static_cast<int64_t>(block->used));
+    return {block->data, block, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr;
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    if (late::queue() != nullptr) {
-      late::queue()->force_device(current);
-    }
-    default_copy_data(to, from, bytes);
+    late::queue()->force_device(current);
+    default_copy_data(reach(to), reach(from), bytes);
   }
 };
 
@@ -230,7 +328,7 @@ void* find_pinned(const void* data) {
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = std::aligned_alloc(kBlock, std::max((bytes + kBlock - 1) / kBlock * kBlock, kBlock));
-    if (late::queue() != nullptr) {
+    if (late::is_on()) {
       std::memset(data, 0xFF, bytes);
     }
     std::lock_guard<std::mutex> lock(pinned_mutex);
@@ -249,8 +347,63 @@ PinnedMemory pinned_memory;
 
 // ---- devices and streams
 
+// When each stream will be done with the sleeps that it was given. Nothing else takes time: a wait carries it on, and
+// the host's clock goes on only while it waits. So a time does not depend on how fast the host is.
+class Clocks {
+ public:
+  using Time = std::chrono::nanoseconds;
+
+  // Let a stream be busy until a time, and for ``more`` after that. The result is when it is done.
+  Time busy(late::Stream stream, Time until, Time more = {}) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& time = times_[stream];
+    time = std::max(time, until) + more;
+    return time;
+  }
+  Time of(late::Stream stream) {
+    return busy(stream, host());
+  }
+  Time host() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return host_;
+  }
+  void host_waits(Time until) {
+    std::this_thread::sleep_for(until - host());
+    std::lock_guard<std::mutex> lock(mutex_);
+    host_ = std::max(host_, until);
+  }
+  void host_waits_for_device(int device) {
+    Time last{};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& [stream, time] : times_) {
+        last = stream.first == device ? std::max(last, time) : last;
+      }
+    }
+    host_waits(last);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<late::Stream, Time> times_;
+  Time host_{};
+};
+
+Clocks& clocks = *new Clocks;
+
+// Let one stream wait for a task of another one, or the host.
+void stream_waits(late::Stream stream, late::Id task, Clocks::Time time) {
+  late::queue()->wait(stream, task);
+  clocks.busy(stream, time);
+}
+
+void host_waits(late::Stream stream) {
+  late::queue()->force(late::queue()->tail(stream));
+  clocks.host_waits(clocks.of(stream));
+}
+
 struct Event {
-  double recorded; // in milliseconds
+  Clocks::Time time;
   late::Id task;
 };
 
@@ -308,41 +461,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new Event;
     }
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    static_cast<Event*>(*event)->recorded = std::chrono::duration<double, std::milli>(now).count();
-    static_cast<Event*>(*event)->task = late::queue() == nullptr ? 0 : late::queue()->tail(key_of(stream));
+    *static_cast<Event*>(*event) = {clocks.of(key_of(stream)), late::queue()->tail(key_of(stream))};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (late::queue() != nullptr && event != nullptr) {
-      late::queue()->wait(key_of(stream), static_cast<Event*>(event)->task);
+    if (const auto* found = static_cast<Event*>(event)) {
+      stream_waits(key_of(stream), found->task, found->time);
     }
   }
   bool queryEvent(void* event) const override {
-    return late::queue() == nullptr || event == nullptr || late::queue()->done(static_cast<Event*>(event)->task);
+    const auto* found = static_cast<Event*>(event);
+    return found == nullptr || is_over(found->task, found->time);
   }
   void synchronizeEvent(void* event) const override {
-    if (late::queue() != nullptr && event != nullptr) {
-      late::queue()->force(static_cast<Event*>(event)->task);
+    if (const auto* found = static_cast<Event*>(event)) {
+      late::queue()->force(found->task);
+      clocks.host_waits(found->time);
     }
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return late::queue() == nullptr || late::queue()->done(late::queue()->tail(key_of(stream)));
+    return is_over(late::queue()->tail(key_of(stream)), clocks.busy(key_of(stream), {}));
+  }
+  static bool is_over(late::Id task, Clocks::Time time) {
+    if (time > clocks.host()) { // whoever asks in a loop waits
+      clocks.host_waits(std::min(time, clocks.host() + std::chrono::microseconds(100)));
+      return false;
+    }
+    return late::queue()->done(task);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    if (late::queue() != nullptr) {
-      late::queue()->force(late::queue()->tail(key_of(stream)));
-    }
+    host_waits(key_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    if (late::queue() != nullptr) {
-      late::queue()->force_device(device);
-    }
+    late::queue()->force_device(device);
+    clocks.host_waits_for_device(device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     pool.record(static_cast<Block*>(data.get_context()), key_of(stream));
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    return static_cast<Event*>(to)->recorded - static_cast<Event*>(from)->recorded;
+    const auto time = static_cast<Event*>(to)->time - static_cast<Event*>(from)->time;
+    return std::chrono::duration<double, std::milli>(time).count();
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(visible);
@@ -459,8 +617,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     auto* impl = storage.unsafeGetStorageImpl();
     auto data = memory.allocate(size);
     if (const size_t kept = std::min(size, impl->nbytes())) {
-      const auto copy = [to = data.get(), from = impl->data(), kept] { std::memcpy(to, from, kept); };
-      if (late::queue() != nullptr) {
+      const auto copy = [to = reach(data.get()), from = reach(impl->data()), kept] { std::memcpy(to, from, kept); };
+      if (late::is_on()) {
         late::queue()->add(stream_here(current), copy);
       } else {
         copy();
@@ -479,25 +637,21 @@ bool is_here(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
-// The same memory as a tensor of the host. It does not keep the memory.
-at::Tensor bare(const at::Tensor& tensor) {
+// The same memory as a tensor of the host. It does not keep the memory, except with ``kept``.
+at::Tensor bare(const at::Tensor& tensor, bool kept = false) {
   at::AutoDispatchBelowADInplaceOrView below;
   auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
-  return at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+  data = is_here(tensor) ? reach(data) : data;
+  const auto options = tensor.options().device(c10::kCPU);
+  if (kept) {
+    return at::from_blob(data, tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
+  }
+  return at::from_blob(data, tensor.sizes(), tensor.strides(), options);
 }
 
 // The same memory as a tensor of the host, which keeps the tensor alive. The memory of a late stream stays in its pool.
 at::Tensor on_host(const at::Tensor& tensor) {
-  if (!is_here(tensor)) {
-    return tensor;
-  }
-  if (late::queue() != nullptr) {
-    return bare(tensor);
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
-  return at::from_blob(
-      data, tensor.sizes(), tensor.strides(), [tensor](void*) {}, tensor.options().device(c10::kCPU));
+  return is_here(tensor) ? bare(tensor, !late::is_on()) : tensor;
 }
 
 std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
@@ -548,18 +702,19 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+thread_local bool host_computes = false; // for a device that works at once, so its copies are no matter of the host
+
 // Copies to and from pinned memory may be late, and the host waits for others.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  auto* queue = late::queue();
-  if (queue == nullptr) {
-    on_host(to).copy_(on_host(from));
-    return to;
-  }
-  const auto device = (is_here(from) ? from : to).device().index();
-  const auto target = (is_here(to) ? to : from).device().index();
-  if (device != target) { // both devices take part
-    queue->wait(stream_here(device), queue->tail(stream_here(target)));
-  }
+  last_operator = "aten::_copy_from";
+  const auto device = stream_here((is_here(from) ? from : to).device().index());
+  const auto target = stream_here((is_here(to) ? to : from).device().index());
+  const auto carry = [](late::Stream stream, late::Stream other) {
+    if (stream != other) { // both devices take part
+      stream_waits(stream, late::queue()->tail(other), clocks.of(other));
+    }
+  };
+  carry(device, target);
   void* start = nullptr;
   const bool with_host = !is_here(from) || !is_here(to);
   if (with_host && non_blocking) {
@@ -569,20 +724,23 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       pinned[start].users++;
     }
   }
-  const auto task = queue->add(stream_here(device), [start, from = bare(from), to = bare(to)] {
+  const auto copy = [start, from = bare(from), to = bare(to)] {
     to.copy_(from);
     if (start != nullptr) {
       std::lock_guard<std::mutex> lock(pinned_mutex);
       pinned[start].users--;
       forget_unused(start);
     }
-  });
-  if (with_host && start == nullptr) {
-    queue->force(task);
+  };
+  if (late::is_on()) {
+    late::queue()->add(device, copy);
+  } else {
+    copy();
   }
-  if (device != target) {
-    queue->wait(stream_here(target), task);
+  if (with_host && start == nullptr && !host_computes) {
+    host_waits(device);
   }
+  carry(target, device);
   return to;
 }
 
@@ -594,9 +752,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
-  if (late::queue() != nullptr) {
-    late::queue()->force(late::queue()->tail(stream_here(tensor.device().index())));
-  }
+  last_operator = "aten::_local_scalar_dense";
+  host_waits(stream_here(tensor.device().index()));
   return on_host(tensor).item();
 }
 
@@ -888,7 +1045,7 @@ at::Tensor convolution(
     bool transposed,
     c10::SymIntArrayRef output_padding,
     c10::SymInt groups) {
-  if (late::queue() != nullptr) {
+  if (late::is_on()) {
     return deferred(
                "aten::convolution", input, weight, bias, C10_AS_INTARRAYREF_SLOW(stride),
                C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
@@ -915,7 +1072,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     c10::SymIntArrayRef output_padding,
     c10::SymInt groups,
     std::array<bool, 3> mask) {
-  if (late::queue() != nullptr) {
+  if (late::is_on()) {
     const auto made = deferred(
         "aten::convolution_backward", grad, input, weight, std::vector<int64_t>{grad.size(1)},
         C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
@@ -954,6 +1111,7 @@ void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
 
 // The host computes. It draws random numbers from the device's generator.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  last_operator = op.schema().name().c_str();
   const auto& arguments = op.schema().arguments();
   check_one_device(*stack, arguments.size());
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -971,14 +1129,16 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     break;
   }
-  if (late::queue() != nullptr) {
+  if (late::is_on()) {
     if (defer(op, stack)) {
       return;
     }
     std::lock_guard<std::mutex> lock(synchronized_mutex);
     synchronized[toString(op.operator_name())]++;
   }
-  at::native::cpu_fallback(op, stack); // its copies to the host and back wait for the current stream
+  const auto before = std::exchange(host_computes, !late::is_on());
+  const auto restore = c10::make_scope_exit([before] { host_computes = before; });
+  at::native::cpu_fallback(op, stack); // if streams are late, its copies to the host and back wait for the current one
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -1060,8 +1220,9 @@ class Late final : public c10d::Work {
   bool wait(std::chrono::milliseconds) override {
     if (blocks_) {
       late::queue()->force(task_);
+      clocks.host_waits(time_);
     } else {
-      late::queue()->wait(stream_here(stream_.device_index()), task_);
+      stream_waits(stream_here(stream_.device_index()), task_, time_);
     }
     kept_.reset();
     return true;
@@ -1091,6 +1252,7 @@ class Late final : public c10d::Work {
  private:
   const late::Id task_;
   const c10::Stream stream_;
+  const Clocks::Time time_ = clocks.of(key_of(stream_));
   const std::vector<at::Tensor> results_;
   std::shared_ptr<void> kept_;
   const bool blocks_;
@@ -1106,7 +1268,7 @@ class Ledger final : public c10d::Backend {
   // ``shared`` is a file for all ranks of the group.
   Ledger(c10::intrusive_ptr<c10d::Backend> gloo, const std::string& shared)
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
-    if (late::queue() != nullptr) {
+    if (late::is_on()) {
       group_ = new late::Group{late::Demand::open(shared, getSize())};
       late::queue()->serve(group_);
     }
@@ -1258,9 +1420,10 @@ class Ledger final : public c10d::Backend {
     }
     const auto& stream = found->second;
     auto kept = std::make_shared<std::pair<Tensors, Tensors>>(outputs, std::move(inputs));
-    auto& queue = *late::queue();
     const auto run = [call, kept]() mutable { call()->wait(); };
-    const auto task = queue.add(key_of(stream), run, {queue.tail(stream_here(index))}, group_);
+    const auto before = late::queue()->tail(stream_here(index));
+    clocks.busy(key_of(stream), clocks.of(stream_here(index)));
+    const auto task = late::queue()->add(key_of(stream), run, {before}, group_);
     const bool blocks = outputs.empty();
     return c10::make_intrusive<Late>(task, stream, std::move(outputs), std::move(kept), blocks);
   }
@@ -1272,9 +1435,8 @@ class Ledger final : public c10d::Backend {
     }
     Tensors made;
     for (const auto& tensor : tensors) {
-      late::queue()->force(late::queue()->tail(stream_here(tensor.device().index())));
-      made.push_back(at::from_blob(
-          tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, tensor.options().device(c10::kCPU)));
+      host_waits(stream_here(tensor.device().index()));
+      made.push_back(bare(tensor, true));
     }
     std::lock_guard<std::mutex> lock(synchronized_mutex);
     synchronized["c10d::send or c10d::recv"]++;
@@ -1323,8 +1485,9 @@ class Ledger final : public c10d::Backend {
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("begin", [](int count) {
+  m.def("begin", [](int count, int64_t bytes) {
     visible = std::min(count, kMost);
+    limit = bytes;
     c10::SetAllocator(kType, &memory);
     at::RegisterPrivateUse1HooksInterface(&hooks);
   });
@@ -1332,28 +1495,41 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_initialized", [] { return used.load(); });
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("device_count", [] { return visible; });
-  m.def("memory_allocated", [](int index) { return allocated[index].load(); });
-  m.def("max_memory_allocated", [](int index) { return peak[index].load(); });
-  m.def("reset_peak", [](int index) { peak[index] = allocated[index].load(); });
-  m.def("allocations", [](int index) { return allocations[index].load(); });
+  m.def("memory_stats", [](int index) {
+    const int64_t now = allocated[index].now, most = allocated[index].peak;
+    return std::map<std::string, int64_t>{
+        {"allocated_bytes.all.current", now},
+        {"allocated_bytes.all.peak", most},
+        {"active_bytes.all.current", now},
+        {"active_bytes.all.peak", most},
+        {"reserved_bytes.all.current", reserved[index].now},
+        {"reserved_bytes.all.peak", reserved[index].peak},
+        {"allocation.all.allocated", allocations[index]},
+        {"num_alloc_retries", retries[index]},
+        {"num_ooms", refusals[index]}};
+  });
+  m.def("reset_peak", [](int index) {
+    for (auto* counter : {&allocated[index], &reserved[index]}) {
+      counter->peak = counter->now.load();
+    }
+  });
   m.def("generator", [](int index) { return hooks.getDefaultGenerator(static_cast<c10::DeviceIndex>(index)); });
-  m.def("memory_reserved", [](int index) { return late::queue() ? reserved[index].load() : allocated[index].load(); });
-  m.def("is_late", [] { return late::queue() != nullptr; });
-  m.def("pending", [] { return late::queue() ? late::queue()->size() : 0; });
+  m.def("is_late", late::is_on);
+  m.def("elapsed_time", [](py::handle from, py::handle to) { // torch's own takes no subclass
+    const auto event = [](py::handle each) -> c10::Event& { return reinterpret_cast<THPEvent*>(each.ptr())->event; };
+    return event(from).elapsedTime(event(to));
+  });
+  m.def("_sleep", [](int64_t cycles) {
+    clocks.busy(stream_here(current), clocks.host(), std::chrono::nanoseconds(cycles));
+  });
+  m.def("pending", [] { return late::queue()->size(); });
   m.def("synchronized_operators", [] {
     std::lock_guard<std::mutex> lock(synchronized_mutex);
     return synchronized;
   });
   const py::call_guard<py::gil_scoped_release> free;
   m.def("synchronize", [](int index) { Guard().synchronizeDevice(static_cast<c10::DeviceIndex>(index)); }, free);
-  m.def(
-      "empty_cache",
-      [] {
-        if (late::queue() != nullptr) {
-          pool.empty();
-        }
-      },
-      free);
+  m.def("empty_cache", [](int index) { pool.empty(static_cast<c10::DeviceIndex>(index)); }, free);
   m.def("ledger", [](c10::intrusive_ptr<c10d::Backend> gloo, const std::string& shared) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Ledger>(std::move(gloo), shared));
   });

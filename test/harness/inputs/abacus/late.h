@@ -299,12 +299,15 @@ class Queue {
   pid_t server_ = 0;
 };
 
-// The queue, or null if the device works at once. It is never deleted, because threads use it until the process ends.
+// Whether streams are late. Otherwise the device works at once, and the queue stays empty.
+inline bool is_on() {
+  static const char* policy = std::getenv("ABACUS_LATE");
+  return policy != nullptr && *policy != '\0';
+}
+
+// It is never deleted, because threads use it until the process ends.
 inline Queue* queue() {
-  static Queue* made = [] {
-    const char* policy = std::getenv("ABACUS_LATE");
-    return policy == nullptr || *policy == '\0' ? nullptr : new Queue(policy);
-  }();
+  static Queue* made = new Queue(is_on() ? std::getenv("ABACUS_LATE") : "last");
   return made;
 }
 

@@ -1,4 +1,4 @@
-"""A separate device type: its own allocator, devices, streams and backend. Its memory is the host's.
+"""A separate device type: its own allocator, devices, streams and backend, and memory that the host cannot touch.
 
 With ``ABACUS_LATE``, streams run what they are given as late as their order allows. ``ABACUS_LATE=last`` takes what was
 given last first, and a number seeds another choice.
@@ -8,7 +8,7 @@ import contextlib
 import os
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from . import _C  # type: ignore[attr-defined]  # compiled from device.cpp
 
-_C.begin(int(os.environ.get("ABACUS_DEVICES", "4")))
+_MEMORY = int(os.environ.get("ABACUS_MEMORY", 1 << 34))  # bytes of a device
+_C.begin(int(os.environ.get("ABACUS_DEVICES", "4")), _MEMORY)
 torch.utils.rename_privateuse1_backend("abacus")
 
 _Device: TypeAlias = int | str | torch.device | None
@@ -40,6 +41,9 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
         return super().__new__(cls, device="abacus", enable_timing=enable_timing, blocking=blocking)
+
+    def elapsed_time(self, end: torch.Event) -> float:
+        return _C.elapsed_time(self, end)
 
 
 @contextlib.contextmanager
@@ -77,17 +81,21 @@ def default_stream(device: _Device = None) -> torch.Stream:
 
 
 def memory_stats(device: _Device = None) -> dict[str, int]:
-    index = _index(device)
-    return {
-        "allocated_bytes.all.current": _C.memory_allocated(index),
-        "allocated_bytes.all.peak": _C.max_memory_allocated(index),
-        "active_bytes.all.current": _C.memory_allocated(index),
-        "active_bytes.all.peak": _C.max_memory_allocated(index),
-        "reserved_bytes.all.current": _C.memory_reserved(index),
-        "reserved_bytes.all.peak": _C.max_memory_allocated(index),
-        "num_alloc_retries": 0,
-        "allocation.all.allocated": _C.allocations(index),
-    }
+    return _C.memory_stats(_index(device))
+
+
+def _statistic(name: str) -> Callable[..., int]:
+    return lambda device=None: memory_stats(device)[name]
+
+
+def mem_get_info(device: _Device = None) -> tuple[int, int]:
+    """What is free for this process, and what the device has. Other processes do not count."""
+    return _MEMORY - memory_stats(device)["reserved_bytes.all.current"], _MEMORY
+
+
+def empty_cache() -> None:
+    for index in range(_C.device_count()):
+        _C.empty_cache(index)
 
 
 default_generators = tuple(_C.generator(index) for index in range(_C.device_count()))
@@ -124,16 +132,17 @@ _module.__dict__.update(
     set_device=lambda which: _C.set_device(_index(which)),
     synchronize=lambda device=None: _C.synchronize(_index(device)),
     is_late=_C.is_late,  # whether streams do what they are given as late as they may
+    _sleep=_C._sleep,  # keep the current stream busy for so many nanoseconds
     pending=_C.pending,  # how many tasks were given to streams and are not done
     synchronized_operators=_C.synchronized_operators,  # those that could not be late, and how often
-    empty_cache=_C.empty_cache,
+    empty_cache=empty_cache,
     memory_stats=memory_stats,
-    memory_allocated=lambda device=None: _C.memory_allocated(_index(device)),
-    max_memory_allocated=lambda device=None: _C.max_memory_allocated(_index(device)),
-    memory_reserved=lambda device=None: _C.memory_reserved(_index(device)),
-    max_memory_reserved=lambda device=None: _C.max_memory_allocated(_index(device)),
+    memory_allocated=_statistic("allocated_bytes.all.current"),
+    max_memory_allocated=_statistic("allocated_bytes.all.peak"),
+    memory_reserved=_statistic("reserved_bytes.all.current"),
+    max_memory_reserved=_statistic("reserved_bytes.all.peak"),
     reset_peak_memory_stats=lambda device=None: _C.reset_peak(_index(device)),
-    mem_get_info=lambda device=None: ((1 << 34) - _C.memory_allocated(_index(device)), 1 << 34),
+    mem_get_info=mem_get_info,
     get_rng_state=get_rng_state,
     set_rng_state=set_rng_state,
     get_rng_state_all=lambda: [generator.get_state() for generator in default_generators],
@@ -144,7 +153,7 @@ _module.__dict__.update(
     default_generators=default_generators,
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     get_device_name=lambda device=None: "abacus",
-    get_device_properties=lambda device=None: types.SimpleNamespace(name="abacus", total_memory=1 << 34),
+    get_device_properties=lambda device=None: types.SimpleNamespace(name="abacus", total_memory=_MEMORY),
 )
 torch._register_device_module("abacus", _module)
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
