@@ -15,9 +15,10 @@ class LineCoverage:
     """A context that collects the lines which run in some folders of torch for the first time."""
 
     def __init__(self, *folders: str) -> None:
-        self._roots = tuple(str(Path(torch.__file__).parent / folder) for folder in folders)
+        self._torch = Path(torch.__file__).parent
+        self._roots = tuple(str(self._torch / folder) for folder in folders)
         self._missing: dict[CodeType, set[int] | None] = {}  # None for code of other files
-        self.new: list[str] = []
+        self.new: list[str] = []  # such as "distributed/fsdp/api.py:12"
 
     def __enter__(self) -> LineCoverage:
         self.new = []
@@ -40,5 +41,6 @@ class LineCoverage:
             missing = self._missing[frame.f_code]
             if missing and frame.f_lineno in missing:
                 missing.remove(frame.f_lineno)
-                self.new.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_lineno}")
+                path = Path(frame.f_code.co_filename).relative_to(self._torch).as_posix()
+                self.new.append(f"{path}:{frame.f_lineno}")
         return self._line

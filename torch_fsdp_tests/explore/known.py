@@ -189,11 +189,14 @@ def _gradients_of_inputs_order_the_reductions(program: Program) -> Program:
 
 @_avoids("fsdp2_unused_layer_gathers_out_of_order")
 def _all_ranks_use_the_last_layers(program: Program) -> Program:
-    last = {layers[-1].name for layers in (program.layers, *(each.parts for each in program.all_layers())) if layers}
-    steps = (
-        dataclasses.replace(step, odd=tuple(name for name in step.odd if name not in last)) for step in program.steps
-    )
-    return program.but(steps=tuple(steps))
+    chains = [program.layers, *(each.parts for each in program.all_layers() if each.parts)]
+
+    def change(step: Step) -> Step:
+        running = [[layer.name for layer in layers if layer.name not in step.names] for layers in chains]
+        last = {names[-1] for names in running if names}
+        return dataclasses.replace(step, odd=tuple(name for name in step.odd if name not in last))
+
+    return program.but(steps=tuple(map(change, program.steps)))
 
 
 @_avoids("fsdp2_frozen_first_forward_breaks_training")

@@ -347,7 +347,8 @@ class Lifecycle:
         """
         gathered = {index for index, state in enumerate(self.states) if state in (GATHERED, UNKNOWN)}
         gathered |= self._recomputed
-        self.prefetches_one = self._runs == 1 and not self._prefetches
+        assert self._newest is not None
+        self.prefetches_one = self._runs == 1 and events is self._newest.events and not self._prefetches
         self._runs = 0 if self.is_last else self._runs
         at_work: dict[tuple[str, int], set[int]] = {}
         for event in reversed(events):
@@ -459,6 +460,10 @@ def problem(program: Program) -> str:
         return "only single layers are in boxes, run twice, or have a dtype"
     if any(layer.dtype and layer.kind in WITHOUT_PARAMETERS for layer in layers.values()):
         return "a layer without parameters has no dtype"
+    if not LOW.isdisjoint({program.param_dtype, program.reduce_dtype}) and any(
+        layer.kind == "norm" for layer in layers.values()
+    ):
+        return "a LayerNorm is not exact in low precision"
     for unit in program.units:
         if any(one != other and one.startswith(f"{other}.") for one in unit.modules for other in unit.modules):
             return "a group holds a module and a part of it"
@@ -502,6 +507,8 @@ def problem(program: Program) -> str:
             return "FSDP1 wraps single modules"
         if program.columns or program.output_dtype or program.meta or program.scaler or program.tensor_parallel:
             return "this is not explored with FSDP1"
+        if not program.strategy:
+            return "FSDP1 needs a strategy"
         if (program.replicas > 1) != program.strategy.startswith("HYBRID"):
             return "hybrid strategies need a mesh with two dimensions, and no other strategy does"
         for index in range(len(program.units)):

@@ -38,7 +38,7 @@ LAYERS = {
     "wide": "Wide({width}, {rows}, bias={bias})",
     "scale": "Scale({width})",
     "one": "Scale(1)",
-    "norm": "nn.LayerNorm({width})",
+    "norm": "nn.LayerNorm({width}, eps=1)",  # with a small eps, rounding becomes a large gradient
     "relu": "nn.ReLU()",
     "empty": "Empty()",
     "loose": "Loose({width})",

@@ -192,7 +192,12 @@ class Search:
             return finding
         if not self.settings.shrinks:
             return finding
-        finding.program = shrunk(result.program, lambda each: shows(each, result, crew), SHRINK_SECONDS)
+
+        def shows_it(program: Program) -> bool:
+            """A smaller program might show another, known defect, which ends in the same way."""
+            return known.avoiding(program, self._avoided) == program and shows(program, result, crew)
+
+        finding.program = shrunk(result.program, shows_it, SHRINK_SECONDS)
         finding.result = crew.run(finding.program)
         finding.known = explanation(finding.program, result, crew, self._present)
         return finding

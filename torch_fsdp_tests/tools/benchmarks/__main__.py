@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.benchmarks {harness,reaching,rediscovery} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.tools.benchmarks {coverage,harness,reaching,rediscovery} [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch_fsdp_tests.processes import host
 
 BENCHMARKS = {
+    "coverage": "how many statements of torch's FSDP random programs run, beside the suite",
     "harness": "how long a test with ranks takes, compared with torch.testing._internal",
     "reaching": "how soon --reaching finds each of sixty changes to torch's FSDP",
     "rediscovery": "how soon random programs find each known defect that they can show",

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,4 +114,6 @@ def _repaired(ids: Sequence[str], program: str) -> str:
         path = Path(folder, "program.json")
         path.write_text(program, encoding="utf-8")
         status = apart.run(("--replay", str(path)), environment)
+    if status == 1:
+        print(f"with the repair this program does not pass: {program}", file=sys.stderr)
     return "passes" if status == 0 else "does not pass" if status == 1 else "cannot be run"
