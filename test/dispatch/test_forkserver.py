@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, PASS, TreeCase, alive, body
+from trees import CHECKOUT, PASS, TreeCase, alive, body, little_torch
 
 # The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.
 FIRST = f"""
@@ -60,13 +60,13 @@ class TestForkServer(TreeCase):
         return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)
 
     def test_nothing_shows(self):
-        """A forked process inspects itself, and sees what a fresh interpreter sees."""
+        """A forked process inspects itself, and sees what a fresh interpreter sees. The torch is the installed one."""
         sight = self.root / "sight"
         look = SEES.format(file=str(sight)) + PASS
         process_ids, sights = [], []
         for torch in (False, True):
             if torch:
-                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3)
+                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3, limit=120)
             else:
                 self.check({"test_1_look": look}, passed=1)
             seen, parent, there = json.loads(sight.read_text())
@@ -90,7 +90,8 @@ class TestForkServer(TreeCase):
         }
         says = ["words(.|\n)*on purpose", "exited with status 3", "SIGSEGV", "no_such_module"]
         forked = {name: FORKED + text for name, text in ends.items()}
-        out = self.check_forked(forked, passed=2, failed=4, says=says, env={"VERBOSE_TEST_LOGS": "1"})
+        env = little_torch(self.root) | {"VERBOSE_TEST_LOGS": "1"}
+        out = self.check_forked(forked, passed=2, failed=4, says=says, env=env)
         left = set(map(int, re.findall(r"pid (\d+)", out)))
         self.assertEqual(len(left), 2, out)
         self.assertEqual(set(map(int, re.findall(r"note: the process (\d+) .*was left running", out))), left, out)
@@ -108,14 +109,15 @@ class TestForkServer(TreeCase):
         """
         killer = FORKED + "class TestKill(unittest.TestCase):\n" + textwrap.indent(textwrap.dedent(kill), "    ")
         alone = "assert 'torch' not in sys.modules\n" + PASS
-        self.check_forked({"kills": killer, "alone": alone, "third": alone}, passed=3)
+        files = {"kills": killer, "alone": alone, "third": alone}
+        self.check_forked(files, passed=3, env=little_torch(self.root))
 
     def test_it_goes_with_the_dispatcher(self):
         for number in (signal.SIGINT, signal.SIGKILL):
             file = self.root / f"{number}"
             tell = f"open({str(file)!r}, 'w').write(f'{{os.getpid()}} {{os.getsid(0)}}.'); time.sleep(1000)"
             self.write({"test_0": FIRST, "test_1": FORKED + body(tell), "test_2": PASS, "test_3": PASS})
-            process = self.start("-j1")
+            process = self.start("-j1", env=little_torch(self.root))
             while not file.exists() or not file.read_text().endswith("."):
                 self.assertIsNone(process.poll())
                 time.sleep(0.02)

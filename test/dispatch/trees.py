@@ -35,7 +35,17 @@ def body(*lines: str, name: str = "TestX") -> str:
     return f"class {name}(unittest.TestCase):\n{''.join(tests)}"
 
 
+def little_torch(folder: Path, version: str = "9.8.7") -> dict[str, str]:
+    """Write a torch of empty modules, whose import takes no time. Returns the variables of a process that has it."""
+    for path in ("torch/__init__.py", "torch/version.py", "torch/distributed/__init__.py"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(f"__version__ = {version!r}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 class TreeCase(unittest.TestCase):
+    program = CHECKOUT / "run_test.py"
+
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -52,7 +62,7 @@ class TreeCase(unittest.TestCase):
             path.write_text(head + textwrap.dedent(text) + tail)
 
     def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, str(CHECKOUT / "run_test.py"), "--test-directory", str(self.tree), *map(str, arguments)]
+        return [sys.executable, str(self.program), "--test-directory", str(self.tree), *map(str, arguments)]
 
     def start(self, *arguments: object, limit: float = LIMIT, **more: Any) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace", **more}
@@ -78,7 +88,8 @@ class TreeCase(unittest.TestCase):
     def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
         """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
 
-        Torch does not know the type, so there are such devices only if the package describes them.
+        Torch does not know the type, so there are such devices only if the package describes them. Then torch itself
+        is not asked, and a little one does.
         """
         folder = self.root / "packages"
         information = folder / f"{device}-1.dist-info"
@@ -94,7 +105,7 @@ class TreeCase(unittest.TestCase):
         imports = "from torch_fsdp_tests.device.accelerator import Accelerator"
         text = f"{imports}\ndescribe = lambda backend, ranks: {described}\n"
         (folder / f"{device}_device.py").write_text(text)
-        return {"PYTHONPATH": str(folder)}
+        return little_torch(folder) if is_described else {"PYTHONPATH": str(folder)}
 
     def check(
         self,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = Path(__file__).parent / "inputs" / "launched_suite.py"
+INPUTS = Path(__file__).parent / "inputs"
+FILE = INPUTS / "launched_suite.py"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
 START_LIMIT = 200  # seconds for it to reach a certain test
@@ -38,6 +39,11 @@ RANKS_FAIL = {
     "TestRanks.test_3_is_killed": "crashed",
     "TestRanks.test_4_hangs": "timed out",
     "TestRanks.test_5_passes": "passed",
+}
+PROCESS_DIES = {
+    "TestProcess.test_1_raises": "error",
+    "TestProcess.test_2_dies": "harness error",
+    "TestProcess.test_3_comes_after": "harness error",
 }
 LOST = {"TestMachine.test_1_is_lost": "crashed", "TestMachine.test_2_comes_after": "not run"}
 WAITS = {"TestWaits.test_waits": "not run"}
@@ -103,6 +109,7 @@ def left_after(seconds: float, *launchers: Launcher) -> list[str]:
 
 class SuiteRun:
     """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
+    Its limits for what is lost or does not end are short.
 
     ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
     """
@@ -115,7 +122,7 @@ class SuiteRun:
             shutil.copy(FILE, tree / f"test_{number}_{name}.py")
         self._started, self._report = self._scratch / "started", self._scratch / "report"
         self._started.mkdir()
-        command = [str(ROOT / "run_test.py"), "--test-directory", str(self._scratch / "test"), "--keep-going"]
+        command = [str(INPUTS / "impatient.py"), "--test-directory", str(self._scratch / "test"), "--keep-going"]
         command += ["--report", str(self._report), *arguments]
         own = {"STARTED": str(self._started), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
         self._launchers = [

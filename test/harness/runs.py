@@ -1,8 +1,8 @@
 """Runs of the test files in ``inputs``, whose results other tests check. This is not a test file.
 
 A run is like ``python FILE ARGUMENTS`` in a separate process. Most runs are forks of one process that has imported
-torch, and only as much of this project as it needs to fork, because the import takes longer than the run. A ``plain``
-run is a fresh interpreter. So is every run if that process may not fork.
+torch, and only as much of this project as it needs to fork, because the import takes longer than the run. If that
+process may not fork, every run is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -92,11 +92,10 @@ class Process:
         cwd: str | Path,
         stdout: IO[bytes],
         stderr: IO[bytes],
-        plain: bool = False,
     ) -> None:
         command = [str(file), *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment)
-        server = None if plain else _server()
+        server = _server()
         forked = server and server.fork(command, environment, Path(cwd), (stdout.fileno(), stderr.fileno()), {})
         self.pid = forked or start_fresh(command, (), environment, cwd=cwd, stdout=stdout, stderr=stderr)
         _running.append(self)
@@ -120,12 +119,12 @@ class Process:
 class Run:
     """One run of some tests. It starts at once; :meth:`end` waits for it and reads its output, test by test."""
 
-    def __init__(self, file: str | Path, *arguments: str, plain: bool = False, **environment: str) -> None:
+    def __init__(self, file: str | Path, *arguments: str, **environment: str) -> None:
         # Not in this process' own folder: torch makes a socket there, and its path may have only 107 characters.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._outputs = stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         own = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
-        self._process = Process(file, ["-v", *arguments], own | environment, ROOT, stdout, stderr, plain=plain)
+        self._process = Process(file, ["-v", *arguments], own | environment, ROOT, stdout, stderr)
 
     def end(self) -> Run:
         try:

@@ -484,18 +484,21 @@ class RunTestsTest(TestCase):
                 self.assertEqual(status, 2, text)
                 self.assertRegex(text, rf"^ours.py: {words}[^\n]*\n$")
 
-    def test_other_runners(self):
-        module = self.start("-m", "unittest", "-v", "ours.Beta")
-        status, text = self.finish(module)
+    def call_module(self, *arguments: str) -> str:
+        """Run a module as ``python -m`` does, with these arguments after its name."""
+        driver = self.ours.with_name("driver.py")
+        driver.write_text("import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)")
+        status, text = self.call(driver, *arguments)
         self.assertEqual(status, 0, text)
+        return text
+
+    def test_unittest_runs_the_tests_and_names_their_leaks(self):
+        text = self.call_module("unittest", "-v", "ours.Beta")
         self.assertRegex(text, r"OK\n+leak: ours\.Beta\.test_leaks left the environment variable")
 
     @unittest.skipIf(importlib.util.find_spec("pytest") is None, "pytest is not installed")
     def test_pytest_collects_the_tests_and_nothing_else(self):
-        driver = self.ours.with_name("driver.py")
-        driver.write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
-        status, text = self.call(driver, "-q", "--co", "-p", "no:cacheprovider", str(self.ours))
-        self.assertEqual(status, 0, text)
+        text = self.call_module("pytest", "-q", "--co", "-p", "no:cacheprovider", str(self.ours))
         self.assertEqual(len(re.findall(r"ours\.py::\w+::test_", text)), 9, text)
         self.assertNotIn("::run_tests", text)
 

@@ -1,13 +1,12 @@
 """Tests and blocks that show known defects of torch: how they are joined over ranks, and how a run reports them."""
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, run_tests
 from torch_fsdp_tests.defects import registry, torch_defect
 from torch_fsdp_tests.defects.in_tests import KnownDefect
@@ -32,15 +31,33 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
 
 
-class Bodies:
+class NotShown:
+    def test_not_shown(self):
+        with torch_defect("{SHOWN}"):
+            self.assertEqual(1, 1)
+
+    def test_too_few_subtests(self):
+        for number in range(3):
+            with self.subTest(number=number), torch_defect("{SHOWN}"):
+                self.assertNotEqual(number, 1)
+
+    @torch_defect("{SHOWN}")
+    def test_decorated_passes(self):
+        pass
+
+
+class ShownOnOneRank:
+    def test_shown_on_one_rank(self):
+        with torch_defect("{SHOWN}"):
+            self.assertNotEqual(self.rank, 1)
+        dist.barrier()
+
+
+class Bodies(NotShown):
     def test_shown(self):
         with torch_defect("{SHOWN}"):
             self.assertEqual(0.75, 1.5)
         self.assertEqual(1, 1)
-
-    def test_not_shown(self):
-        with torch_defect("{SHOWN}"):
-            self.assertEqual(1, 1)
 
     def test_raises_something_else(self):
         with torch_defect("{SHOWN}"):
@@ -60,11 +77,6 @@ class Bodies:
             with self.subTest(number=number), torch_defect("{SHOWN}", when=number == 1):
                 self.assertNotEqual(number, 1)
 
-    def test_too_few_subtests(self):
-        for number in range(3):
-            with self.subTest(number=number), torch_defect("{SHOWN}"):
-                self.assertNotEqual(number, 1)
-
     @torch_defect("{OTHER}")
     def test_block_in_a_decorated_test(self):
         with torch_defect("{SHOWN}"):
@@ -74,10 +86,6 @@ class Bodies:
     @torch_defect("{SHOWN}")
     def test_decorated_is_shown(self):
         self.assertEqual(0.75, 1.5)
-
-    @torch_defect("{SHOWN}")
-    def test_decorated_passes(self):
-        pass
 
     @torch_defect("{SHOWN}")
     def test_decorated_raises_something_else(self):
@@ -92,12 +100,7 @@ class TestPlain(Bodies, TestCase):
     pass
 
 
-class OfRanks(Bodies):
-    def test_shown_on_one_rank(self):
-        with torch_defect("{SHOWN}"):
-            self.assertNotEqual(self.rank, 1)
-        dist.barrier()
-
+class OfRanks(Bodies, ShownOnOneRank):
     def test_defect_may_be_shown_by_any_rank(self):
         for rank in range(2):
             with torch_defect("{SHOWN}"):
@@ -121,12 +124,36 @@ class TestProcesses(OfRanks, FSDPTest):
         os._exit(7)
 
 
-class TestThreads(OfRanks, MultiThreadedTestCase):
+class Threads(MultiThreadedTestCase):
     world_size = 2
 
     def setUp(self):
         super().setUp()
         self._spawn_threads()
+
+
+class TestThreads(OfRanks, Threads):
+    pass
+
+
+class Strict(NotShown):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        os.environ["{settings.STRICT_DEFECTS_VARIABLE}"] = "1"
+        cls.addClassCleanup(os.environ.pop, "{settings.STRICT_DEFECTS_VARIABLE}")
+
+
+class TestStrictPlain(Strict, TestCase):
+    pass
+
+
+class TestStrictProcesses(Strict, ShownOnOneRank, FSDPTest):
+    world_size = 2
+
+
+class TestStrictThreads(Strict, ShownOnOneRank, Threads):
+    pass
 
 
 if __name__ == "__main__":
@@ -153,6 +180,7 @@ OF_RANKS = {
     "test_shown_on_another_rank": "failed",
     "test_rank_that_does_not_show_it_may_fail_after_the_block": "failed",
 }
+NOT_SHOWN = ("test_not_shown", "test_too_few_subtests", "test_decorated_passes")
 WANTED = {
     **{f"TestPlain.{test}": state for test, state in STATES.items()},
     **{
@@ -161,6 +189,12 @@ WANTED = {
         for test, state in (STATES | OF_RANKS).items()
     },
     "TestProcesses.test_decorated_crashes": "crashed",
+    **{
+        f"TestStrict{kind}.{test}": "unexpected success"
+        for kind in ("Plain", "Processes", "Threads")
+        for test in NOT_SHOWN
+    },
+    **{f"TestStrict{kind}.test_shown_on_one_rank": "known defect" for kind in ("Processes", "Threads")},
 }
 
 
@@ -170,21 +204,20 @@ class TestInARun(TestCase):
     These defects are in every version so far.
     """
 
-    def _run(self, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
-        with tempfile.TemporaryDirectory() as folder:
-            tests = Path(folder, "tests")
-            tests.mkdir()
-            (tests / "test_it.py").write_text(TEST_FILE)
-            places = ["--test-directory", tests, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
-            done = run_beside(INPUTS, ROOT / "run_test.py", *places, "--keep-going", *arguments)
-            report = json.loads(Path(folder, "report", "report.json").read_text())
-            self.page = Path(folder, "report", "report.html").read_text()
-        states = {test["test"]: test["outcome"] for file in report["files"] for test in file["tests"]}
-        return done, report, states
-
     def test_outcomes(self):
-        """A block that shows its defect in one rank lets the test go on, and the rest of the test must pass."""
-        done, report, states = self._run()
+        """A block that shows its defect in one rank lets the test go on, and the rest of the test must pass. If defects
+        are strict, a test or a block that passes in all ranks despite its defect fails.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            tree = Path(folder, "tests")
+            tree.mkdir()
+            (tree / "test_it.py").write_text(TEST_FILE)
+            places = ["--test-directory", tree, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
+            done = run_beside(INPUTS, ROOT / "run_test.py", *places, "--keep-going")
+            report = json.loads(Path(folder, "report", "report.json").read_text())
+            page = Path(folder, "report", "report.html").read_text()
+        tests = {test["test"]: test for file in report["files"] for test in file["tests"]}
+        states = {name: test["outcome"] for name, test in tests.items()}
         self.assertEqual((done.returncode, states), (1, WANTED))
         shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
         known = sorted(f"test_it::{test}" for test, state in WANTED.items() if state == "known defect")
@@ -192,28 +225,16 @@ class TestInARun(TestCase):
         of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
         self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
         self.assertIn("2 known defects of torch shown (python -m torch_fsdp_tests.defects)\n", done.stdout)
-        self.assertIn("Known defects of this torch", self.page)
+        self.assertIn("Known defects of this torch", page)
 
         (repaired,) = report["repaired_defects"]
-        missed = {"test_not_shown", "test_too_few_subtests", "test_decorated_passes"}
         self.assertIn(f"repaired in this torch: {SHOWN} (An all-gather extension that sends", done.stdout)
-        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, missed)
+        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, set(NOT_SHOWN))
         self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
         self.assertNotIn(" (number=1)", "".join(repaired["places"]))
-
-    def test_strict(self):
-        """With ``--strict-defects``, a test or a block that passes in all ranks despite its defect fails the run."""
-        chosen = [word for name in ("not_shown", "few_subtests", "one_rank", "passes") for word in ("-k", name)]
-        done, report, states = self._run("--strict-defects", *chosen)
-        self.assertEqual(done.returncode, 1)
-        self.assertEqual(states["TestProcesses.test_shown_on_one_rank"], "known defect")
-        missed = {test: state for test, state in states.items() if "one_rank" not in test}
-        self.assertEqual((len(missed), set(missed.values())), (9, {"unexpected success"}))
-        reasons = [test["reason"] for file in report["files"] for test in file["tests"] if "few" in test["test"]]
-        for reason in reasons:
-            self.assertRegex(
-                reason, rf"{SHOWN} did not show at test_it.py:\d+ \(number=0\), test_it.py:\d+ \(number=2\)"
-            )
+        words = rf"{SHOWN} did not show at test_it.py:\d+ \(number=0\), test_it.py:\d+ \(number=2\)"
+        for kind in ("Plain", "Processes", "Threads"):
+            self.assertRegex(tests[f"TestStrict{kind}.test_too_few_subtests"]["reason"], words)
 
 
 class TestBlocks(TestCase):

@@ -1,13 +1,14 @@
 """The suite's own command under torchrun, on one machine: its output, reports and leftovers, seen from outside."""
 
 import functools
+import re
 import signal
 
-from launches import LOST, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
+from launches import LOST, PROCESS_DIES, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-RANKS = 3
+RANKS = 2
 
 
 def standalone(ranks: int) -> Node:
@@ -58,14 +59,17 @@ class TestFaults(TestCase):
         self.assertNotIn("passed", faults().outcomes("import_fails").values())
 
     def test_process_that_dies_is_named_with_its_signal_and_what_it_left(self):
-        for words in (f"rank {RANKS - 1}", "SIGKILL", "sleep 1001"):
-            self.assertIn(words, faults().reasons("process_dies"))
-        self.assertNotIn("passed", faults().outcomes("process_dies").values())
+        reasons = faults().reasons("process_dies")
+        for words in ("SIGKILL", "sleep 1001"):
+            self.assertIn(words, reasons)
+        words = rf'"reason": "the process of rank {RANKS - 1} [^"]* is gone, so the rest of this file does not run"'
+        self.assertEqual(len(re.findall(words, reasons)), 2)
+        self.assertEqual(faults().outcomes("process_dies"), PROCESS_DIES)
 
     def test_process_that_hangs_after_that_of_rank_0_has_died_is_killed_with_its_stacks(self):
         (attempt,) = faults().of_file("import_hangs")["attempts"]
         self.assertIn("in wait_for_the_end", attempt["output"])
-        words = rf"the file's process at rank {RANKS - 1} on .* did not exit within 3 s, and was killed"
+        words = rf"the file's process at rank {RANKS - 1} on .* did not exit within 1 s, and was killed"
         self.assertRegex(" ".join(attempt["notes"]), words)
         self.assertNotIn("passed", faults().outcomes("import_hangs").values())
 
@@ -79,7 +83,7 @@ class TestFaults(TestCase):
         self.assertEqual(run.left, [])
 
     def test_one_console(self):
-        self.assertEqual(faults().text.count("ranks 3, devices not shared"), 1)
+        self.assertEqual(faults().text.count(f"ranks {RANKS}, devices not shared"), 1)
         self.assertRegex(faults().text, r"(?m)^\d+ passed, \d+ failed, 0 skipped$")
 
 

@@ -32,21 +32,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runs import INPUTS, ROOT, run_beside
 
 OLD = (2, 9)  # the oldest supported version
-FSDP1 = "distributed/fsdp/test_fsdp_checkpoint"
-FSDP2 = "distributed/_composable/fsdp/test_fully_shard_state"
-TRAINING = "distributed/_composable/fsdp/test_fully_shard_training"
+FSDP1 = "distributed/fsdp/test_fsdp_apply"
+FSDP2 = "distributed/_composable/fsdp/test_fully_shard_training"
+PARAMETERS = "TestFullyShardRegisteredParams"
 COMPLETES_GROUP = "TestFullyShard1DTrainingCompose.test_partial_group_casts_output_of_root"
 RENAMED = {
     FSDP1: "_get_fsdp_handles _full_param_padded _shapes _local_shard",
-    FSDP2: "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce",
-    TRAINING: "_force_complete_incomplete_states",
+    FSDP2: "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce _force_complete_incomplete_states",
 }
 
 
 @functools.cache
 def renamed() -> tuple[str, dict[str, list[dict[str, Any]]]]:
-    """Run whole files of each folder on a torch with some renamed names. Returns the output and each file's tests."""
-    files = [FSDP1, FSDP2, f"{TRAINING}::{COMPLETES_GROUP.replace('.', '::')}"]
+    """Run a file of each folder on a torch with some renamed names. Returns the output and each file's tests.
+
+    The second file is long. All of it is imported, and some of its tests run.
+    """
+    files = [FSDP1, f"{FSDP2}::{PARAMETERS}", f"{FSDP2}::{COMPLETES_GROUP.replace('.', '::')}"]
     names = " ".join(RENAMED.values())
     with tempfile.TemporaryDirectory() as folder:
         command = [ROOT / "run_test.py", "--keep-going", "--report", folder, "-i", *files]
@@ -71,7 +73,8 @@ class TestRenamed(TestCase):
     def test_release_that_seems_to_lack_something_is_reported(self):
         """The test that needs it runs all the same. TestFacts has the strict mode."""
         text, tests = renamed()
-        self.assertEqual([(test["test"], test["outcome"]) for test in tests[TRAINING]], [(COMPLETES_GROUP, "passed")])
+        outcomes = {test["test"]: test["outcome"] for test in tests[FSDP2]}
+        self.assertEqual(outcomes[COMPLETES_GROUP], "passed")
         words = "^this torch differs from release .*, which completes a group of modules when only some of them ran$"
         self.assertRegex(text, f"(?m){words}")
 
@@ -124,8 +127,8 @@ if __name__ == "__main__":
 class TestKindsOfSkips(TestCase):
     """Without it, a torch that renames half of FSDP could pass for one that is too old for half of the tests."""
 
-    def _kinds(self, *arguments: str) -> tuple[str, dict[str, Any], dict[str, tuple[str, list[str]]]]:
-        """The output, the report, and the outcome and kinds of each test. Both classes have the same ones."""
+    def test_kinds_of_tests_and_subtests(self):
+        """Both classes have the same ones. TestNames and TestFacts have the strict mode."""
         with tempfile.TemporaryDirectory() as folder:
             tests, listed = Path(folder, "tests"), Path(folder, "list.json")
             tests.mkdir()
@@ -133,32 +136,23 @@ class TestKindsOfSkips(TestCase):
             entry = {"test": "test_it::*::test_list", "action": "disable", "reason": "the driver lacks it"}
             listed.write_text(json.dumps({"version": 1, "entries": [entry]}))
             options = ["--test-directory", tests, "--known-failures", listed, "--report", folder, "--keep-going"]
-            done = run_beside(INPUTS, ROOT / "run_test.py", *options, *arguments)
+            text = run_beside(INPUTS, ROOT / "run_test.py", *options).stdout
             report = json.loads(Path(folder, "report.json").read_text())
         found: dict[str, dict[str, tuple[str, list[str]]]] = collections.defaultdict(dict)
         for test in report["files"][0]["tests"]:
             cls, _, method = test["test"].partition(".test_")
             found[cls][method] = test["outcome"], list(test["skip_kinds"].values())
-        self.assertEqual(found["TestPlain"], found["TestRanks"], done.stdout)
-        return done.stdout, report, found["TestRanks"]
-
-    def test_kinds_of_tests_and_subtests(self):
-        text, report, tests = self._kinds()
         gone = "name of torch is gone"
         wanted = {name: ("skipped", [name]) for name in ("device", "torch", "list", "slow", "other")}
         wanted |= {"name": ("skipped", [gone]), "fact": ("skipped", ["fact about torch is unknown"])}
-        self.assertEqual(tests, wanted | {"name_in_subtest": ("passed", [gone])})
+        wanted["name_in_subtest"] = ("passed", [gone])
+        self.assertEqual(found, {"TestPlain": wanted, "TestRanks": wanted}, text)
         reasons = {test["test"]: test["reason"] for test in report["files"][0]["tests"]}
         for cls in ("TestPlain", "TestRanks"):
             self.assertRegex(reasons[f"{cls}.test_name_in_subtest"], "^skipped in part, 1 of 2 subtests: .*torch.gone")
         self.assertEqual({row["kind"]: row["tests"] for row in report["skips"]}, {kind.value: 2 for kind in SkipKind})
         for kind in SkipKind:
             self.assertRegex(text, f"skipped [(].*{kind.value}: 2.*[)], by reason:")
-
-    def test_strict_run_fails_for_names_and_facts(self):
-        _, _, tests = self._kinds("--strict-names")
-        failed = {name for name, (outcome, _) in tests.items() if outcome == "error"}
-        self.assertEqual(failed, {"name", "fact", "name_in_subtest"})
 
 
 class TestNames(TestCase):
@@ -339,11 +333,16 @@ class TestFacts(TestCase):
             self.assertFalse(self._fact(since, is_release=False, probe=no))
             self.assertEqual(torch_facts.unlike_release, [])
 
-    def test_a_probe_that_raises_between_releases_is_a_skip(self):
+    def test_a_probe_that_raises_between_releases_is_a_skip_and_an_error_in_strict_mode(self):
         _, _, fails = self._probes()
         fact = self._fact(OLD, is_release=False, probe=fails)
-        with self.assertRaisesRegex(unittest.SkipTest, r"cannot tell whether torch [\w.+]+ does it: changed"):
+        words = r"cannot tell whether torch [\w.+]+ does it: changed"
+        with self.assertRaisesRegex(unittest.SkipTest, words):
             bool(fact)
+        with mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: "1"}):
+            with self.assertRaisesRegex(torch_names.NameIsGone, words) as error:
+                bool(fact)
+        self.assertNotIsInstance(error.exception, unittest.SkipTest)
 
     def test_preloading_says_what_cannot_be_imported(self):
         (remark,) = forkserver.preload(["torch", "torch.no_such_module"])

@@ -173,16 +173,16 @@ class Connection:
         return dataclasses.replace(message, descriptors=own)
 
 
-def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:
-    """Let the kernel end a connection whose other side is silent for ``limit`` seconds.
+def watch_for_loss(end: socket.socket) -> None:
+    """Let the kernel end a connection whose other side is silent for :data:`SILENCE_LIMIT` seconds.
 
     On an idle connection the kernel regularly checks that the other side exists. It does not do so while it waits for
     data to be acknowledged, which could take many minutes. TCP has a separate limit for that.
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    asks = max(1, limit // 5)
-    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": limit * 1000}
+    asks = max(1, SILENCE_LIMIT // 5)
+    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": SILENCE_LIMIT * 1000}
     for name, value in options.items():
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

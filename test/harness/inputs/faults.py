@@ -535,12 +535,9 @@ class ProcessZero(Processes):
 
 
 class ProcessZServer(Processes):
-    def test_a_killed(self):
+    def test_killed(self):
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(FOREVER)
-
-    def test_b_after(self):
-        self.connect()
 
 
 # --- faults in threads ------------------------------------------------------------------------------------------------
@@ -586,7 +583,7 @@ class ThreadNone(MultiThreadedTestCase):
 
 
 class ThreadZServer(Threads):
-    test_killed = ProcessZServer.test_a_killed
+    test_killed = ProcessZServer.test_killed
 
 
 class ThreadHangsLater(Hangs, Threads):
@@ -692,7 +689,7 @@ class StayingServer(StayingLater):
 
 
 class StayingZServer(Staying):
-    test_killed = ProcessZServer.test_a_killed
+    test_killed = ProcessZServer.test_killed
 
 
 class StayingHangsLater(Hangs, Staying):

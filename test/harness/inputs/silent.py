@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 
-from torch_fsdp_tests.processes.messages import watch_for_loss
+from torch_fsdp_tests.processes import messages
 
 # From <linux/sched.h>, <linux/sockios.h> and <linux/if.h>.
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -37,8 +37,8 @@ set_loopback(IFF_UP)
 listener = socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(listener.getsockname())
 other, _ = listener.accept()
-limit = int(sys.argv[1])
-watch_for_loss(mine, limit)
+messages.SILENCE_LIMIT = limit = int(sys.argv[1])
+messages.watch_for_loss(mine)
 mine.sendall(b"first")
 other.recv(5)
 set_loopback(0)
