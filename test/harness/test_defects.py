@@ -25,12 +25,11 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
+from torch_fsdp_tests.ranks import Assignment
 
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent / "inputs" / "repaired"))
 
-from runs import INPUTS, ROOT, run_beside
-
-REPAIRED = INPUTS / "repaired"
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command
 
@@ -39,13 +38,8 @@ of_this_source = unittest.skipUnless(
 )
 
 
-def run(*arguments: str, beside: Path = INPUTS, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command like a user."""
-    return run_beside(beside, "-m", "torch_fsdp_tests.defects", *arguments, **variables)
-
-
 def outputs(*arguments: str) -> tuple[str | int | None, str, str]:
-    """Return the exit status, stdout and stderr of the command. It runs in this process, because it tries no defect."""
+    """Return the exit status, stdout and stderr of the command, which runs in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -152,9 +146,9 @@ class TestCommand(TestCase):
 
     def test_all_defects(self):
         """On the torch under test, every answer is the expected one, within its time."""
-        done = run("--json")
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        answers = json.loads(done.stdout)["defects"]
+        status, out, err = outputs("--json")
+        self.assertEqual(status, 0, out + err)
+        answers = json.loads(out)["defects"]
         self.assertEqual(sorted(answer["id"] for answer in answers), registry.ids())
         self.assertEqual({answer["answer"] for answer in answers} & {Answer.UNDECIDED.value}, set())
         for answer in answers:
@@ -320,22 +314,32 @@ class TestWaysRound(TestCase):
         return later is None or version_fits(torch.__version__, f">={later[1]}")
 
 
+class Repaired(trial.Reproduction):
+    """A reproduction whose ranks first repair torch."""
+
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        from repairs import repair  # which needs the torch whose source it changes
+
+        repair(str(assignment.test))
+        super()._serve_rank(assignment)
+
+
 class TestRepairs(TestCase):
     """Without it, a reproduction could call any torch defective."""
 
     @of_this_source
     def test_a_repair_makes_a_defect_absent(self):
-        """Each reproduction reports absent after its cause is repaired in memory."""
-        sys.path.insert(0, str(REPAIRED))
+        """Each reproduction reports absent after its cause is repaired in the memory of its ranks."""
         from repairs import REPAIRS
 
         self.assertLessEqual(set(REPAIRS), set(registry.ids()))
-        done = run("--json", *REPAIRS, beside=REPAIRED, REPAIRED_DEFECTS="each")
-        answers = {answer["id"]: answer["answer"] for answer in json.loads(done.stdout)["defects"]}
-        present = {id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT}
-        tried = {id: answers[id] for id in present if answers[id] != Answer.CANNOT_BE_TRIED.value}
+        present = [id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT]
+        with unittest.mock.patch.object(trial, "Reproduction", Repaired):
+            findings = {finding.defect.id: finding.answer for finding in trial.try_all(present, at_a_time=cores())}
+        tried = {id: answer for id, answer in findings.items() if answer is not Answer.CANNOT_BE_TRIED}
         self.assertGreater(len(tried), 40)
-        self.assertEqual(set(tried.values()), {Answer.ABSENT.value}, str(tried))
+        self.assertEqual(set(tried.values()), {Answer.ABSENT}, str(tried))
 
 
 if __name__ == "__main__":

@@ -293,6 +293,7 @@ class TestExplicitUnshard(FSDPTest):
         torch.manual_seed(42 + self.rank + 1)
         ref_losses = []
         for _ in range(10):
+            model.mlps._wait_unshard_streams_on_current_stream()  # a gather ahead of forward waits for nothing else
             inputs = torch.randn(batch, dim, device=device)
             with recorded("all_gather", "reduce_scatter") as calls:
                 # With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps.
@@ -309,7 +310,6 @@ class TestExplicitUnshard(FSDPTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            model.mlps._wait_unshard_streams_on_current_stream()
         check_losses(ref_losses)
 
         trained = list(full_parameters(model).values())

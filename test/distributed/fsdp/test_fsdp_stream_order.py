@@ -107,6 +107,24 @@ class TestStreamOrder(StreamOrderTest):
             self._check_order(lambda: self._wrap(has_own=False, use_orig_params=use_orig_params), step)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(dropped=["one", "all"], ahead=[False, True])
+    def test_gradients_dropped_by_the_user(self, dropped, ahead):
+        """FSDP1 zeroes its gradient where the original parameter has none."""
+
+        def step(model):
+            self._train(model)
+            for param in list(model.parameters())[: None if dropped == "all" else 1]:
+                param.grad = None
+            if ahead:
+                model._wait_unshard_streams_on_current_stream()
+                for layer in model.module:
+                    layer._unshard()
+            self._train(model)
+
+        with torch_defect("fsdp1_dropped_gradients_race_with_the_reduction", when=dropped == "one" or ahead):
+            self._check_order(lambda: self._wrap(has_own=False, use_orig_params=True), step)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
     def test_states_between_steps(self, kind):
         def step(model):

@@ -10,6 +10,7 @@ import collections
 import copy
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
@@ -363,9 +365,12 @@ class TestFullyShardAutograd(FSDPTest):
             check_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True])
-    def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters):
-        """A penalty on the gradient of the input, with and without parameters kept after backward."""
+    @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True], in_own_thread=[False, True])
+    def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters, in_own_thread):
+        """A penalty on the gradient of the input, with and without parameters kept after backward.
+
+        A device computes gradients in a thread of its own. On the host that may be a thread of the caller.
+        """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
@@ -373,11 +378,17 @@ class TestFullyShardAutograd(FSDPTest):
         model.set_reshard_after_backward(not keeps_parameters)
         manual_seed(42 + self.rank + 1)
         rows = torch.randn(2, DIM).to(self.device)
-        with torch_defect("fsdp2_second_order_gradients_raise", when=not keeps_parameters):
+        is_late = in_own_thread or not accelerator.current().is_host
+        with (
+            torch_defect("fsdp2_second_order_gradients_raise", when=not keeps_parameters),
+            torch_defect("fsdp2_late_gradients_are_lost", when=keeps_parameters and is_late),
+            ThreadPoolExecutor(1) as other,
+        ):
             for each in (ref_model, model):
                 primal = rows.clone().requires_grad_()
                 output = each(primal)
-                (gradient,) = torch.autograd.grad(output.sum(), primal, create_graph=True)
+                differentiate = functools.partial(torch.autograd.grad, output.sum(), primal, create_graph=True)
+                (gradient,) = other.submit(differentiate).result() if in_own_thread else differentiate()
                 (output + gradient.square().sum()).sum().backward()
             model.reshard()
             model[0].reshard()

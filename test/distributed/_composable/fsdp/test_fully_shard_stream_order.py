@@ -2,12 +2,13 @@
 """FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -22,6 +23,9 @@ from torch_fsdp_tests.device.ordering import check_order
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.fsdp.communication import ReusingAllGather, ReusingReduceScatter
 
 DIM = 8
 
@@ -43,27 +47,12 @@ def shard_layers(model: Layers, **kwargs: Any) -> Layers:
     return shard_each([*model, model], **kwargs)
 
 
-class Custom:
-    """A plain collective, as one that a user may write."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-
-class CustomAllGather(Custom):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, **kwargs)
-
-
-class CustomReduceScatter(Custom):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **kwargs)
-
-
 def prepare_custom_collectives(model: Any) -> None:
+    """Each layer's collectives use their buffers again and again."""
     for layer in model:
-        layer.set_custom_all_gather(CustomAllGather())
-        layer.set_custom_reduce_scatter(CustomReduceScatter())
+        numel = sum(param.numel() for param in layer.parameters())
+        layer.set_custom_all_gather(ReusingAllGather(numel))
+        layer.set_custom_reduce_scatter(ReusingReduceScatter(numel))
 
 
 def prepare_optimizers_in_backward(model: Any) -> None:

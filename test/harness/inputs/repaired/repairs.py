@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _state_dict_utils, _traversal_utils
+from torch.utils import checkpoint
 
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -180,10 +181,18 @@ def hold_modules_weakly() -> None:
     _flat_param.ParamInfo = _flat_param.SharedParamInfo = WeakInfo
 
 
+def ignore_annotations() -> None:
+    operators = torch.ops.profiler
+    checkpoint.SAC_IGNORED_OPS.update(
+        {operators._record_function_enter_new.default, operators._record_function_exit._RecordFunction}
+    )
+
+
 PATCHES = read_patches()
 REPLACEMENTS: dict[str, Callable[[], None]] = {
     "fsdp1_flat_model_is_never_freed": hold_modules_weakly,
     "fsdp1_refused_load_prevents_saving": leave_contexts_after_a_refused_load,
+    "fsdp2_annotations_break_selective_checkpointing": ignore_annotations,
     "fsdp2_ignored_parameters_break_foreach": group_tensors_by_type_too,
     "fsdp2_inf_norm_loses_nan": largest_is_nan_where_one_is,
     "fsdp2_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,

@@ -1,0 +1,35 @@
+"""FSDP1 zeroes dropped gradients on a stream for which nobody waits, so the next reduction may add to them too early.
+
+With ``use_orig_params=True``, the user may set the gradient of one parameter to None and keep those of others. Before
+the next all-gather, ``_writeback_orig_params`` zeroes that part of the flat gradient on the pre-unshard stream. It
+returns False, because it has written no parameter, so ``_unshard`` lets no stream wait. The stream of the reduction
+adds the new gradient to the same memory, and the optimizer reads it. The old gradient may survive, or the new one be
+lost.
+"""
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
+    features="use_orig_params",
+    way_round="Do not set single gradients to None: zero them, or drop all gradients of the model at once.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device, use_orig_params=True)
+    model(next(model.parameters()).new_ones(1, 2)).sum().backward()
+    gradient = model._handle.flat_param.grad
+    if way_round:
+        model.weight.grad.zero_()
+    else:
+        model.weight.grad = None
+    before = gradient.count_nonzero().item()
+    others_wait = model._handle.pre_unshard()  # on the pre-unshard stream
+    is_written = gradient.count_nonzero().item() < before
+    return "written unordered" if is_written and not others_wait else "ordered", "ordered"

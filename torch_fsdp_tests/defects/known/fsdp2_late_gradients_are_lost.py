@@ -1,0 +1,47 @@
+"""A gradient that comes after the gradient of the module's input is lost.
+
+FSDP2 reduces the gradients of a module when autograd has computed the gradient of its input, and relies on those of the
+parameters being there. Autograd chooses among what is ready by numbers, and each thread counts from zero. With
+``create_graph``, the first backward makes what the second one needs. On a device it runs in a thread of its own, so its
+numbers are low: the second backward computes the input's gradient before the last parameter's. On the host this takes a
+first backward in another thread. The final callback leaves out a module whose gradients were reduced. The late gradient
+stays at the gathered parameter, and the optimizer finds none.
+"""
+
+import threading
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    features="",
+    way_round=NO_WAY_ROUND,
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    model.set_reshard_after_backward(False)
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    loss = model(x).sum()
+    gradients = []
+
+    def first_backward():
+        gradients.extend(torch.autograd.grad(loss, x, create_graph=True))
+
+    thread = threading.Thread(target=first_backward)
+    thread.start()
+    thread.join()
+    (loss + gradients[0].square().sum()).backward()
+    model.reshard()
+    return model[2].weight.grad is not None, True
