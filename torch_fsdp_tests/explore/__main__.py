@@ -125,8 +125,7 @@ def in_words(result: Result) -> str:
         return f"a plain model cannot run this program: {result.invalid}"
     if not result.is_finding:
         return "as expected"
-    where = f"step {result.step}" if result.step >= 0 else "before the first step"
-    return f"rank {result.rank}, {where}: {result.what}\n{result.detail}"
+    return f"rank {result.rank}, {result.when}: {result.what}\n{result.detail}"
 
 
 def _search(options: argparse.Namespace) -> int:

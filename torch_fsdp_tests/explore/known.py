@@ -14,7 +14,7 @@ import torch
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.explore.lifecycle import Lifecycle, problem
+from torch_fsdp_tests.explore.lifecycle import LOW, Lifecycle, problem
 from torch_fsdp_tests.explore.program import Layer, Program, Step, Unit
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -55,9 +55,20 @@ def possible(program: Program) -> Program:
     """The program without what the device under test cannot do, and what has no exact result."""
     if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
         program = program.but(offload=False)
-    if program.api == "fsdp1" and program.param_dtype:  # a flat parameter adds up the uses of a module in another order
+    if program.shares and _reduces_uses_apart(program):
         program = valid(program.but(shares=()))
     return program
+
+
+def _reduces_uses_apart(program: Program) -> bool:
+    """Whether FSDP adds up the uses of a shared module in another order than autograd, so that rounding differs.
+
+    A flat parameter always does. FSDP2 reduces what is accumulated after the first use, and the rest after the last.
+    """
+    if program.api == "fsdp1":
+        return bool(program.param_dtype)
+    low = not LOW.isdisjoint({program.param_dtype, program.reduce_dtype})
+    return low and any(step.kind == "sync" for step in program.steps)
 
 
 def avoiding(program: Program, ids: Iterable[str]) -> Program:
@@ -191,8 +202,11 @@ def _gradients_of_inputs_order_the_reductions(program: Program) -> Program:
 def _all_ranks_use_the_last_layers(program: Program) -> Program:
     chains = [program.layers, *(each.parts for each in program.all_layers() if each.parts)]
 
+    def runs(layer: Layer, step: Step) -> bool:
+        return layer.name not in step.names and (not layer.parts or any(runs(each, step) for each in layer.parts))
+
     def change(step: Step) -> Step:
-        running = [[layer.name for layer in layers if layer.name not in step.names] for layers in chains]
+        running = [[layer.name for layer in layers if runs(layer, step)] for layers in chains]
         last = {names[-1] for names in running if names}
         return dataclasses.replace(step, odd=tuple(name for name in step.odd if name not in last))
 

@@ -39,7 +39,7 @@ class Result:
 
     program: Program
     what: str = ""  # empty if everything is as expected
-    step: int = -1
+    step: int | None = None  # -1 while the model is sharded; None if it is unknown, as after a death
     detail: str = ""
     place: str = ""
     rank: int = 0
@@ -50,6 +50,12 @@ class Result:
     @property
     def is_finding(self) -> bool:
         return bool(self.what)
+
+    @property
+    def when(self) -> str:
+        if self.step is None:
+            return "in an unknown step"
+        return f"in step {self.step}" if self.step >= 0 else "before the first step"
 
 
 class Explorer:

@@ -54,7 +54,7 @@ def differences(path: Path) -> Iterator[str]:
 
 def _difference(program: Program, recorded: list[list[dict[str, list[float]]]], result: Result) -> str:
     if result.is_finding or result.invalid:
-        return f"step {result.step}, rank {result.rank}: {result.what or result.invalid}"
+        return f"rank {result.rank}, {result.when}: {result.what or result.invalid}"
     names = (program.dtype, program.param_dtype, program.reduce_dtype, program.output_dtype, *program.own_dtypes)
     limit = max(LIMITS[getattr(torch, name)] for name in names if name)
     worst = max(_errors(recorded, result.values), default=(0.0, 0, 0, ""))

@@ -47,9 +47,8 @@ def _entry(program: Program, result: Result) -> Entry:
 
 
 def _found(result: Result) -> str:
-    where = f"in step {result.step}" if result.step >= 0 else "before the first step"
     first = result.detail.partition("\n")[0]
-    return f"{where}, {first if result.what.startswith('raised') else f'{result.what}: {first}'}"
+    return f"{result.when}, {first if result.what.startswith('raised') else f'{result.what}: {first}'}"
 
 
 def _right(result: Result) -> str:
