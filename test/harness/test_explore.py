@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import random
 import tempfile
@@ -15,6 +16,7 @@ import torch
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.explore import __main__ as command
 from torch_fsdp_tests.explore import execution, generate, known, ranks, record, script, search
 from torch_fsdp_tests.explore.execution import shape_of
@@ -100,6 +102,14 @@ class TestPrograms(TestCase):
             programs.append(search.varied(choice.choice(programs), choice.choice(programs), choice))
         idle = {id for id, rewriting in known.REWRITINGS.items() if all(rewriting(each) == each for each in programs)}
         self.assertEqual(idle, set())
+
+    def test_last_layer_is_one_that_runs(self):
+        """All ranks use it, also if it is followed by a chain whose layers are all left out."""
+        layers = (Layer("a", "scale"), Layer("b", "chain", parts=(Layer("c", "scale"),)))
+        forward = Step("forward", number=1, names=("c",), odd=("a",))
+        program = SMALL.but(layers=layers, units=(Unit(("",)),), steps=(FORWARD, Step("unused"), forward))
+        (_, _, changed) = known.avoiding(program, ["fsdp2_unused_layer_gathers_out_of_order"]).steps
+        self.assertEqual(changed, dataclasses.replace(forward, odd=()))
 
     def test_variations_are_valid(self):
         for seed in range(60):
@@ -307,6 +317,9 @@ class TestRecords(TestCase):
             first, second = record.differences(path)
             self.assertEqual(first, "")
             self.assertRegex(second, r"^step 1, rank 1: b\.c\.weight\.grad differs by")
+            lenient = dataclasses.replace(accelerator.current(), tolerances={"float64": math.inf})
+            with mock.patch.object(accelerator, "current", return_value=lenient):
+                self.assertEqual(list(record.differences(path)), ["", ""])
 
     def test_bad_record_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:

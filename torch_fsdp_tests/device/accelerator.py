@@ -42,6 +42,8 @@ class Accelerator:
     torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs. ``machine``
     has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing``
     describes the same devices for tests with more ranks than devices, if only another backend lets ranks share them.
+    ``tolerances`` has relative errors by dtype, such as ``{"float32": 1e-4}``, if the device's numbers may differ more
+    from those of another device than rounding explains; ``explore --against`` allows them.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """
@@ -54,6 +56,7 @@ class Accelerator:
     vendor_name: str | None = None
     machine: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     sharing: Accelerator | None = None
+    tolerances: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name in sorted(set(self.capabilities) - CAPABILITIES.keys()):

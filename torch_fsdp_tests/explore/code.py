@@ -230,6 +230,15 @@ def step(program: Program, index: int) -> str:
             return _on_each(f"module.set_gradient_divide_factor({step.number})")
         case "sum":
             return _on_each(f"module.set_force_sum_reduction_for_comms({step.flag})")
+        case "own_collectives":
+            own = ("all_gather(OwnAllGather())", "reduce_scatter(OwnReduceScatter())")
+            return _on_each("\n        ".join(f"module.set_custom_{each}" for each in own))
+        case "all_reduce_hook":
+            return _on_each(f"module.set_all_reduce_hook(lambda gradient: gradient.mul_({step.number}))")
+        case "input_buffers":
+            return f"model.set_reduce_scatter_max_input_buffers({step.number:g})"
+        case "unshard_in_backward":
+            return f"{at}.set_unshard_in_backward({step.flag})"
         case "prefetch_forward" | "prefetch_backward":
             modules = ", ".join(_module(program, name) for name in step.names)
             return f"{at}.set_modules_to_{what}_prefetch([{modules}])"

@@ -20,6 +20,7 @@ FEATURES = {
     "buffers": "buffers that forward changes",
     "clipping": "clipping of the norm of gradients",
     "casts": "model.to(dtype) between steps",
+    "communication": "collectives of the user's own, hooks of the all-reduce, and units that backward does not gather",
     "columns": "parameters that are sharded in dimension 1",
     "dtypes": "units and frozen layers whose parameters have a dtype of their own",
     "edits": "parameters that are changed in place between steps",
@@ -61,6 +62,7 @@ _EXCLUDES = {  # the features that a program cannot have beside another
     "fsdp1": {
         "casts",
         "columns",
+        "communication",
         "groups",
         "interruptions",
         "meta",
@@ -303,6 +305,14 @@ class _Generator:
             yield Step("sum", flag=choice.random() < 0.7)
         if self.on("reduction", 0.3) and life.sums:
             yield Step("divide", number=choice.choice((0.5, 1.0, 2.0, 4.0)))
+        if self.on("communication", 0.3):
+            yield Step("own_collectives")
+        if self.on("communication", 0.3):
+            yield Step("all_reduce_hook", number=choice.choice((0.5, 1.0, 2.0)))
+        if self.on("communication", 0.3):
+            yield Step("input_buffers", number=choice.randint(1, 3))
+        if self.on("communication", 0.5) and (path := lifecycle.not_needed_in_backward(program)) in wrapped:
+            yield Step("unshard_in_backward", path, flag=choice.random() < 0.3)
         if self.on("prefetch", 0.4):
             kind = choice.choice(("prefetch_forward", "prefetch_backward"))
             yield Step(kind, choice.choice(wrapped), names=(choice.choice(wrapped),))

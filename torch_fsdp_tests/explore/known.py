@@ -55,6 +55,8 @@ def possible(program: Program) -> Program:
     """The program without what the device under test cannot do, and what has no exact result."""
     if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
         program = program.but(offload=False)
+    if not torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS:
+        program = _without(program, "input_buffers")
     if program.shares and _reduces_uses_apart(program):
         program = valid(program.but(shares=()))
     return program
@@ -217,6 +219,12 @@ def _all_ranks_use_the_last_layers(program: Program) -> Program:
 @_avoids("fsdp2_frozen_first_forward_ignores_reduce_dtype")
 def _nothing_frozen_becomes_trainable(program: Program) -> Program:
     return _without(program, "freeze") if program.param_dtype or program.reduce_dtype else program
+
+
+@_avoids("fsdp2_frozen_parameter_of_unused_unit_gets_zeros")
+def _nothing_frozen_beside_zeros_for_unused(program: Program) -> Program:
+    sends_zeros = any(step.kind == "unused" and step.flag for step in program.steps)
+    return _without(program, "freeze") if sends_zeros else program
 
 
 @_avoids("fsdp2_freezing_before_a_transform_raises")

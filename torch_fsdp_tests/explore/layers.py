@@ -203,6 +203,23 @@ class Boxed(nn.Module):
         return boxed(self.kind, self.inner(unboxed(box)))
 
 
+class OwnCollective:
+    """A collective of the user's own."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OwnAllGather(OwnCollective):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class OwnReduceScatter(OwnCollective):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
 def new_folder():
     """A folder that all ranks know. It is removed with what this returns."""
     folder = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None

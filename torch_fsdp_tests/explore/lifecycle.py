@@ -80,6 +80,7 @@ class Lifecycle:
         self._prefetches = False  # as the user says
         self.saved: dict[str, str] = {}  # the kinds of the last state dicts
         self.unscaled = False
+        self.spared: set[int] = set()  # units that are not gathered for their backward
         self._names = set(parameters(program))
         self.trainable = {resolved(program, name) for name in parameters(program)} - {
             resolved(program, name) for name in program.frozen
@@ -105,6 +106,8 @@ class Lifecycle:
             if step.kind == "sync" and (self.pending or step.flag == self.syncs):
                 return "no_sync is a context around forward and backward"
         match step.kind:
+            case "unshard_in_backward" if step.at not in self._at or step.at != not_needed_in_backward(self.program):
+                return f"the parameters of {step.at!r} are needed in backward"
             case "unshard" | "reshard" | "reshard_after_forward" if step.at != "*" and step.at not in self._at:
                 return f"{step.at!r} is not sharded"
             case "prefetch_forward" | "prefetch_backward" if not self._at.keys() >= {step.at, *step.names}:
@@ -165,6 +168,8 @@ class Lifecycle:
                 return "a unit trains parameters of one dtype"
             case "transform" if self.pending or self.unreduced or self.reduces_unused or not self.is_last:
                 return "a transform is no backward of what other forwards have left"
+            case "transform" if self.spared:
+                return "the derivative of the input needs all parameters"
             case "transform" if step.at != "vmap" and not self._has_derivatives:
                 return "torch.func supports neither activation checkpointing nor changes of buffers"
             case "clip" if not LOW.isdisjoint(self.program.own_dtypes):
@@ -193,6 +198,10 @@ class Lifecycle:
                     self.states = [UNKNOWN for _ in self.states]
             case "prefetch_forward" | "prefetch_backward":
                 self._prefetches = True
+            case "unshard_in_backward" if step.flag:
+                self.spared.discard(self._at[step.at])
+            case "unshard_in_backward":
+                self.spared.add(self._at[step.at])
             case "reset":
                 self.interrupted = False
                 self.states = [SHARDED for _ in self.states]
@@ -353,7 +362,7 @@ class Lifecycle:
         at_work: dict[tuple[str, int], set[int]] = {}
         for event in reversed(events):
             match event.kind:
-                case "leave":
+                case "leave" if event.unit not in self.spared:
                     gathered.add(event.unit)
                 case "layer":
                     at_work[event.call] = set(gathered)
@@ -379,6 +388,18 @@ def _reshards(reshard: str, is_root: bool) -> str:
     if reshard == "default":
         return "no" if is_root else "yes"
     return reshard
+
+
+def not_needed_in_backward(program: Program) -> str | None:
+    """The path of the layer whose backward needs only its input, because nobody wants the gradient of that."""
+    above = ""
+    for path, layer in paths(program.layers):
+        if layer.recompute or layer.twice or layer.hooked or not path.startswith(above):
+            break
+        if layer.kind in ("linear", "scale", "one"):
+            return None if program.inputs or program.ties or program.shares else path
+        above = f"{path}."
+    return None
 
 
 def resolved(program: Program, path: str) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.explore.execution import LIMITS, RECORD
 from torch_fsdp_tests.explore.program import Program, ProgramError
 from torch_fsdp_tests.explore.ranks import Crew, Result
@@ -56,7 +55,9 @@ def _difference(program: Program, recorded: list[list[dict[str, list[float]]]], 
     if result.is_finding or result.invalid:
         return f"rank {result.rank}, {result.when}: {result.what or result.invalid}"
     names = (program.dtype, program.param_dtype, program.reduce_dtype, program.output_dtype, *program.own_dtypes)
-    limit = max(LIMITS[getattr(torch, name)] for name in names if name)
+    tolerances = {str(dtype).removeprefix("torch."): limit for dtype, limit in LIMITS.items()}
+    tolerances |= accelerator.current().tolerances
+    limit = max(tolerances[name] for name in names if name)
     worst = max(_errors(recorded, result.values), default=(0.0, 0, 0, ""))
     if worst[0] <= limit:
         return ""

@@ -108,6 +108,7 @@ class Reference:
         self.syncs = self.all_reduces = True
         self.reduces_unused = False
         self.factor: float | None = None
+        self.hook = 1.0  # what is reduced is multiplied by it
         self.norm: torch.Tensor | None = None
         self.saved: dict[str, Any] = {}
 
@@ -300,7 +301,7 @@ class Reference:
                 parts = [earlier + part for part in parts]
                 for named in self.named:
                     named[name].grad = None
-            mean = self._mean([part.to(self._reduced_in(name)) for part in parts])
+            mean = self._mean([part.to(self._reduced_in(name)) for part in parts]) * self.hook
             for named in self.named:
                 if named[name].requires_grad or name not in self.in_trained_units:
                     self._accumulate(named[name], mean)
@@ -327,6 +328,9 @@ class Reference:
 
     def _divide(self, step: Step) -> None:
         self.factor = step.number
+
+    def _all_reduce_hook(self, step: Step) -> None:
+        self.hook = step.number
 
     def _step(self, step: Step) -> None:
         for optimizer in self.optimizers:

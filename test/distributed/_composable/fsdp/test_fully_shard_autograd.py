@@ -527,6 +527,22 @@ class TestFullyShardAutograd(FSDPTest):
         with torch_defect("fsdp2_unused_layer_gathers_out_of_order"):
             check_parity(self, ref_model, model, what=("gradient",))
 
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_adapter=[True, False])
+    def test_frozen_parameter_gets_no_zeros(self, use_adapter):
+        """Zeros stand only for what is trained, also if the unit of a frozen parameter has no part in a step."""
+        model: Any = Adapted().to(self.device)
+        shard_each((model.adapter, model)).set_reduce_scatter_unused_params(True)
+        rows = torch.ones(2, 4, device=self.device)
+        to_one(model(rows, True)).backward()
+        model.zero_grad()
+        model.adapter.bias.requires_grad_(False)
+        to_one(model(rows, use_adapter)).backward()
+        self.assertIsNotNone(model.adapter.weight.grad)
+        with torch_defect("fsdp2_frozen_parameter_of_unused_unit_gets_zeros", when=not use_adapter):
+            self.assertIsNone(model.adapter.bias.grad)
+
 
 @dataclasses.dataclass(frozen=True)
 class FrozenTriple:

@@ -1,0 +1,50 @@
+"""A parameter that was frozen gets a gradient of zeros when its unit has no part in a step.
+
+With ``set_reduce_scatter_unused_params``, zeros stand for trainable parameters that a step does not use. Whether a
+parameter is trainable is read from the gathered parameter, which learns of ``requires_grad_(False)`` only when its unit
+is gathered the next time. An optimizer takes the zeros for a gradient, and its weight decay changes the frozen
+parameter.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    features="communication, frozen",
+    way_round="Gather the unit once after freezing: ``module.unshard()``, then ``module.reshard()``.",
+    since="2.13",
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.adapter, self.body = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, use_adapter):
+        return self.body(self.adapter(x) if use_adapter else x)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = Net().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard(model.adapter, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.ones(1, 2, device=device)
+    model(x, use_adapter=True).sum().backward()
+    model.zero_grad()
+    model.adapter.bias.requires_grad_(False)
+    if way_round:
+        model.adapter.unshard()
+        model.adapter.reshard()
+    model(x, use_adapter=False).sum().backward()
+    found = None if model.adapter.bias.grad is None else model.adapter.bias.grad.full_tensor().tolist()
+    return found, None
