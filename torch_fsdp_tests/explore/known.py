@@ -215,6 +215,11 @@ def _all_ranks_use_the_last_layers(program: Program) -> Program:
     return program.but(steps=tuple(map(change, program.steps)))
 
 
+@_avoids("fsdp2_recomputation_orders_collectives_by_use")
+def _no_recomputation_of_what_some_ranks_use(program: Program) -> Program:
+    return _no_recomputation(program) if any(step.odd for step in program.steps) else program
+
+
 @_avoids("fsdp2_frozen_first_forward_breaks_training")
 @_avoids("fsdp2_frozen_first_forward_ignores_reduce_dtype")
 def _nothing_frozen_becomes_trainable(program: Program) -> Program:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -121,6 +122,15 @@ class EndsEarly(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
         return self.last(x) if self.uses_last else x
+
+
+class AddsOne(nn.Linear):
+    """A layer that may add one instead of using its weight."""
+
+    is_used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.is_used else x + 1
 
 
 def to_one(output: torch.Tensor) -> torch.Tensor:
@@ -526,6 +536,31 @@ class TestFullyShardAutograd(FSDPTest):
         average([param.grad for param in ref_model.parameters()])
         with torch_defect("fsdp2_unused_layer_gathers_out_of_order"):
             check_parity(self, ref_model, model, what=("gradient",))
+
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(2)
+    @subtests(is_one_unit=[True, False])
+    def test_recomputation_of_an_unused_layer(self, is_one_unit):
+        """Collectives come in the same order whether a rank uses the last layer of a recomputed block or not.
+
+        Here all ranks do the same, so that none waits. The second of two backwards has no prefetching.
+        """
+
+        def collectives(is_used: bool) -> list[tuple[str, int]]:
+            model: Any = EndsEarly().to(self.device)
+            model.last = AddsOne(4, 4, bias=False).to(self.device)
+            model.last.is_used = is_used
+            units = (model,) if is_one_unit else (model.inner, model.last)
+            root = shard_each((*units, checkpoint_wrapper(model)))
+            root.set_reduce_scatter_unused_params(True)
+            first, second = (root(torch.ones(1, 4, device=self.device, requires_grad=True)).sum() for _ in range(2))
+            first.backward()
+            with recorded("all_gather", "reduce_scatter") as calls:
+                second.backward()
+            return [(call.name, call.numel) for call in calls]
+
+        with torch_defect("fsdp2_recomputation_orders_collectives_by_use", when=not is_one_unit):
+            self.assertEqual(collectives(is_used=False), collectives(is_used=True))
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
