@@ -4,12 +4,11 @@ import json
 import re
 import signal
 import textwrap
-import time
 import unittest
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, PASS, TreeCase, alive, body, little_torch
+from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
 
 # The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.
 FIRST = f"""
@@ -118,18 +117,13 @@ class TestForkServer(TreeCase):
             tell = f"open({str(file)!r}, 'w').write(f'{{os.getpid()}} {{os.getsid(0)}}.'); time.sleep(1000)"
             self.write({"test_0": FIRST, "test_1": FORKED + body(tell), "test_2": PASS, "test_3": PASS})
             process = self.start("-j1", env=little_torch(self.root))
-            while not file.exists() or not file.read_text().endswith("."):
-                self.assertIsNone(process.poll())
-                time.sleep(0.02)
+            self.wait_for(process, file)
             tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
             children = [int(pid) for task in tasks for pid in task.read_text().split()]
             self.assertEqual(len(children), 3)  # the reaper, the server and the file
             process.send_signal(number)
             process.communicate()
-            give_up = time.monotonic() + 10
-            while any(map(alive, children)) and time.monotonic() < give_up:
-                time.sleep(0.02)
-            self.assertFalse(any(map(alive, children)))
+            self.assertTrue(all_end(children))
 
 
 if __name__ == "__main__":

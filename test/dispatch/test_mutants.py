@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import types
 import unittest
 import unittest.mock
@@ -22,14 +21,13 @@ from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
-from torch_fsdp_tests.reach.order import batches
+from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 from torch_fsdp_tests.tools.mutants.sites import Site, Source
-from torch_fsdp_tests.tools.mutants.trials import within
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -438,7 +436,7 @@ class CommandCase(TreeCase):
         write_package(self.root)
         self.write({name: textwrap.dedent(text) for name, text in TESTS.items()})
         self.map, self.output = self.root / "map.json", self.root / "out"
-        make_map(REACHES).save(self.map)
+        self.map.write_text(make_map(REACHES).as_text())
 
     def command(self, *arguments: object) -> list[str]:
         command = [sys.executable, *"-m torch_fsdp_tests.tools.mutants --package vendor_fsdp --map".split(), self.map]
@@ -510,7 +508,7 @@ class TestCommand(CommandCase):
         id = "sizes:of_shard:arithmetic:1"
         for name in ("test_fork", "test_fresh"):
             with self.subTest(name):
-                make_map({f"test_processes::TestProcesses.{name}": ["sizes.of_shard"]}).save(self.map)
+                self.map.write_text(make_map({f"test_processes::TestProcesses.{name}": ["sizes.of_shard"]}).as_text())
                 findings = self.check_outcomes({id: Outcome.NOTICED})
                 self.assertEqual(findings[id].by, f"test_processes::TestProcesses.{name}")
 
@@ -519,7 +517,7 @@ class TestCommand(CommandCase):
         path = self.root / "vendor_fsdp" / "sizes.py"
         rewrite = f"open({str(path)!r}, 'w').write('def of_shard(world_size): return 4')"
         self.write({"test_rewrite": f"class TestX(unittest.TestCase):\n    def test_x(self): {rewrite}\n"})
-        make_map({**REACHES, "test_rewrite::TestX.test_x": ["shard.never"]}).save(self.map)
+        self.map.write_text(make_map({**REACHES, "test_rewrite::TestX.test_x": ["shard.never"]}).as_text())
         rewriting, late = "shard:never:exchange:1", "sizes:of_shard:arithmetic:1"
         findings = self.check_outcomes({rewriting: Outcome.NOT_REACHED, late: Outcome.UNDECIDED}, "-j", 1)
         self.assertIn("has no place for the mutant", findings[late].why)
@@ -529,7 +527,7 @@ class TestCommand(CommandCase):
         builder = MapBuilder()
         builder.add("test_shard", "TestShard.test_drain", {"vendor_fsdp.shard.first"}, 1.0)
         builder.add("test_shard", "TestShard.test_first", {"vendor_fsdp.shard.first", "other"}, 30.0)
-        builder.build("any").save(self.map)
+        self.map.write_text(builder.build("any").as_text())
         id = "shard:first:arithmetic:1"
         findings = self.check_outcomes({id: Outcome.NOT_REACHED}, "--budget", 1)
         self.assertEqual(findings[id].why, "none of the tests runs the statement, of the first 1 of 2")
@@ -556,7 +554,7 @@ class TestCommand(CommandCase):
             (["--package", "no_such_fsdp"], "there is no package no_such_fsdp"),
             (["--map", empty], "is not a map of what tests reach"),
             (["--module", "nothing"], "no mutant is selected"),
-            (["--sample", "0"], "argument --sample: 0 is not a number greater than 0"),
+            (["--sample", "0"], "argument --sample: '0' is not a whole number from 1 to"),
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),
             (["--kind", "stream"], "argument --kind: invalid choice: 'stream' (choose from"),
             (["-i", "nowhere"], "unknown test 'nowhere'"),
@@ -595,7 +593,7 @@ class TestOfTorch(CommandCase):
         self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
         builder = MapBuilder()
         builder.add("test_sync", "TestSync.test_no_reduction", {function.replace(":", ".")}, 2.0)
-        builder.build("any").save(self.map)
+        self.map.write_text(builder.build("any").as_text())
         # No test checks the settings for the reduction over replicas.
         expected = {"assignment:1": "noticed", "assignment:2": "missed"}
         expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}
@@ -620,25 +618,23 @@ class TestInterrupted(CommandCase):
                 if sizes.of_shard(2) != 4 and not os.path.exists({over!r}):
                     code = "import time; time.sleep(600)"
                     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-                    with open({pids!r}, "w") as file: file.write(f"{{os.getpid()}} {{child.pid}}\\n")
+                    with open({pids!r}, "w") as file: file.write(f"{{os.getpid()}} {{child.pid}}.")
                     time.sleep(600)
                 self.assertEqual(sizes.of_shard(2), 4)
         """
         pids, over = self.root / "pids", self.root / "over"
         self.write({"test_waits": textwrap.dedent(waits).format(pids=str(pids), over=str(over))})
-        make_map({**REACHES, "test_waits::TestWaits.test_waits": ["sizes.of_shard"]}).save(self.map)
+        self.map.write_text(make_map({**REACHES, "test_waits::TestWaits.test_waits": ["sizes.of_shard"]}).as_text())
         ids = ["shard:describe:default:1", "sizes:of_shard:arithmetic:1", "shard:never:exchange:1"]
         named = [word for id in ids for word in ("--mutant", f"vendor_fsdp.{id}")]
         process = self.start(*named, "-i", "test_waits", "test_shard", "-j", 1)
-        while not (pids.exists() and pids.read_text().endswith("\n")):
-            time.sleep(0.02)
-            self.assertIsNone(process.poll())
+        started = self.wait_for(process, pids)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
         self.assertEqual(process.returncode, 130, err)
         self.assertIn("--resume", err)
         self.assertEqual([*self.findings()], ids[:1])
-        self.assertEqual([pid for pid in map(int, pids.read_text().split()) if alive(pid)], [])
+        self.assertEqual([pid for pid in started if alive(pid)], [])
         over.touch()
         with (self.output / "findings.jsonl").open("a") as file:
             file.write('{"id": "cut sho')  # as a kill may leave it

@@ -19,7 +19,6 @@ from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, last_failures, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
-from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
@@ -96,26 +95,6 @@ class TestShards(unittest.TestCase):
             with self.subTest(included):
                 self.assertEqual(plan.estimate(TestRun("f", frozenset(included)), {}, times, names), seconds)
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A*.test_1"])), {}, times), 8.0)
-
-    def test_parts_by_what_they_run(self):
-        """Parts are compared as sets of tests: nothing is lost, and nothing is added if an exact part exists."""
-        universe = {f"{cls}.{test}" for cls in "AB" for test in ("t1", "t2")}
-        names = ["A", "B", "A.t1", "A.t2", "B.t1"]
-        choices = [frozenset(c) for n in range(3) for c in itertools.combinations(names, n)]
-        runs = [TestRun("f", included, excluded) for included in choices for excluded in choices]
-
-        def names_run(run):
-            return {name for name in universe if run is not None and run.contains(name)}
-
-        for a, b in itertools.product(runs, runs):
-            self.assertGreaterEqual(names_run(a | b), names_run(a) | names_run(b), f"{a} | {b}")
-            self.assertGreaterEqual(names_run(a - b), names_run(a) - names_run(b), f"{a} - {b}")
-            if not a.excluded and not b.excluded:
-                self.assertEqual(names_run(a | b), names_run(a) | names_run(b), f"{a} | {b}")
-            if not b.excluded or (b.excluded <= {"A", "B"} and not b.included):
-                self.assertEqual(names_run(a - b), names_run(a) - names_run(b), f"{a} - {b}")
-        nested = TestRun("f", frozenset(["A"]), frozenset(["A.t1"]))
-        self.assertEqual(nested | TestRun("f", frozenset(["B"])), TestRun("f", frozenset("AB"), frozenset(["A.t1"])))
 
 
 class TestOrder(unittest.TestCase):
@@ -352,16 +331,16 @@ class TestDevices(unittest.TestCase):
             devices.check(there, "xpu", None, None)
 
         described = Vendor("foo", describe="torch_foo.testing:describe")
-        for vendor, device, autoload, loads_only in (
-            (described, "foo", "0", {}),
-            (described, None, "0", {}),
-            (Vendor("foo"), "foo", "1", {}),
-            (Vendor("foo"), None, "1", {"only_whether_it_loads": True}),
+        for vendor, device, autoload in (
+            (described, "foo", "0"),
+            (described, None, "0"),
+            (Vendor("foo"), "foo", "1"),
+            (Vendor("foo"), None, "1"),
         ):
             with self.declared({"foo": vendor}, autoload), self.built_for(None):
                 with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
                     devices.check(foo, device, "foocl", 3)
-                ask_torch.assert_called_once_with(device, "foocl", 3, **loads_only)
+                ask_torch.assert_called_once_with(device, "foocl", 3)
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
@@ -372,7 +351,7 @@ class TestDevices(unittest.TestCase):
                 with self.assertRaisesRegex(
                     ConfigurationError, "^torch cannot be imported: OSError: libfoo.so: no such"
                 ):
-                    devices._ask_torch(None, None, None, only_whether_it_loads=True)
+                    devices._ask_torch(None, None, None)
 
     def test_an_extension_that_torch_imports_may_bring_a_device(self):
         with unittest.mock.patch("importlib.metadata.entry_points", lambda group: [group]):
@@ -396,9 +375,10 @@ class TestSelect(unittest.TestCase):
     )
 
     def chosen(self, include: Sequence[str], exclude: Sequence[str] = ()) -> list[TestRun]:
-        files = [TestFile(name, Path(f"{name}.py")) for name in sorted(self.names)]
         source = "class TestA(TestCase):\n def test_one(self): ...\nclass TestB(TestCase):\n def test_two(self): ...\n"
-        return select(files, include, exclude, Path("/somewhere/test"), lambda name: source)
+        with unittest.mock.patch("torch_fsdp_tests.dispatch.select.source_of", lambda path: source):
+            files = {name: Path(f"{name}.py") for name in self.names}
+            return select(files, include, exclude, Path("/somewhere/test"))
 
     def test_ways_to_name(self):
         for word in (
@@ -424,6 +404,21 @@ class TestSelect(unittest.TestCase):
     def test_exclude(self):
         self.assertEqual([t.file for t in self.chosen([], ["distributed"])], ["test_top"])
         self.assertEqual(self.chosen(["test_top"], ["test_top::TestB"])[0].excluded, {"TestB"})
+
+    def test_what_is_included_and_not_excluded(self):
+        """For all pairs of a file, its classes and some tests, on either side."""
+        tests = ["TestA.test_one", "TestA.test_two", "TestB.test_two"]
+        names = ["", "::TestA", "::TestA::test_one", "::TestB::test_two"]
+        sides = [[f"test_top{name}" for name in pair] for n in (1, 2) for pair in itertools.combinations(names, n)]
+
+        def named(words: Sequence[str]) -> set[str]:
+            inside = [word.removeprefix("test_top").replace("::", ".").removeprefix(".") for word in words]
+            return {test for test in tests for name in inside if f"{test}.".startswith(f"{name}.".lstrip("."))}
+
+        for include, exclude in itertools.product(sides, [[], *sides]):
+            with self.subTest(include=include, exclude=exclude):
+                run = {tests[place] for part in self.chosen(include, exclude) for place in part.selected(tests)}
+                self.assertEqual(run, named(include) - named(exclude))
 
     def test_unknown_names_its_neighbours(self):
         for word, near in (

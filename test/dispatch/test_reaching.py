@@ -140,7 +140,7 @@ class TestReaching(CommandCase):
         builder.add("z/test_y", "TestX.test_2", [f"{CORE}.Unit.step"], 1.0)
         builder.add("test_x", "TestX.test_2", [f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0)
         builder.add("test_x", "TestX.test_3", [f"{CORE}.shard"], 1.0)
-        builder.build("9.8.7+y", modules_of(self.root / "site/torch")).save(self.map)
+        self.map.write_text(builder.build("9.8.7+y", modules_of(self.root / "site/torch")).as_text())
         self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "test_new": PASS})
 
     def reach(self, *what: object, **more: object) -> str:
@@ -162,7 +162,7 @@ class TestReaching(CommandCase):
         builder = MapBuilder()
         for number in range(8):
             builder.add(f"test_{'ab'[number % 2]}", f"TestX.test_{number // 2 + 1}", [f"{CORE}.shard"], 1.0 + number)
-        builder.build("9.8.7", modules_of(self.root / "site/torch")).save(self.map)
+        self.map.write_text(builder.build("9.8.7", modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
         self.reach("shard", "--dry-run", "--json")
         jobs = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in json.loads(self.out)["jobs"]]

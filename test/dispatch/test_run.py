@@ -25,7 +25,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, little_torch, schema
+from trees import (
+    CHECKOUT,
+    CLOSING,
+    ENVIRONMENT,
+    FAIL,
+    LIMIT,
+    PASS,
+    TreeCase,
+    alive,
+    all_end,
+    body,
+    fits,
+    little_torch,
+    schema,
+)
 
 from torch_fsdp_tests import __version__, settings
 from torch_fsdp_tests.dispatch.devices import torch_version
@@ -662,12 +676,9 @@ class TestStopping(TreeCase):
         text = body("pass", f"{child}; {tell}; time.sleep(60)")
         self.write({"test_x": text, "test_y": "time.sleep(0)\n" + PASS})
         process = self.start("-j1", "--report", self.root / "r", **more)
-        while not (self.root / "pid").exists() or not (self.root / "pid").read_text().endswith("."):
-            self.assertIsNone(process.poll())
-            time.sleep(0.02)
+        pids = self.wait_for(process, self.root / "pid")
         process.send_signal(number)
         out, err = process.communicate()
-        pids = [int(pid) for pid in (self.root / "pid").read_text()[:-1].split()]
         return pids, process.returncode, out, err
 
     def test_interrupt_and_terminate(self):
@@ -700,13 +711,11 @@ class TestStopping(TreeCase):
             fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
         ran = self.root / "ran"
-        self.write({"test_x": body("pass", f"open({str(ran)!r}, 'w').close(); time.sleep(60)")})
+        self.write({"test_x": body("pass", f"open({str(ran)!r}, 'w').write('.'); time.sleep(60)")})
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
         process = self.start("--report", self.root / "r", preexec_fn=take_terminal, **streams)
         os.close(theirs)
-        while not ran.exists():
-            self.assertIsNone(process.poll())
-            time.sleep(0.02)
+        self.wait_for(process, ran)
         os.close(ours)
         self.assertEqual(process.wait(), 129)
         report = json.loads((self.root / "r/report.json").read_text())
@@ -714,11 +723,9 @@ class TestStopping(TreeCase):
 
     def test_a_file_that_is_stopped_before_its_first_test_is_not_called_empty(self):
         loaded = self.root / "loaded"
-        self.write({"test_x": f"open({str(loaded)!r}, 'w').close(); time.sleep(60)\n{PASS}"})
+        self.write({"test_x": f"open({str(loaded)!r}, 'w').write('.'); time.sleep(60)\n{PASS}"})
         process = self.start(env={"FORCE_COLOR": "1"})
-        while not loaded.exists():
-            self.assertIsNone(process.poll())
-            time.sleep(0.02)
+        self.wait_for(process, loaded)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
         self.assertEqual(process.returncode, 130, out + err)
@@ -730,9 +737,7 @@ class TestStopping(TreeCase):
         text = body(f"open({str(pid_file)!r}, 'w').write(f'{{os.getpid()}}.'); print('x' * 400000); self.fail()")
         self.write({"test_x": text})
         process = self.start()
-        while not pid_file.exists() or not pid_file.read_text().endswith(".") or alive(int(pid_file.read_text()[:-1])):
-            self.assertIsNone(process.poll())
-            time.sleep(0.02)
+        self.assertTrue(all_end(self.wait_for(process, pid_file)))
         process.send_signal(signal.SIGTERM)  # it is writing more than the pipe holds, or is about to
         out, err = process.communicate()
         self.assertEqual((process.returncode, CLOSING.findall(out)), (143, [("0", "1", "0")]), err)
@@ -740,10 +745,10 @@ class TestStopping(TreeCase):
     def test_killed_dispatcher_leaves_nothing(self):
         with tempfile.TemporaryDirectory() as scratch:
             pids, _, _, _ = self.stop(signal.SIGKILL, env={"TMPDIR": scratch})
+            self.assertTrue(all_end(pids))
             give_up = time.monotonic() + 5
-            while (any(map(alive, pids)) or os.listdir(scratch)) and time.monotonic() < give_up:
+            while os.listdir(scratch) and time.monotonic() < give_up:
                 time.sleep(0.02)
-            self.assertFalse(any(map(alive, pids)))
             self.assertEqual(os.listdir(scratch), [])
 
     def test_two_at_once(self):

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import unittest
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, alive
+from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, all_end
 
 from torch_fsdp_tests.tools.versions.table import Row, Table
 
@@ -146,19 +145,14 @@ class TestVersions(TreeCase):
             with self.subTest(number.name):
                 self.log.unlink(missing_ok=True)
                 process = self.start(version)
-                while not self.log.exists() or not self.log.read_text().endswith("."):
-                    self.assertIsNone(process.poll())
-                    time.sleep(0.02)
+                pids = self.wait_for(process, self.log)
                 if number == signal.SIGINT:
                     self.run_command(version)
                     self.assertIn("another run is writing to", self.err)
                 process.send_signal(number)
                 self.err = process.communicate()[1]
                 self.assertEqual(process.returncode, status, self.err)
-                give_up = time.monotonic() + LIMIT
-                while alive(int(self.log.read_text()[:-1])) and time.monotonic() < give_up:
-                    time.sleep(0.02)
-                self.assertFalse(alive(int(self.log.read_text()[:-1])))
+                self.assertTrue(all_end(pids, LIMIT))
                 if number != signal.SIGKILL:
                     self.run_command()
                     self.assertEqual(self.code, 3, self.err)

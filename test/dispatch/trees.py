@@ -8,8 +8,9 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import unittest
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ class TreeCase(unittest.TestCase):
         out, err = process.communicate()
         self.out, self.err, self.code = out or "", err or "", process.returncode
         return self.out
+
+    def wait_for(self, process: "subprocess.Popen[str]", path: Path) -> list[int]:
+        """Wait until a test of a run has written numbers and a full stop into a file. Returns the numbers."""
+        while not path.exists() or not path.read_text().endswith("."):
+            self.assertIsNone(process.poll())
+            time.sleep(0.02)
+        return [int(number) for number in path.read_text()[:-1].split()]
 
     def write_json(self, name: str, data: object) -> Path:
         """Write a file beside the tree."""
@@ -174,6 +182,14 @@ def alive(pid: int) -> bool:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
+
+
+def all_end(pids: Iterable[int], seconds: float = 10) -> bool:
+    """Whether these processes end within some seconds."""
+    give_up = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
 
 
 class Balanced(HTMLParser):

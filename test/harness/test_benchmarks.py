@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
 from torch_fsdp_tests.tools.benchmarks import harness, reaching
 
@@ -46,11 +47,8 @@ class TestReachingBenchmark(TestCase):
                 )
 
     def test_seconds_until_the_first_failure(self):
-        order = [("f", "T.a"), ("g", "T.a"), ("f", "T.b")]
-        seconds = {order[0]: 1.0, order[1]: 2.0, order[2]: 4.0}
-        self.assertEqual(reaching.until(order, order[1], seconds), 3.0)
-        self.assertEqual(reaching.within(3.0, order, seconds), ["f::T.a", "g::T.a"])
-        self.assertEqual(reaching.within(0.5, order, seconds), ["f::T.a"])
+        tests = [Reached("f", "T.a", 1.0, 1), Reached("g", "T.a", 2.0, 1), Reached("f", "T.b", 4.0, 1)]
+        self.assertEqual(reaching.until(tests, "g", "T.a"), 3.0)
 
     def test_median_and_percentile(self):
         values = [float(number) for number in range(1, 10)]

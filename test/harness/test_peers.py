@@ -171,34 +171,31 @@ class TestRefusal(PeersCase):
     """Without it, the machines of a launch could run different code."""
 
     @staticmethod
-    def answer(end: Connection, machine: agent.Machine, digests: dict[str, str]) -> None:
+    def answer(end: Connection, machine: agent.Machine) -> None:
         """What an agent does before the first file. The connection ends with the run."""
-        while (order := end.receive()) is not None:
-            if isinstance(order, agent.Describe):
-                end.send(machine)
-            elif isinstance(order, agent.Compare):
-                end.send(agent.Differences(agent.differences(digests, order.digests)))
+        end.receive()
+        end.send(machine)
 
     def test_machines_that_differ_are_named_before_the_first_test(self):
         folder = Path(__file__).parent
-        own, digests = agent.describe(folder, "cpu"), agent.digests(folder)
-        digests["torch_fsdp_tests/processes/host.py"] = "another"
-        del digests["torch_fsdp_tests/inductor_utils.py"]
-        machines = [own, dataclasses.replace(own, digest="another"), dataclasses.replace(own, torch="1.0")]
+        own = agent.describe(folder, "cpu")
+        suite = own.suite | {"torch_fsdp_tests/processes/host.py": "another"}
+        del suite["torch_fsdp_tests/inductor_utils.py"]
+        machines = [own, dataclasses.replace(own, suite=suite), dataclasses.replace(own, torch="1.0")]
         agents = Agents(self.launch(0, 4))
         self.close_later(agents._peers)
         for rank, machine in enumerate(machines, 1):
             end, _ = peers.join(self.launch(rank, 4), agent.ORDERS)
             self.addCleanup(end.close)
-            threading.Thread(target=self.answer, args=[end, machine, digests], daemon=True).start()
+            threading.Thread(target=self.answer, args=[end, machine], daemon=True).start()
         with self.assertRaises(LaunchFailure) as refusal:
-            agents.gather(RunTests(test_directory=folder, default_directory=folder))
+            agents.gather(RunTests(test_directory=folder, default_directory=folder), "cpu")
         name = socket.gethostname()
-        suite = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/host.py differs"
+        files = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/host.py differs"
         expected = [
             "the machines of the launch differ:",
+            f"rank 2: the suite on {name}: {files}",
             f"rank 3: torch 1.0 on {name}, and torch {own.torch} at rank 0 on {name}",
-            f"rank 2: the suite on {name}: {suite}",
         ]
         self.assertEqual(str(refusal.exception).split("\n  "), expected)
 
@@ -207,8 +204,8 @@ class TestRefusal(PeersCase):
             before = agent.describe(Path(name), "cpu")
             Path(name, "test_x.py").touch()
             after = agent.describe(Path(name), "cpu")
-        self.assertNotEqual(before.digest, after.digest)
-        self.assertEqual(dataclasses.replace(before, digest=after.digest, facts=after.facts), after)
+        self.assertEqual(after.suite.keys() - before.suite.keys(), {"test/test_x.py"})
+        self.assertEqual(dataclasses.replace(before, suite=after.suite, facts=after.facts), after)
 
 
 class TestAddress(PeersCase):

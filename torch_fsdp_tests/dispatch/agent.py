@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,6 @@ class Describe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compare:
-    """List the files of the suite that differ from those of rank 0. ``digests`` are rank 0's, by name."""
-
-    test_directory: str
-    digests: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
 class StartFile:
     """Start the process of a test file, with these variables added to the agent's own."""
 
@@ -69,7 +60,7 @@ class EndFile:
     number: int
 
 
-ORDERS = (Describe, Compare, StartFile, EndFile, peers.Dismiss)
+ORDERS = (Describe, StartFile, EndFile, peers.Dismiss)
 
 # --- messages from an agent -------------------------------------------------------------------------------------------
 
@@ -81,15 +72,8 @@ class Machine:
     torch: str
     python: str
     commit: str  # empty if git does not know it
-    digest: str  # of all files of the suite
+    suite: dict[str, str]  # the digests of its files, by name
     facts: dict[str, Any]  # about the hardware and the libraries, which may differ between machines
-
-
-@dataclasses.dataclass(frozen=True)
-class Differences:
-    """The answer to :class:`Compare`: a short description of each file that differs."""
-
-    words: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +101,7 @@ class Signalled:
     signal: int
 
 
-ANSWERS = (Machine, Differences, FileEnded, FileOver, Signalled)
+ANSWERS = (Machine, FileEnded, FileOver, Signalled)
 
 # --- for both sides ---------------------------------------------------------------------------------------------------
 
@@ -132,21 +116,13 @@ def digests(test_directory: Path) -> dict[str, str]:
 
 def describe(test_directory: Path, device: str) -> Machine:
     """Return the facts about this machine. All but ``facts`` must be equal on all machines of a run."""
-    text = repr(sorted(digests(test_directory).items()))
     return Machine(
         torch=devices.torch_version() or "not installed",
         python=platform.python_version(),
         commit=installation.commit() or "",
-        digest=hashlib.sha256(text.encode()).hexdigest(),
+        suite=digests(test_directory),
         facts=machine.ask(device),
     )
-
-
-def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """Describe the files that differ between this machine and the other, in a few words each."""
-    missing = [f"{name} is missing" for name in sorted(theirs.keys() - own.keys())]
-    changed = [f"{name} differs" for name in sorted(own.keys() & theirs.keys()) if own[name] != theirs[name]]
-    return (*missing, *changed, *(f"{name} does not exist at rank 0" for name in sorted(own.keys() - theirs.keys())))
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -182,9 +158,6 @@ class Agent:
             match order:
                 case Describe():
                     self._rank_0.tell(describe(self._root / order.test_directory, order.device))
-                case Compare():
-                    own_digests = digests(self._root / order.test_directory)
-                    self._rank_0.tell(Differences(differences(own_digests, order.digests)))
                 case StartFile():
                     self._start(order)
                 case EndFile() if self._file is None:

@@ -14,13 +14,12 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device.machine import LIMIT
 from torch_fsdp_tests.dispatch import agent
-from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
@@ -29,12 +28,11 @@ from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
-from torch_fsdp_tests.verdict import ranks_in_words
+from torch_fsdp_tests.verdict import ranks_in_words, shown
 
 END_LIMIT = 20.0  # seconds for an agent to end its part of a file
 END_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
 ANSWER_LIMIT = 60.0  # seconds for an agent to describe its machine
-FEW = 5  # the most differences that are named
 assert agent.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
 
 
@@ -44,6 +42,7 @@ class _Part:
 
     ended: agent.FileEnded | None = None
     ended_at: float = 0.0  # when that was noticed
+    over: agent.FileOver | None = None
 
 
 class Agents(Site):
@@ -51,31 +50,22 @@ class Agents(Site):
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.world_size = launch, launch.world_size
-        self._signals: list[int] = []  # that agents have received
+        self.signals: list[int] = []
         self._peers = Peers(launch, agent.ANSWERS)
         self._give_up = time.monotonic() + GATHER_LIMIT
         self._number = 0  # of the running file
         self._order: agent.StartFile | None = None
         self._parts: dict[int, _Part] = {}
-        self._over: dict[int, agent.FileOver] = {}
         self._gone: set[int] = set()  # ranks
         self._end_by: float | None = None  # when all parts must be over
         self._ended_at = 0.0  # when rank 0's part was over
-        self._device = HOST  # the type of the devices under test
         self._machines: dict[int, dict[str, Any]] = {}  # the facts about each rank's machine
-
-    def devices(self, device_set: DeviceSet) -> DeviceSet:
-        self._device = device_set.type
-        return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
-
-    def jobs_at_a_time(self, wanted: int) -> int:
-        return 1
 
     # --- before the first file ---
 
-    def gather(self, run: RunTests) -> None:
+    def gather(self, run: RunTests, device: str) -> None:
         self.wait_for_all()
-        self._compare(run.default_directory.parent, run.test_directory)
+        self._compare(run.default_directory.parent, run.test_directory, device)
 
     def wait_for_all(self) -> None:
         """Wait for all agents. Raises :class:`LaunchFailure`."""
@@ -93,15 +83,14 @@ class Agents(Site):
         for rank, peer in self._peers.of_rank.items():
             children.watch(peer.connection, functools.partial(self.hear, rank))
 
-    def _compare(self, root: Path, test_directory: Path) -> None:
+    def _compare(self, root: Path, test_directory: Path, device: str) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         relative = _relative(root, test_directory)
-        own = agent.describe(test_directory, self._device)
-        answers = self._ask(agent.Describe(relative, self._device), sorted(self._peers.of_rank))
-        self._machines = {rank: machine.facts for rank, machine in {0: own, **answers}.items()}
-        differing: dict[tuple[str, str], list[int]] = {}
-        suites: dict[tuple[str, str], list[int]] = {}
-        for rank, machine in sorted(answers.items()):
+        own = agent.describe(test_directory, device)
+        machines = self._ask(agent.Describe(relative, device))
+        self._machines = {rank: machine.facts for rank, machine in {0: own, **machines}.items()}
+        differing: dict[str, list[int]] = {}
+        for rank, machine in machines.items():
             name = self._peers.of_rank[rank].hello.host
             for what, here, there in (
                 ("torch", own.torch, machine.torch),
@@ -110,34 +99,25 @@ class Agents(Site):
             ):
                 if here and there and here != there:
                     words = f"{what} {there} on {name}, and {what} {here} at rank 0 on {socket.gethostname()}"
-                    differing.setdefault((name, words), []).append(rank)
-            if machine.digest != own.digest:
-                suites.setdefault((name, machine.digest), []).append(rank)
-        sentences = [f"{ranks_in_words(ranks)}: {words}" for (_, words), ranks in differing.items()]
-        if suites:
-            compare = agent.Compare(relative, agent.digests(test_directory))
-            replies = self._ask(compare, [ranks[0] for ranks in suites.values()])
-            for (name, _), ranks in suites.items():
-                words = replies[ranks[0]].words
-                more = f" and {len(words) - FEW} more" if len(words) > FEW else ""
-                sentences.append(f"{ranks_in_words(ranks)}: the suite on {name}: {', '.join(words[:FEW])}{more}")
-        if sentences:
-            raise LaunchFailure("the machines of the launch differ:\n  " + "\n  ".join(sentences))
+                    differing.setdefault(words, []).append(rank)
+            if files := _differences(machine.suite, own.suite):
+                differing.setdefault(f"the suite on {name}: {shown(files)}", []).append(rank)
+        if differing:
+            sentences = (f"\n  {ranks_in_words(ranks)}: {words}" for words, ranks in differing.items())
+            raise LaunchFailure(f"the machines of the launch differ:{''.join(sentences)}")
 
-    def _ask(self, question: Any, ranks: Sequence[int]) -> dict[int, Any]:
-        for rank in ranks:
-            self._peers.of_rank[rank].connection.tell(question)
+    def _ask(self, question: agent.Describe) -> dict[int, agent.Machine]:
+        """The answers of all agents, in order of rank."""
+        for peer in self._peers.of_rank.values():
+            peer.connection.tell(question)
         give_up = time.monotonic() + ANSWER_LIMIT
-        answers: dict[int, Any] = {}
-        for rank in ranks:
-            peer = self._peers.of_rank[rank]
-            answer: Any = None
-            while not isinstance(answer, (agent.Machine, agent.Differences)):
-                answer = _receive(peer.connection, give_up)
-                if answer is None:
-                    raise LaunchFailure(f"{peer} is gone, or did not answer within {ANSWER_LIMIT:g} s")
-                if isinstance(answer, agent.Signalled):
-                    raise KeyboardInterrupt
+        answers: dict[int, agent.Machine] = {}
+        for rank, peer in sorted(self._peers.of_rank.items()):
+            answer = _receive(peer.connection, give_up)
+            if answer is None:
+                raise LaunchFailure(f"{peer} is gone, or did not answer within {ANSWER_LIMIT:g} s")
+            if isinstance(answer, agent.Signalled):
+                raise KeyboardInterrupt
             answers[rank] = answer
         return answers
 
@@ -146,7 +126,7 @@ class Agents(Site):
     def begin(self, run: RunTests, name: str, variables: Mapping[str, str]) -> dict[str, str]:
         self._number += 1
         attempt = f"{self.launch.attempt}.{self._number}"
-        self._parts, self._over, self._end_by = {}, {}, None
+        self._parts, self._end_by = {}, None
         folder = _relative(run.default_directory.parent, run.test_directory)
         self._order = agent.StartFile(self._number, folder, name, run.arguments, attempt, dict(variables))
         return self.launch.variables(attempt)
@@ -164,7 +144,7 @@ class Agents(Site):
 
     @property
     def busy(self) -> list[int]:
-        return sorted(self._parts.keys() - self._over.keys() - self._gone)
+        return sorted(rank for rank, part in self._parts.items() if part.over is None and rank not in self._gone)
 
     def hear(self, rank: int) -> bool:
         """Process the messages of an agent. Returns False if the agent is gone."""
@@ -173,11 +153,11 @@ class Agents(Site):
             for message in peer.connection.arrived():
                 match message:
                     case agent.Signalled():
-                        self._signals.append(message.signal)
+                        self.signals.append(message.signal)
                     case agent.FileEnded(number=self._number) if rank in self._parts:
                         self._parts[rank] = _Part(message, time.monotonic())
-                    case agent.FileOver(number=self._number):
-                        self._over[rank] = message
+                    case agent.FileOver(number=self._number) if rank in self._parts:
+                        self._parts[rank].over = message
         except MessageError as error:
             self._lose(peer, f"sent an invalid message: {error}")
         if peer.connection.closed:
@@ -189,10 +169,6 @@ class Agents(Site):
         if self.lost is None:
             self.lost, self.lost_process = f"{peer} {how}, so the run ends", str(peer)
             self.lost_host = peer.hello.host
-
-    def take_signals(self) -> list[int]:
-        taken, self._signals = self._signals, []
-        return taken
 
     def due(self) -> float:
         early = [part.ended_at + END_NEWS for part in self._parts.values() if part.ended is not None]
@@ -220,22 +196,20 @@ class Agents(Site):
     def told(self) -> tuple[list[str], str]:
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
-            over = self._over.get(rank)
-            name = self._peers.of_rank[rank].hello.host
-            leaks = () if over is None else over.leaks
-            notes += [f"the process {each} was left running at rank {rank} on {name}, and was killed" for each in leaks]
+            over = part.over or agent.FileOver(self._number)
+            where = f"at rank {rank} on {self._peers.of_rank[rank].hello.host}"
+            notes += [f"the process {each} was left running {where}, and was killed" for each in over.leaks]
             if part.ended is None:
                 continue
             early = part.ended_at + END_NEWS < self._ended_at
-            killed = over is not None and over.was_killed
-            if killed:
+            if over.was_killed:
                 limit = f"{agent.PATIENCE:g} s"
-                notes.append(f"the file's process at rank {rank} on {name} did not exit within {limit}, and was killed")
+                notes.append(f"the file's process {where} did not exit within {limit}, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
                 notes.append(f"the file's process at rank {rank} ended early: {self._in_words(rank, part.ended)}")
             else:
                 continue
-            output.append(f"--- the file's process at rank {rank} on {name} printed ---\n{part.ended.output}")
+            output.append(f"--- the file's process {where} printed ---\n{part.ended.output}")
         return notes, "\n".join(output)
 
     # --- at the end ---
@@ -257,6 +231,13 @@ def _receive(connection: Connection, give_up: float) -> Any | None:
                 return None
             selector.select(left)
     return None
+
+
+def _differences(theirs: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+    """Describe the files that differ between another machine and this one, in a few words each."""
+    missing = [f"{name} is missing" for name in sorted(own.keys() - theirs.keys())]
+    changed = [f"{name} differs" for name in sorted(own.keys() & theirs.keys()) if own[name] != theirs[name]]
+    return [*missing, *changed, *(f"{name} does not exist at rank 0" for name in sorted(theirs.keys() - own.keys()))]
 
 
 def _relative(root: Path, test_directory: Path) -> str:

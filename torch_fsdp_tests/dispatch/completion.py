@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.select import LIST
-from torch_fsdp_tests.dispatch.syntax import names_in
+from torch_fsdp_tests.dispatch.syntax import tests_by_class
 
 VARIABLE = "_ARGCOMPLETE"
 
@@ -35,11 +35,10 @@ def complete(parser: argparse.ArgumentParser, directory: Path, environment: Mapp
 def _tests(directory: Path, prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     """Return the possible completions: a folder, a file or a list of tests, and the classes of a file after ``::``."""
     directory = getattr(parsed_args, "test_directory", directory)
-    files = {file.name: file for file in discover(directory)}
+    files = discover(directory)
     name, colons, _inside = prefix.partition("::")
     if colons and name in files:
-        classes, _tests = names_in(files[name].source()) or ([], [])
-        return [f"{name}::{each}" for each in classes]
+        return [f"{name}::{each}" for each in tests_by_class(source_of(files[name])) or ()]
     names = {_next_step(name, prefix) for name in files if name.startswith(prefix)}
     return sorted(names | {path.stem for path in directory.glob(f"*{LIST}")})
 

@@ -29,8 +29,8 @@ MOST_DEVICES = 10_000  # in one range of names
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
 _WHICH_BUILD = "https://pytorch.org/get-started says which build of torch fits a GPU"
 _CANNOT_BE_HAD = 42  # exit status if a device is not available
-# What a separate process runs to find out whether a device is available.
-_LOADS = f"""
+# What a separate process runs to find out whether torch can be imported and the device is available.
+_IS_AVAILABLE = f"""
 import sys
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.verdict import in_one_line
@@ -39,8 +39,6 @@ try:
 except Exception as error:
     print("torch cannot be imported:", in_one_line(error))
     sys.exit({_CANNOT_BE_HAD})
-"""
-_IS_AVAILABLE = f"""
 try:
     accelerator.current()
 except vendors.ConfigurationError as error:
@@ -165,10 +163,8 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
     usual = backend in (None, "gloo", device_set.backend)
     there = device is None or device_set.type == HOST or is_there(device_set)
     described = declared is not None and declared.describe is not None
-    if described or not (usual and there):
+    if described or not (usual and there) or loads_extensions(os.environ):
         _ask_torch(device, backend, ranks)
-    elif loads_extensions(os.environ):
-        _ask_torch(device, backend, ranks, only_whether_it_loads=True)
 
 
 def under_test(device_set: DeviceSet, run: RunTests, ranks: int) -> dict[str, Any]:
@@ -206,7 +202,7 @@ def _refuse_absent(vendor: Vendor) -> None:
         )
 
 
-def _ask_torch(device: str | None, backend: str | None, ranks: int | None, only_whether_it_loads: bool = False) -> None:
+def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> None:
     """Raise :class:`ConfigurationError` with the harness' message if this device and backend are not available, or if
     torch and its extensions cannot be imported.
     """
@@ -215,8 +211,7 @@ def _ask_torch(device: str | None, backend: str | None, ranks: int | None, only_
     wishes = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend, RANKS_VARIABLE: None if ranks is None else str(ranks)}
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment = {**os.environ, "PYTHONPATH": path} | {name: value for name, value in wishes.items() if value}
-    code = _LOADS if only_whether_it_loads else _LOADS + _IS_AVAILABLE
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", _IS_AVAILABLE], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode == _CANNOT_BE_HAD:
         raise ConfigurationError(done.stdout.strip().rpartition("\n")[2])  # extensions may print, too
 

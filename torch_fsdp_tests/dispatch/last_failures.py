@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
-from torch_fsdp_tests.dispatch.plan import TestRun, named
+from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import Scope, State
@@ -79,22 +79,16 @@ def remembered(before: Sequence[str] | None, parts: Sequence[FileResult], is_nar
     selected = [part.job.part.test for part in parts]
     if before is not None and not before:  # the whole file had failed
         return None if is_complete and selected[0].is_whole and not failed else []
-    gone = [name for name in before or () if is_complete and any(selects(part, name) for part in selected)]
+    gone = [name for name in before or () if is_complete and any(part.selected([name]) for part in selected)]
     kept = [name for name in before or () if name not in ran and name not in gone]
     return [*failed, *kept] or None
-
-
-def selects(part: TestRun, name: str) -> bool:
-    """Whether a part of a file selects this test: a name in it may stand for several generated tests."""
-    included = not part.included or any(named(each, [name]) for each in part.included)
-    return included and not any(named(each, [name]) for each in part.excluded)
 
 
 def narrow(selection: Sequence[TestRun], failed: Mapping[str, list[str]]) -> list[TestRun]:
     """The part of a selection that failed when it was last run."""
     narrowed = []
     for test in selection:
-        names = [name for name in failed.get(test.file, ()) if selects(test, name)]
+        names = [name for name in failed.get(test.file, ()) if test.selected([name])]
         if names:
             narrowed.append(TestRun(test.file, frozenset(names)))
         elif failed.get(test.file) == []:

@@ -18,7 +18,7 @@ from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
-from torch_fsdp_tests.dispatch.discover import TestFile, discover
+from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
@@ -113,7 +113,7 @@ class _Plan:
 
 
 def _main(run: RunTests, site: Site) -> ExitStatus:
-    files = {file.name: file for file in discover(run.test_directory)}
+    files = discover(run.test_directory)
     device_set = _devices(run, site)
     selection = _select(run, files, device_set.type)
     entries, earlier = _entries(run), _earlier(run)
@@ -139,15 +139,15 @@ def _devices(run: RunTests, site: Site) -> DeviceSet:
     device_set = devices.find(run.device, run.devices, os.environ)
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
-    if device_set.remark is not None and site.world_size is None:
+    if site.world_size is not None:
+        return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
+    if device_set.remark is not None:
         _remark(device_set.remark)
-    return site.devices(device_set)
+    return device_set
 
 
-def _select(run: RunTests, files: Mapping[str, TestFile], device: str) -> list[TestRun]:
-    selection = select(
-        [*files.values()], run.include, run.exclude, run.test_directory, lambda name: files[name].source()
-    )
+def _select(run: RunTests, files: Mapping[str, Path], device: str) -> list[TestRun]:
+    selection = select(files, run.include, run.exclude, run.test_directory)
     if run.distributed_only:
         below = set(matching("distributed", [*files]))
         selection = [test for test in selection if test.file in below]
@@ -192,13 +192,13 @@ def _is_there(path: Path) -> bool:
 
 
 def _plan(
-    run: RunTests, site: Site, files: Mapping[str, TestFile], selection: list[TestRun], device_set: DeviceSet
+    run: RunTests, site: Site, files: Mapping[str, Path], selection: list[TestRun], device_set: DeviceSet
 ) -> _Plan:
     known = times.load(run.test_times, os.environ)
     for words in known.remarks:
         _remark(words)
     ranks = run.ranks or site.world_size or settings.USUAL_RANKS
-    jobs_at_a_time = site.jobs_at_a_time(run.jobs or options.default_jobs(ranks))
+    jobs_at_a_time = run.jobs or options.default_jobs(ranks) if site.world_size is None else 1
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
     lent = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
@@ -210,7 +210,7 @@ def _plan(
         known.classes,
         threshold=math.inf if run.by_reach else run.split_threshold,
         weights={name: min(need, pool.size) for name, need in lent.items()} if device_set.lendable else {},
-        names={name: tests_by_class(files[name].source()) for name in cut},
+        names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
@@ -247,7 +247,7 @@ def _run(
     devices.check(device_set, run.device, run.backend, run.ranks)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
-    site.gather(run)
+    site.gather(run, device_set.type)
     stream = sys.stderr if run.list_tests else sys.stdout
     console = Console(
         run, stream, len(planned.jobs), devices.under_test(device_set, run, planned.ranks), planned.pool.size

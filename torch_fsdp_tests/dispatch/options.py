@@ -29,7 +29,12 @@ MOST_ROUNDS = 1_000_000
 MOST_TESTS = 10_000_000
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses arguments in one sentence, and shows its epilog as it is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def error(self, message: str) -> NoReturn:
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
@@ -38,11 +43,6 @@ class _Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
-
-    def format_help(self) -> str:
-        statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
-        self.epilog = f"{settings.table()}\nexit statuses:\n{statuses}"
-        return super().format_help()
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -113,11 +113,12 @@ def _path(text: str) -> Path:
     return Path(text).absolute()
 
 
-def make_parser() -> _Parser:
-    parser = _Parser(
+def make_parser() -> Parser:
+    statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
+    parser = Parser(
         prog=installation.program_name(),
         description="Run the tests of FSDP with the installed torch. Each file runs in a process of its own.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{settings.table()}\nexit statuses:\n{statuses}",
         argument_default=argparse.SUPPRESS,
     )
     words = "print the versions of the suite, torch and Python, and exit"

@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Seconds = float
 TestTimes = Mapping[str, Seconds]  # by file
@@ -44,59 +44,15 @@ class TestRun:
         """Whether it includes every test of the file."""
         return not self.included and not self.excluded
 
-    def contains(self, name: str) -> bool:
-        """Whether it runs this ``Class.test``, or all of this ``Class`` except tests that are excluded by name."""
-        return (not self.included or _among(name, self.included)) and not _among(name, self.excluded)
-
-    def __or__(self, other: TestRun) -> TestRun:
-        """The union of two parts. Raises ``ValueError`` for two files.
-
-        If the union cannot be expressed exactly (one side excludes a class, and the other runs one of its tests), the
-        result is too large and not too small, so that no test is lost.
-        """
-        self._same_file(other)
-        included = self.included | other.included if self.included and other.included else frozenset[str]()
-        excluded = {name for name in self.excluded if not other._touches(name)}
-        excluded |= {name for name in other.excluded if not self._touches(name)}
-        return TestRun(self.file, included, frozenset(excluded))
-
-    def __sub__(self, other: TestRun) -> TestRun | None:
-        """The part without the other part, or None if nothing is left. Raises ``ValueError`` for two files.
-
-        If the rest cannot be expressed exactly, the result is too large and not too small.
-        """
-        self._same_file(other)
-        if not other.included:
-            kept = {name for name in other.excluded if self.contains(name)}
-            kept |= {name for name in self.included if _among(name, other.excluded) and self.contains(name)}
-            inside = frozenset(name for name in self.excluded if _among(name, kept))
-            return TestRun(self.file, frozenset(kept), inside) if kept else None
-        # The other part may run only some tests of a class, and it does not run a test that it excludes.
-        partly = {_class_of(name) for name in other.excluded}
-        taken = frozenset(name for name in other.included if name not in partly and other.contains(name))
-        left = frozenset(name for name in self.included if not _among(name, taken))
-        if self.included and not left:
-            return None
-        if left:  # only needed for tests of classes that stay
-            taken = frozenset(name for name in taken if _class_of(name) in left)
-        return TestRun(self.file, left, self.excluded | taken)
-
-    def _touches(self, name: str) -> bool:
-        """Whether it runs this test, or any test of this class."""
-        return self.contains(name) or any(_class_of(own) == name and self.contains(own) for own in self.included)
-
-    def _same_file(self, other: TestRun) -> None:
-        if self.file != other.file:
-            raise ValueError(f"{self.file} and {other.file} are two files, so their parts do not combine")
+    def selected(self, names: Sequence[str]) -> set[int]:
+        """The positions of the tests that it runs. A name in it may stand for several generated tests."""
+        included = [named(each, names) for each in self.included] if self.included else [range(len(names))]
+        return set[int]().union(*included).difference(*(named(each, names) for each in self.excluded))
 
 
-def _class_of(name: str) -> str:
+def class_of(name: str) -> str:
+    """The class of a ``Class`` or ``Class.test``."""
     return name.partition(".")[0]
-
-
-def _among(name: str, names: Collection[str]) -> bool:
-    """Whether a ``Class`` or ``Class.test`` is one of the names, or a test of a class that is."""
-    return name in names or _class_of(name) in names
 
 
 def named(wanted: str, names: Sequence[str]) -> set[int]:
@@ -166,7 +122,7 @@ def estimate(
     by_class, known = class_times.get(test.file, {}), (names or {}).get(test.file, {})
     wanted: dict[str, set[str]] = {} if test.included else {cls: {""} for cls in by_class}  # "" stands for all tests
     for name in test.included:
-        wanted.setdefault(_class_of(name), set()).add(name.partition(".")[2])
+        wanted.setdefault(class_of(name), set()).add(name.partition(".")[2])
     seconds, left = 0.0, sorted(wanted.keys() - test.excluded)
     for cls in left:
         classes = [cls] if cls in by_class else fnmatch.filter(by_class, cls)

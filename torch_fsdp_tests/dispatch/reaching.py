@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.discover import source_of
 from torch_fsdp_tests.dispatch.listing import plural
-from torch_fsdp_tests.dispatch.plan import TestRun, named
+from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest
 from torch_fsdp_tests.reach import recording
-from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange, shown
+from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.order import Order, batches, noticed_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap
 from torch_fsdp_tests.reach.selection import Selection, select
+from torch_fsdp_tests.verdict import shown
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
@@ -46,19 +48,15 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
     except OSError as error:
         raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
     edits = [edit for change in found_changes for edit in change.edits]
-    texts = {test.file: _text(run.test_directory / f"{test.file}.py") for test in selection}
+    texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
     order = Order(known, texts, noticed_in(run.reports / MUTANTS))
     used = {name for change in found_changes for name in change.used}
     using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
-    names = (name for change in found_changes for name in change.names)
+    names = (name for change in found_changes for name in sorted(change.names))
     chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
     tests = keep(selection, chosen.tests)
     unmapped = {test.file for test in selection} - {test.file for test in known.tests}
     return tests, list(_remarks(found_changes, chosen, tests, known, version, unmapped))
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRun]:
@@ -67,11 +65,7 @@ def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRu
     kept = set[tuple[str, str]]()
     for file, part in parts.items():
         inside = [test.test for test in wanted if test.file == file]
-        chosen = set(range(len(inside)))
-        if part.included:
-            chosen = set[int]().union(*(named(each, inside) for each in part.included))
-        chosen = chosen.difference(*(named(each, inside) for each in part.excluded))
-        kept |= {(file, inside[index]) for index in chosen}
+        kept |= {(file, inside[index]) for index in part.selected(inside)}
     narrowed = []
     for batch in batches(test for test in wanted if (test.file, test.test) in kept):
         file, names = batch[0].file, tuple(test.test for test in batch)

@@ -257,7 +257,7 @@ class Runner:
 
     def _heed_signals(self) -> None:
         signals = self._children.signals
-        elsewhere = self._site.take_signals()
+        elsewhere, self._site.signals = self._site.signals, []
         if not signals and self.results.signal is None:
             signals += elsewhere[:1]  # a launcher signals all its processes; that does not count as a second request
         while signals:

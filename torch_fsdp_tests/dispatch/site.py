@@ -6,10 +6,9 @@ Under a launcher, files also run at the other ranks: :class:`~torch_fsdp_tests.d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # a plan starts no process
@@ -24,19 +23,15 @@ class Site:
     lost: str | None = None  # what happened to the first process of the launch that was found gone, in a sentence
     lost_process = ""  # that process
     lost_host = ""  # and its host
-
-    def devices(self, device_set: DeviceSet) -> DeviceSet:
-        """Return the devices that may be lent here."""
-        return device_set
-
-    def jobs_at_a_time(self, wanted: int) -> int:
-        """Return how many files may run at a time."""
-        return wanted
+    signals: Sequence[int] = ()  # that have come elsewhere
 
     # --- before the first file ---
 
-    def gather(self, run: RunTests) -> None:
-        """Wait until everybody is there. Raises :class:`LaunchFailure` if they cannot run the suite together."""
+    def gather(self, run: RunTests, device: str) -> None:
+        """Wait until everybody is there. Raises :class:`LaunchFailure` if they cannot run the suite together.
+
+        ``device`` is the type of the devices under test.
+        """
 
     def hosts(self) -> Hosts:
         """Return the hosts, if a launcher made the ranks."""
@@ -71,10 +66,6 @@ class Site:
     def check_time(self) -> str | None:
         """Describe what ends the file, if that happened elsewhere."""
         return None
-
-    def take_signals(self) -> list[int]:
-        """Return the signals that have come elsewhere since the last call."""
-        return []
 
     def told(self) -> tuple[list[str], str]:
         """After a file: describe what went wrong elsewhere, and return the output from there."""

@@ -26,21 +26,13 @@ def _without_body(function: re.Match[str]) -> str:
     return function[0] if cut else f"{function[1]}{function[2]} ...\n"
 
 
-def names_in(source: str) -> tuple[list[str], list[str]] | None:
-    """The names of the classes and the test methods in a file's text, or None if its syntax is wrong."""
+def tests_by_class(source: str) -> dict[str, list[str]] | None:
+    """The test methods of each class in a file's text, or None if its syntax is wrong."""
     tree = parse(source)
     if tree is None:
         return None
-    nodes = list(ast.walk(tree))
-    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
-    return classes, [n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
-
-
-def tests_by_class(source: str) -> dict[str, list[str]]:
-    """The test methods of each class in a file's text. Empty if its syntax is wrong."""
-    tree = parse(source)
-    classes = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return {
-        node.name: [n.name for n in node.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
-        for node in classes
+        node.name: [n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     }

@@ -3,5 +3,5 @@
 ``run_test.py --coverage --save-map FILE`` records one. Nothing here imports torch.
 """
 
-from torch_fsdp_tests.reach.functions import Function, functions_of, module_name, owners
+from torch_fsdp_tests.reach.functions import Function, module_name, owners
 from torch_fsdp_tests.reach.reachmap import MalformedMap, MapBuilder, Reached, ReachMap

@@ -21,17 +21,15 @@ from torch_fsdp_tests.reach.functions import (
     find_root,
     functions_in,
     module_name,
-    places_in,
     statements_in,
 )
-from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import Edit
 from torch_fsdp_tests.reach.reachmap import ReachMap
+from torch_fsdp_tests.verdict import shown
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _NAME = re.compile(r"\w+")
-_SHOWN = 5  # names in a sentence
 _READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
@@ -39,31 +37,14 @@ class UnknownChange(ValueError):
     """The text does not name a change that can be looked up. The message is one sentence."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Change:
     """The names of what changes, remarks on what could not be determined, and the changed code where it is known."""
 
-    names: tuple[str, ...]
-    remarks: tuple[str, ...] = ()
-    edits: tuple[Edit, ...] = dataclasses.field(default=(), compare=False)
-    used: frozenset[str] = frozenset()  # what changes in modules outside of the map: files of tests can import it
-
-    @classmethod
-    def of(
-        cls,
-        names: Iterable[str],
-        remarks: Iterable[str] = (),
-        edits: Iterable[Edit] = (),
-        used: Iterable[str] = (),
-    ) -> Change:
-        return cls(tuple(sorted({*names})), tuple(remarks), tuple(edits), frozenset(used))
-
-
-def shown(names: Iterable[str]) -> str:
-    """The first few of some names, and the number of the others."""
-    known = list(names)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return ", ".join(known[:_SHOWN]) + more
+    names: set[str] = dataclasses.field(default_factory=set)
+    remarks: list[str] = dataclasses.field(default_factory=list)
+    edits: list[Edit] = dataclasses.field(default_factory=list, compare=False)
+    used: set[str] = dataclasses.field(default_factory=set)  # in modules outside of the map: test files can import it
 
 
 class Changes:
@@ -98,18 +79,16 @@ class Changes:
 
     def since_recorded(self) -> Change:
         """What differs between the installed package and the one that the map was recorded with."""
-        names, remarks = set[str](), list[str]()
-        paths = {module: path for path in recording.sources(self._root) if self._covers(module := self._name_of(path))}
+        change = Change()
+        paths = {module_name(path, self._root): path for path in recording.sources(self._root)}
+        paths = {module: path for module, path in paths.items() if self._covers(module)}
         for module in sorted({*self._map.modules, *paths}):
             before = self._map.modules.get(module)
             content = self._read(paths[module]) if module in paths else None
-            if before is None or content is None:
-                names.add(module)
-                continue
-            if before.digest != digest_of(content):
-                now = self._parsed(content, module, remarks)
-                names |= {module} if now is None else _differing(before.parts, now)
-        return Change.of(names, remarks, self._whole(names))
+            now = None if before is None or content is None else self._parsed(content, module, change)
+            change.names |= {module} if before is None or now is None else _differing(before.parts, now)
+        change.edits += self._whole(change.names)
+        return change
 
     # --- names and files ------------------------------------------------------------------------------------------
 
@@ -123,7 +102,7 @@ class Changes:
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
             functions |= {name} if self._map.is_function(name) or not held else held
-        return Change.of(functions, (), self._whole(functions))
+        return Change(functions, edits=[*self._whole(functions)])
 
     def _whole(self, names: Collection[str]) -> Iterator[Edit]:
         """All of these functions as edits, with their source if they are few."""
@@ -175,7 +154,8 @@ class Changes:
         """The module of a path: in the installed package, in another tree of it, or relative to either."""
         modules = self._modules_at(text)
         if not modules:
-            raise UnknownChange(f"the map does not have the file {text}; it covers {self._covered()}")
+            covered = ", ".join(self._prefix + folder for folder in recording.FOLDERS)
+            raise UnknownChange(f"the map does not have the file {text}; it covers {covered}")
         if len(modules) > 1:
             raise UnknownChange(f"{text} can mean {' or '.join(map(self._path_of, modules))}")
         return modules[0]
@@ -192,28 +172,22 @@ class Changes:
         path = module.replace(".", "/")
         return f"{path}/__init__.py" if (self._root.parent / path).is_dir() else f"{path}.py"
 
-    def _name_of(self, path: Path) -> str:
-        return module_name(path, self._root)
-
     def _covers(self, module: str) -> bool:
         whole = (f"{self._prefix}{folder}".replace("/", ".") for folder in recording.WHOLE)
         return module in self._map.modules or any(f"{module}.".startswith(f"{folder}.") for folder in whole)
 
-    def _covered(self) -> str:
-        return ", ".join(self._prefix + folder for folder in recording.FOLDERS)
-
     def _read(self, path: Path) -> bytes | None:
         return path.read_bytes() if path.is_file() else None
 
-    def _parsed(self, content: bytes, module: str, remarks: list[str]) -> Mapping[str, str] | None:
+    def _parsed(self, content: bytes, module: str, change: Change) -> Mapping[str, str] | None:
         """The parts of a file with their digests; None, and a remark, where it is not Python."""
-        known = self._map.modules.get(module)
-        if known is not None and known.digest == digest_of(content):
-            return known.parts
+        if self._map.has(module, content):
+            return self._map.modules[module].parts
         try:
             return digests(functions_in(content, module))
         except (SyntaxError, ValueError) as error:
-            remarks.append(f"{self._path_of(module)} is not valid Python ({error}), so all of it counts as changed")
+            words = f"{self._path_of(module)} is not valid Python ({error}), so all of it counts as changed"
+            change.remarks.append(words)
             return None
 
     def _of_lines(self, file: str, first: int, last: int) -> Change:
@@ -229,7 +203,7 @@ class Changes:
             numbers = range(first, last + 1)
             text = "\n".join(content.decode(errors="replace").split("\n")[first - 1 : last])
             made = Code(module, content).edits([(number, number, text) for number in numbers])
-            return Change.of(_around(content, module, numbers), (), self._numbered(made, module, content))
+            return Change(_around(content, module, numbers), edits=[*self._numbered(made, module, content)])
         except (SyntaxError, ValueError) as error:
             raise UnknownChange(f"{file} is not valid Python: {error}") from error
 
@@ -245,41 +219,38 @@ class Changes:
         raise UnknownChange(f"the folder {folder} holds no {self._prefix}{recording.FOLDERS[0]} to compare with")
 
     def _of_tree(self, other: Path) -> Change:
-        names, remarks, edits = set[str](), list[str](), list[Edit]()
+        change = Change()
         trees = {p.relative_to(root).as_posix() for root in (self._root, other) for p in recording.sources(root)}
         for path in sorted(trees):
-            module = self._name_of(self._root / path)
+            module = module_name(self._root / path, self._root)
             ours, theirs = self._read(self._root / path), self._read(other / path)
             if ours != theirs and self._covers(module):
-                names |= self._difference(module, ours, theirs, remarks, edits)
-        return Change.of(names, remarks, edits)
+                change.names |= self._difference(module, ours, theirs, change)
+        return change
 
-    def _difference(
-        self, module: str, ours: bytes | None, theirs: bytes | None, remarks: list[str], edits: list[Edit]
-    ) -> set[str]:
-        sides = [None if side is None else self._parsed(side, module, remarks) for side in (ours, theirs)]
+    def _difference(self, module: str, ours: bytes | None, theirs: bytes | None, change: Change) -> set[str]:
+        """The names of what differs in a module. Remarks and edits are added to the change."""
+        sides = [None if side is None else self._parsed(side, module, change) for side in (ours, theirs)]
         if sides[0] is None or sides[1] is None:
             return {module}
         assert ours is not None and theirs is not None
         names = _differing(sides[0], sides[1])
         made = Code(module, ours).edits(_regions(ours, theirs))
-        edits += self._numbered((edit for edit in made if edit.name in names), module, ours)
+        change.edits += self._numbered((edit for edit in made if edit.name in names), module, ours)
         return names
 
     def _numbered(self, edits: Iterable[Edit], module: str, content: bytes) -> Iterator[Edit]:
         """The edits with the numbers of their statements, if these are those of the map."""
-        known = self._map.modules.get(module)
-        is_recorded = known is not None and known.digest == digest_of(content)
         for edit in edits:
-            yield edit if is_recorded else dataclasses.replace(edit, statements=frozenset())
+            yield edit if self._map.has(module, content) else dataclasses.replace(edit, statements=frozenset())
 
     # --- diffs ----------------------------------------------------------------------------------------------------
 
     def of_diff(self, text: str, called: str) -> Change:
         """The changes in a unified diff. The installed package may have them already or not."""
-        names, remarks, outside, edits, used = set[str](), list[str](), list[str](), list[Edit](), set[str]()
+        change, outside = Change(), list[str]()
         if not text.strip():
-            return Change.of((), (f"{called} is empty",))
+            return Change(remarks=[f"{called} is empty"])
         files = list(_files_of(text))
         if not files:
             raise UnknownChange(f"{called} is not a unified diff")
@@ -288,25 +259,27 @@ class Changes:
             inside = f"/{path}".rpartition(f"/{self._prefix}")[2]
             dotted = (self._prefix + inside).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
             if len(modules) == 1:
-                names |= self._of_hunks(modules[0], hunks, remarks, edits)
+                change.names |= self._of_hunks(modules[0], hunks, change)
             elif path.endswith(".py") and self._covers(dotted):
-                names.add(dotted)  # new
-            elif affected := self._affected(dotted, hunks, remarks, edits):
-                used |= affected
-                names |= (users := self._users(dotted, affected))
-                remarks.append(f"not in the map: {dotted}; the tests of what uses it run: {shown(sorted(users))}")
+                change.names.add(dotted)  # new
+            elif affected := self._affected(dotted, hunks, change):
+                users = self._users(dotted, affected)
+                change.used |= affected
+                change.names |= users
+                words = f"not in the map: {dotted}; the tests of what uses it run: {shown(sorted(users))}"
+                change.remarks.append(words)
             else:
                 outside.append(path)
         if outside:
-            remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
-        return Change.of(names, remarks, edits, used)
+            change.remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
+        return change
 
-    def _affected(self, module: str, hunks: list[_Hunk], remarks: list[str], edits: list[Edit]) -> set[str]:
+    def _affected(self, module: str, hunks: list[_Hunk], change: Change) -> set[str]:
         """The functions and classes that change in a module of ``torch.distributed``, and those that use them there."""
         content = self._read(self._root.parent / self._path_of(module))
         if content is None or not module.startswith(f"{self._root.name}.distributed."):
             return set()
-        changed = self._of_hunks(module, hunks, remarks, edits)
+        changed = self._of_hunks(module, hunks, change)
         source = Code(module, content)
         affected = {name.removeprefix(f"{module}.").partition(".")[0] for name in changed}
         texts = {name: source.text(f"{module}.{name}") for name in source.outermost()}
@@ -323,7 +296,7 @@ class Changes:
                 users |= Code(each, text).using(module, affected)
         return users
 
-    def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str], edits: list[Edit]) -> set[str]:
+    def _of_hunks(self, module: str, hunks: list[_Hunk], change: Change) -> set[str]:
         content = self._read(self._root.parent / self._path_of(module))
         if content is None or not hunks:  # gone here, or renamed
             return {module}
@@ -331,8 +304,8 @@ class Changes:
         for is_applied in (False, True):
             changed = _patched(lines, [hunk.reversed() if is_applied else hunk for hunk in hunks])
             if changed is not None:
-                return self._difference(module, content, "\n".join(changed).encode(), remarks, edits)
-        remarks.append(f"the diff does not fit the installed {self._path_of(module)}, so its line numbers count")
+                return self._difference(module, content, "\n".join(changed).encode(), change)
+        change.remarks.append(f"the diff does not fit the installed {self._path_of(module)}, so its line numbers count")
         touched = (line for hunk in hunks for line in hunk.touched())
         return _around(content, module, [line for line in touched if line <= len(lines)])
 
@@ -446,9 +419,8 @@ class Code:
     """The source of a module, to be cut into edits. Raises ``SyntaxError``."""
 
     def __init__(self, module: str, content: bytes) -> None:
-        self._module, self._tree = module, ast.parse(content)
+        self._module, self._parts = module, functions_in(content, module)
         self._lines = content.decode(errors="replace").split("\n")
-        self._parts = places_in(self._tree, module, len(self._lines))
 
     def whole(self, names: Iterable[str]) -> Iterator[Edit]:
         for name in names:
@@ -456,7 +428,7 @@ class Code:
 
     def edits(self, regions: Iterable[_Region]) -> Iterator[Edit]:
         """An edit for each function, class or module in which something differs."""
-        statements = statements_in(self._tree, self._module)
+        statements = statements_in(self._parts[0].scope, self._module)
         touched: dict[str, set[int]] = {}
         texts: dict[str, list[str]] = {}
         for first, last, text in regions:
@@ -483,7 +455,7 @@ class Code:
         """The functions that use something that is imported from a module by one of these names, or the module."""
         package, _, own = module.rpartition(".")
         imported = set[str]()
-        for node in ast.walk(self._tree):
+        for node in ast.walk(self._parts[0].scope):
             if isinstance(node, ast.ImportFrom):
                 fits = {module: wanted, package: {own}}.get(node.module or "", ())
                 imported |= {alias.asname or alias.name for alias in node.names if alias.name in fits}

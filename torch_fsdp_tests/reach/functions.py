@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,8 +32,15 @@ class Function:
     name: str
     first: int  # line of the first decorator
     last: int
-    digest: str
-    body: int | None = None
+    body: int | None
+    scope: _Scope = dataclasses.field(compare=False, repr=False)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that depend on its code, but not on functions or classes inside it."""
+        words: list[str] = []
+        _spell(self.scope, words)
+        return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,39 +62,28 @@ def module_name(source: Path, package_root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def functions_of(source_path: Path, package_root: Path) -> list[Function]:
-    """The functions, classes and the module of a file, in the order of their first lines.
-
-    Raises ``SyntaxError`` for a file that is not Python, and ``OSError`` where it cannot be read.
-    """
-    return functions_in(source_path.read_bytes(), module_name(source_path, package_root))
-
-
 def functions_in(source: bytes, module: str) -> list[Function]:
-    """As :func:`functions_of`, of the content of a file."""
-    return places_in(ast.parse(source), module, source.count(b"\n") + 1, _digest)
+    """The module, functions and classes of a file's content, in the order of their first lines.
+
+    Raises ``SyntaxError`` for a file that is not Python.
+    """
+    tree = ast.parse(source)
+    return [Function(module, 1, source.count(b"\n") + 1, None, tree), *_inside(tree, f"{module}.")]
 
 
-def places_in(
-    tree: ast.Module, module: str, length: int, digest_of: Callable[[_Scope], str] = lambda _: ""
-) -> list[Function]:
-    """As :func:`functions_in`, of a tree, and without digests, which take most of the time."""
-    return [Function(module, 1, length, digest_of(tree)), *_inside(tree, f"{module}.", digest_of)]
-
-
-def _inside(scope: ast.AST, prefix: str, digest_of: Callable[[_Scope], str]) -> Iterator[Function]:
+def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = prefix + node.name
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             body = None if isinstance(node, ast.ClassDef) else _body(node)
-            yield Function(name, first, node.end_lineno or node.lineno, digest_of(node), body)
-            yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.", digest_of)
+            yield Function(name, first, node.end_lineno or node.lineno, body, node)
+            yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.")
         elif not isinstance(node, ast.expr):  # under a condition, in a loop
-            yield from _inside(node, prefix, digest_of)
+            yield from _inside(node, prefix)
 
 
-def statements_in(tree: ast.Module, module: str) -> list[tuple[ast.stmt, Statement]]:
+def statements_in(tree: ast.AST, module: str) -> list[tuple[ast.stmt, Statement]]:
     """The statements in functions of a module, with their nodes. A nested function's statements are its own."""
     counts: collections.Counter[str] = collections.Counter()
     statements: list[tuple[ast.stmt, Statement]] = []
@@ -123,13 +120,6 @@ def _body(function: _Function) -> int:
     header = [function, *ast.walk(function.args), *([function.returns] if function.returns else [])]
     after = max(function.lineno, *(getattr(node, "end_lineno", 0) or 0 for node in header[1:])) + 1
     return max(function.body[0].lineno, after)
-
-
-def _digest(scope: _Scope) -> str:
-    """Ten hexadecimal digits that depend on the code of a scope, but not on functions or classes inside it."""
-    words: list[str] = []
-    _spell(scope, words)
-    return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
 
 
 def _spell(node: ast.AST, words: list[str]) -> None:

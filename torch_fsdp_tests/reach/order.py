@@ -147,6 +147,17 @@ class Order:
         return self._files.get(test.file) or self._files.setdefault(test.file, _File(""))
 
 
+def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
+    """The first tests whose recorded seconds fit into the budget together, and at least one."""
+    chosen: list[Reached] = []
+    for test in tests:
+        budget -= test.seconds
+        if chosen and budget < 0:
+            break
+        chosen.append(test)
+    return chosen
+
+
 def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
     """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
     left, size = [*tests], FEW

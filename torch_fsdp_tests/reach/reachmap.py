@@ -87,8 +87,11 @@ class ReachMap:
                 raise
             raise MalformedMap(f"{path} is not a map of what tests reach; {remedy}") from error
 
-    def as_json(self) -> dict[str, Any]:
-        """The map as it is written: a few hundred kilobytes for some thousand tests and functions."""
+    def as_text(self) -> str:
+        """The text of its file: a line for each test file and each module, so that two maps can be compared.
+
+        It has a few hundred kilobytes for some thousand tests and functions.
+        """
         tests: dict[str, list[Any]] = {}
         for file, *fields in self.tests:
             tests.setdefault(file, []).append(fields)
@@ -96,7 +99,7 @@ class ReachMap:
         def relative(module: str, names: Mapping[str, str]) -> dict[str, str]:
             return {name.removeprefix(module): names[name] for name in names}
 
-        return {
+        data = {
             "format": FORMAT,
             "torch": self.torch,
             "tests": tests,
@@ -108,19 +111,12 @@ class ReachMap:
             "statements": _pack(_by_tests(self.statements), len(self.tests)),
         }
 
-    def as_text(self) -> str:
-        """The text of its file: a line for each test file and each module, so that two maps can be compared."""
-        data = self.as_json()
-
         def lines(table: Mapping[str, Any]) -> str:
             rows = (f"{json.dumps(key)}: {json.dumps(table[key], separators=(',', ':'))}" for key in table)
             return "{\n" + ",\n".join(rows) + "\n}"
 
         parts = (f'"{key}": {lines(v) if isinstance(v, dict) else json.dumps(v)}' for key, v in data.items())
         return "{\n" + ",\n".join(parts) + "\n}\n"
-
-    def save(self, path: Path) -> None:
-        path.write_text(self.as_text(), encoding="utf-8")
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -137,6 +133,11 @@ class ReachMap:
     def running(self, function: str, statement: int) -> int:
         """The tests that run a statement of a function."""
         return self.statements.get(function, {}).get(statement, self.reached.get(function, 0))
+
+    def has(self, module: str, content: bytes) -> bool:
+        """Whether a module had this content when the map was recorded."""
+        known = self.modules.get(module)
+        return known is not None and known.digest == digest(content)
 
     def is_function(self, name: str) -> bool:
         """Whether this function existed when the map was recorded."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from torch_fsdp_tests.reach.changes import shown
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
+from torch_fsdp_tests.verdict import shown
 
 
 @dataclasses.dataclass(frozen=True)

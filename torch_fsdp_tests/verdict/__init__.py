@@ -298,6 +298,13 @@ def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
             yield f"--- output of rank {rank.rank} ---\n{rank.output}"
 
 
+def shown(names: Iterable[str], most: int = 5) -> str:
+    """The first few of some names, and the number of the others."""
+    known = list(names)
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbours in short form."""
     runs: list[list[int]] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -25,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch import devices, reaching
-from torch_fsdp_tests.reach import ReachMap
+from torch_fsdp_tests.reach import Reached, ReachMap
 from torch_fsdp_tests.reach.changes import UnknownChange, applied
+from torch_fsdp_tests.reach.order import within
 
 CHANGES = Path(__file__).parent / "data/changes.diff"
 HALVES = ("tuning", "held out")
@@ -89,16 +89,10 @@ def _run(site: Path, diff: Path, tests: Sequence[str], *words: str) -> str:
             return started.communicate()[0]
 
 
-def within(limit: float, order: Sequence[tuple[str, str]], seconds: dict[tuple[str, str], float]) -> list[str]:
-    """The first tests that took so many recorded seconds together, in the form that ``-i`` takes. At least one."""
-    sums = itertools.accumulate(seconds[test] for test in order)
-    count = max(1, sum(total <= limit for total in sums))
-    return [f"{file}::{test}" for file, test in order[:count]]
-
-
-def until(order: Sequence[tuple[str, str]], first: tuple[str, str], seconds: dict[tuple[str, str], float]) -> float:
+def until(tests: Sequence[Reached], file: str, test: str) -> float:
     """The recorded seconds of the tests up to the one that failed first."""
-    return sum(seconds[test] for test in order[: order.index(first) + 1])
+    names = [(each.file, each.test) for each in tests]
+    return sum(each.seconds for each in tests[: names.index((file, test)) + 1])
 
 
 def summary(seconds_of: dict[str, list[float | None]]) -> str:
@@ -131,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     if torch is None or not Path("run_test.py").exists():
         parser.error("install torch, and run this command in the checkout of the suite")
     known = ReachMap.load(reaching.shipped(devices.torch_version() or "", reaching.SHIPPED))
-    seconds = {(test.file, test.test): test.seconds for test in known.tests}
+    by_name = {(test.file, test.test): test for test in known.tests}
     seconds_of: dict[str, list[float | None]] = {half: [] for half in HALVES}
     print("| | change | noticed by | seconds of tests | seconds |\n|---|---|---|---|---|", flush=True)
     for edit in edits:
@@ -139,10 +133,10 @@ def main(argv: Sequence[str]) -> int:
             continue
         with _changed(torch, edit) as (site, diff):
             jobs = json.loads(_run(site, diff, ["distributed"], "--dry-run", "--json"))["jobs"]
-            order = [(job["file"], test) for job in jobs for test in job["tests"]]
+            tests = within(options.limit, (by_name[job["file"], test] for job in jobs for test in job["tests"]))
             began = time.monotonic()
-            failed = _TOLD.search(_run(site, diff, within(options.limit, order, seconds)))
-        spent = None if failed is None else until(order, (failed["file"], failed["test"]), seconds)
+            failed = _TOLD.search(_run(site, diff, [f"{each.file}::{each.test}" for each in tests]))
+        spent = None if failed is None else until(tests, failed["file"], failed["test"])
         seconds_of[edit.half].append(spent)
         by = "nothing" if failed is None else f"`{failed['test']}`"
         shown = "" if spent is None else f"{spent:.1f}"

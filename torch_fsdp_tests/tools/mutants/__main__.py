@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.listing import seconds as duration
@@ -28,7 +29,7 @@ from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.exploring import explored
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.mutant import Mutant, NoPackage, Tests
-from torch_fsdp_tests.tools.mutants.options import KINDS, Options
+from torch_fsdp_tests.tools.mutants.options import KINDS
 from torch_fsdp_tests.tools.mutants.trials import Setting, Trials
 
 
@@ -40,15 +41,9 @@ def main(argv: Sequence[str]) -> ExitStatus:
     except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
         _say(str(error))
         return ExitStatus.REFUSED
-    except BrokenPipeError:  # as with "--list | head"
-        host.drop_stdout()
-        return ExitStatus.NOT_READ
-    except OSError as error:
-        _say(f"cannot continue: {error}")
-        return ExitStatus.BROKEN
 
 
-def _main(options: Options) -> ExitStatus:
+def _main(options: Namespace) -> ExitStatus:
     device = devices.find(None, None, os.environ)
     mutants = list(mutant.all_of(options.package, device.type == devices.HOST, options.module))
     chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
@@ -95,7 +90,7 @@ def _main(options: Options) -> ExitStatus:
     return status
 
 
-def _with_programs(judged: Iterable[Finding], options: Options, device: str) -> Iterator[Finding]:
+def _with_programs(judged: Iterable[Finding], options: Namespace, device: str) -> Iterator[Finding]:
     """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
     missed = []
     for finding in judged:
@@ -107,31 +102,31 @@ def _with_programs(judged: Iterable[Finding], options: Options, device: str) -> 
         yield explored(finding, options.explore or 0, _setting(options, device).environment)
 
 
-def _choose(options: Options, mutants: Sequence[Mutant]) -> list[Mutant]:
-    if not options.ids:
-        kinds = options.kinds or KINDS
+def _choose(options: Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
+    if not options.mutant:
+        kinds = options.kind or KINDS
         return [each for each in mutants if each.excluded is None and each.operator in kinds]
     by_id = {each.id: each for each in mutants}
-    for id in options.ids:
+    for id in options.mutant:
         if id not in by_id:
             raise NoPackage(f"{options.package} has no mutant {id}; --list shows all")
-    return [by_id[id] for id in options.ids]
+    return [by_id[id] for id in options.mutant]
 
 
-def _sources(options: Options) -> dict[str, str]:
+def _sources(options: Namespace) -> dict[str, str]:
     """Return the sources of the test files that may run."""
-    files = {file.name: file for file in discover(options.test_directory)}
-    chosen = select([*files.values()], options.include, (), options.test_directory, lambda name: files[name].source())
-    return {test.file: files[test.file].source() for test in chosen}
+    files = discover(options.test_directory)
+    chosen = select(files, options.include, (), options.test_directory)
+    return {test.file: source_of(files[test.file]) for test in chosen}
 
 
-def _facts(options: Options, device: str) -> dict[str, Any]:
+def _facts(options: Namespace, device: str) -> dict[str, Any]:
     """Return the facts that must not change between runs, so that their findings can be combined."""
     version = devices.torch_version()
     return {"torch": version, "python": platform.python_version(), "device": device, "package": options.package}
 
 
-def _setting(options: Options, device: str) -> Setting:
+def _setting(options: Namespace, device: str) -> Setting:
     run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
     return Setting(
         package=options.package,
@@ -163,7 +158,4 @@ def _say(words: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(ExitStatus.INTERRUPTED)
+    host.run_command("mutants", main)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import json
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +82,3 @@ class Record:
     def add(self, finding: Finding) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finding.as_json()) + "\n")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The number of mutants of a kind with each outcome."""
-
-    name: str
-    counts: Mapping[Outcome, int]
-
-    @property
-    def share(self) -> float | None:
-        """The share of noticed mutants among those that a test ran and could notice."""
-        counted = sum(number for outcome, number in self.counts.items() if outcome.counts)
-        return self.counts.get(Outcome.NOTICED, 0) / counted if counted else None
-
-
-def rows(findings: Iterable[Finding], key: str) -> list[Row]:
-    """A row for each family, module or operator."""
-    counts: dict[str, collections.Counter[Outcome]] = {}
-    for finding in findings:
-        counts.setdefault(getattr(finding, key), collections.Counter())[finding.outcome] += 1
-    return [Row(name, counts[name]) for name in sorted(counts)]
-
-
-def total(findings: Iterable[Finding]) -> Row:
-    return Row("all", collections.Counter(finding.outcome for finding in findings))
-
-
-def median_seconds(findings: Iterable[Finding]) -> float | None:
-    """The median time of the noticed mutants."""
-    seconds = [finding.seconds for finding in findings if finding.outcome is Outcome.NOTICED]
-    return statistics.median(seconds) if seconds else None

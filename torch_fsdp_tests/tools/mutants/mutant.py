@@ -15,8 +15,8 @@ from typing import Any
 
 from torch_fsdp_tests.reach import Reached, ReachMap, module_name
 from torch_fsdp_tests.reach.changes import Code, messages
-from torch_fsdp_tests.reach.functions import digest
 from torch_fsdp_tests.reach.order import Edit, Order
+from torch_fsdp_tests.reach.selection import select
 from torch_fsdp_tests.tools.mutants.sites import Site, Source
 
 EQUIVALENT = Path(__file__).parent / "data" / "equivalent.json"
@@ -107,7 +107,6 @@ class Tests:
         that noticed mutants of a function in an earlier run.
         """
         self._map, self._sources, self._order = reach, sources, Order(reach, sources, noticed)
-        self._is_recorded: dict[str, bool] = {}  # whether a module's file is the recorded one
 
     def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
         """The tests that run the changed statement, or its function if the file differs from the recorded one."""
@@ -128,10 +127,11 @@ class Tests:
     @functools.cache  # noqa: B019 (there is one object in a run)
     def of(self, function: str, statement: int | None = None) -> list[Reached]:
         """The tests of a function or of one of its statements, in no particular order."""
+        tests: Sequence[Reached]
         if statement is not None and self._map.is_function(function):
             tests = self._map.in_order(self._map.running(function, statement))
         else:
-            tests = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
+            tests = self._map.tests_of(function) or self._of_fields(function) or select([function], self._map).tests
         return [test for test in tests if test.file in self._sources]
 
     @functools.cache  # noqa: B019
@@ -139,15 +139,11 @@ class Tests:
         return Code(module, path.read_bytes())
 
     def _statement(self, mutant: Mutant) -> int | None:
-        if mutant.module not in self._is_recorded:
-            known = self._map.modules.get(mutant.module)
-            self._is_recorded[mutant.module] = known is not None and known.digest == digest(mutant.path.read_bytes())
-        return mutant.site.number if self._is_recorded[mutant.module] else None
+        return mutant.site.number if self._is_recorded(mutant.module, mutant.path) else None
 
-    def _around(self, name: str) -> list[Reached]:
-        """The tests of the scope around code outside of functions, or around a function that is not in the map."""
-        enclosing = None if self._map.is_function(name) else self._map.enclosing(name)
-        return self._map.tests_of(enclosing) if enclosing else []
+    @functools.cache  # noqa: B019
+    def _is_recorded(self, module: str, path: Path) -> bool:
+        return self._map.has(module, path.read_bytes())
 
     def _of_fields(self, name: str) -> list[Reached]:
         """The tests of files that mention a class without functions, such as a dataclass of options."""

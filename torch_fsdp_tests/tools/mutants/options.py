@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.atomic import try_folder
+from torch_fsdp_tests.dispatch.options import Parser, whole_number
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.reach.changes import UnknownChange
 from torch_fsdp_tests.tools.mutants.mutant import EQUIVALENT
@@ -21,6 +20,8 @@ from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 
 PACKAGE = "torch.distributed.fsdp"
 TESTS = installation.ROOT / DEFAULT_DIRECTORY
+RESULTS = RunTests(TESTS, TESTS).reports / "mutants"
+NUMBER = whole_number(1, 10**9)
 KINDS = tuple(operator.name for operator in OPERATORS)
 EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
@@ -33,48 +34,21 @@ not be written; 130 if interrupted.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The checked options."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments, and check them. Exits if they are wrong.
 
-    package: str
-    module: str
-    kinds: tuple[str, ...]  # empty for all
-    ids: tuple[str, ...]
-    sample: int | None
-    seed: int
-    include: tuple[str, ...]
-    list: bool
-    resume: bool
-    jobs: int
-    patience: float
-    budget: float
-    explore: int | None  # programs
-    map: Path
-    equivalent: Path
-    test_directory: Path
-    output: Path
-    command: str  # the arguments for a command that repeats a mutant: what is changed, and the map
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mutants: {message}\n")
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Parse the arguments. Exits if they are wrong."""
-    parser = _Parser(
+    ``command`` are the arguments for a command that repeats a mutant: what is changed, and the map.
+    """
+    parser = Parser(
         prog="python -m torch_fsdp_tests.tools.mutants",
         description="Make one small change to torch's FSDP at a time, and see whether a test notices it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("which mutants").add_argument
     add(
         "--sample",
-        type=_positive,
+        type=NUMBER,
         metavar="N",
         help="draw N mutants at random whose code a test runs, half of them from FSDP1 and half from FSDP2",
     )
@@ -100,7 +74,7 @@ def parse(argv: Sequence[str]) -> Options:
     words = "a list of mutants that no test can notice (default: the project's list)"
     add("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help=words)
     add = parser.add_argument_group("how").add_argument
-    add("-j", "--jobs", type=_positive, metavar="N", help="try N mutants at a time (default: one for each core)")
+    add("-j", "--jobs", type=NUMBER, metavar="N", help="try N mutants at a time (default: one for each core)")
     words = "multiply all time limits, for busy machines (default: 1)"
     add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
     words = (
@@ -109,15 +83,11 @@ def parse(argv: Sequence[str]) -> Options:
     words += "(default: no limit; 0 leaves the mutants to --explore)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     words = "let N random programs try each mutant that the tests miss (see torch_fsdp_tests.explore)"
-    add("--explore", type=_positive, metavar="N", help=words)
+    add("--explore", type=NUMBER, metavar="N", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = f"the folder for results (default: {REPORTS}/mutants)"
-    add("--output", type=Path, default=RunTests(TESTS, TESTS).reports / "mutants", metavar="DIR", help=words)
+    add("--output", type=Path, default=RESULTS, metavar="DIR", help=words)
     given = parser.parse_args(argv)
-    try:
-        map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)
-    except UnknownChange as error:
-        parser.error(str(error))
     if given.mutant and given.sample:
         parser.error("--mutant and --sample cannot be used together")
     if given.patience <= 0:
@@ -132,31 +102,12 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error(f"--output: {given.output} cannot be written to: {error.strerror or error}")
     repeated = [] if given.map is None else ["--map", str(given.map)]
     repeated += [] if given.package == PACKAGE else ["--package", given.package]
+    given.command = shlex.join(["python", "-m", "torch_fsdp_tests.tools.mutants", *repeated])
+    try:
+        given.map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)
+    except UnknownChange as error:
+        parser.error(str(error))
     on_host = devices.find(None, None, os.environ).type == devices.HOST
-    return Options(
-        package=given.package,
-        module=given.module,
-        kinds=tuple(given.kind),
-        ids=tuple(given.mutant),
-        sample=given.sample,
-        seed=given.seed,
-        include=tuple(given.include),
-        list=given.list,
-        resume=given.resume,
-        jobs=given.jobs or (devices.cores() if on_host else 1),
-        patience=given.patience,
-        budget=given.budget,
-        explore=given.explore,
-        map=map,
-        equivalent=given.equivalent,
-        test_directory=given.test_directory.resolve(),
-        output=given.output.absolute(),
-        command=shlex.join(["python", "-m", "torch_fsdp_tests.tools.mutants", *repeated]),
-    )
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number greater than 0")
-    return number
+    given.jobs = given.jobs or (devices.cores() if on_host else 1)
+    given.test_directory = given.test_directory.resolve()
+    return given

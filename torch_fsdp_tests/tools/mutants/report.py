@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import shlex
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,8 +14,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.page import Section
-from torch_fsdp_tests.tools.mutants import findings as found
-from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Row
+from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 
 VERSION = 1
@@ -27,17 +27,17 @@ def as_json(
     facts: Mapping[str, Any], findings: Sequence[Finding], excluded: Mapping[str, int], command: str, selected: int
 ) -> dict[str, Any]:
     """``excluded`` says how many mutants are not tried, by reason; ``command`` repeats a mutant if its id is added."""
-    median = found.median_seconds(findings)
+    noticed = [finding for finding in findings if finding.outcome is Outcome.NOTICED]
     return {
         "version": VERSION,
         **facts,
         "selected": selected,
-        **_row(found.total(findings)),
-        "median_seconds": None if median is None else round(median, 1),
-        "families": [_row(row) for row in found.rows(findings, "family")],
-        "modules": [_row(row) for row in found.rows(findings, "module")],
-        "kinds": [_row(row) | {"words": _KINDS.get(row.name, "")} for row in found.rows(findings, "operator")],
-        "ways": dict(collections.Counter(f.how for f in findings if f.outcome is Outcome.NOTICED).most_common()),
+        **_row("all", findings),
+        "median_seconds": round(statistics.median(each.seconds for each in noticed), 1) if noticed else None,
+        "families": _rows(findings, "family"),
+        "modules": _rows(findings, "module"),
+        "kinds": [row | {"words": _KINDS.get(row["name"], "")} for row in _rows(findings, "operator")],
+        "ways": dict(Counter(each.how for each in noticed).most_common()),
         "excluded": {reason: number for reason, number in excluded.items() if number},
         "mutants": [
             finding.as_json() | {"repeat": f"{command} --mutant {shlex.quote(finding.id)}"}
@@ -46,9 +46,18 @@ def as_json(
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
-    share = None if row.share is None else round(row.share, 4)
-    return {"name": row.name, "share": share, **{outcome.value: row.counts.get(outcome, 0) for outcome in Outcome}}
+def _rows(findings: Sequence[Finding], key: str) -> list[dict[str, Any]]:
+    """A row for each family, module or operator."""
+    names = sorted({getattr(finding, key) for finding in findings})
+    return [_row(name, [each for each in findings if getattr(each, key) == name]) for name in names]
+
+
+def _row(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The number of mutants with each outcome, and the share of the noticed among those that could be noticed."""
+    counts = Counter(finding.outcome for finding in findings)
+    counted = sum(number for outcome, number in counts.items() if outcome.counts)
+    share = round(counts[Outcome.NOTICED] / counted, 4) if counted else None
+    return {"name": name, "share": share, **{outcome.value: counts[outcome] for outcome in Outcome}}
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch_fsdp_tests.dispatch.result import Attempt
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
-from torch_fsdp_tests.reach.order import batches
+from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Mutant, Tests
@@ -57,17 +57,6 @@ class Work:
     @property
     def file(self) -> str:
         return self.tests[0].file
-
-
-def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
-    """The first tests whose known seconds fit into the budget together, and at least one."""
-    chosen: list[Reached] = []
-    for test in tests:
-        budget -= test.seconds
-        if chosen and budget < 0:
-            break
-        chosen.append(test)
-    return chosen
 
 
 Story = Generator[Work, Attempt, Finding]

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.runtests import REPORTS
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
@@ -43,19 +44,13 @@ class Stopped(BaseException):
     """The command got a signal that stops it."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
-
-
-def _parser() -> _Parser:
+def _parser() -> Parser:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_fsdp_tests" / "environments"
-    parser = _Parser(
+    parser = Parser(
         prog="python -m torch_fsdp_tests.tools.versions",
         usage="%(prog)s [VERSION ...] [-i TEST ...] [options] [-- options of run_test.py]",
         description="Run this checkout's suite with several versions of torch, and compare the results test by test.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -87,14 +82,6 @@ def main(argv: Sequence[str]) -> ExitStatus:
     except Stopped as stopped:
         _say("stopped; to continue, name the versions that are left")
         return ExitStatus(128 + stopped.args[0])  # as shells count it
-    except KeyboardInterrupt:  # before there was anything to stop
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # as with "--markdown | head"
-        host.drop_stdout()
-        return ExitStatus.NOT_READ
-    except OSError as error:
-        _say(f"cannot continue: {error}")
-        return ExitStatus.BROKEN
 
 
 def _say(words: str) -> None:
@@ -178,4 +165,4 @@ def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    host.run_command("versions", main)
