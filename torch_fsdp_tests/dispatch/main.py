@@ -21,7 +21,6 @@ from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
-from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
@@ -109,7 +108,7 @@ class _Plan:
     needs: Mapping[str, times.Needs]  # of the selected files
     ranks: int
     device_set: DeviceSet
-    pool: DevicePool
+    slots: Sequence[str]  # the names of what is lent: devices, or places on the CPU
 
 
 def _main(run: RunTests, site: Site) -> ExitStatus:
@@ -199,9 +198,9 @@ def _plan(
         _remark(words)
     ranks = run.ranks or site.world_size or settings.USUAL_RANKS
     jobs_at_a_time = run.jobs or options.default_jobs(ranks) if site.world_size is None else 1
-    pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
+    slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
-    lent = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
+    lent = {name: len(slots) if device_set.is_lent_whole else need.devices for name, need in needs.items()}
     cut = [test.file for test in selection if not test.is_whole and not run.by_reach]
     shards = plan.calculate_shards(
         run.num_shards,
@@ -209,7 +208,7 @@ def _plan(
         known.files,
         known.classes,
         threshold=math.inf if run.by_reach else run.split_threshold,
-        weights={name: min(need, pool.size) for name, need in lent.items()} if device_set.lendable else {},
+        weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
         names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )
     parts = shards[run.shard - 1][1]
@@ -217,12 +216,12 @@ def _plan(
     if run.by_reach:  # the order of the selection matters more than full use of the slots
         jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
     else:
-        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), pool.size, default)
-    return _Plan(jobs, default, needs, ranks, device_set, pool)
+        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), default)
+    return _Plan(jobs, default, needs, ranks, device_set, slots)
 
 
 def _dry_run(run: RunTests, planned: _Plan) -> str:
-    total = plan.makespan(plan.simulate(planned.jobs, planned.pool.size, planned.default))
+    total = plan.makespan(plan.simulate(planned.jobs, len(planned.slots), planned.default))
     if run.as_json:
         return json.dumps(listing.plan_json(run, planned.jobs, total))
     return listing.plan_text(planned.jobs, total)
@@ -250,7 +249,7 @@ def _run(
     site.gather(run, device_set.type)
     stream = sys.stderr if run.list_tests else sys.stdout
     console = Console(
-        run, stream, len(planned.jobs), devices.under_test(device_set, run, planned.ranks), planned.pool.size
+        run, stream, len(planned.jobs), devices.under_test(device_set, run, planned.ranks), len(planned.slots)
     )
     keep = []
     if run.report and not run.list_tests:
@@ -258,7 +257,7 @@ def _run(
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
-        runner = Runner(run, planned.jobs, device_set, planned.pool, entries, console, site, children, *keep)
+        runner = Runner(run, planned.jobs, device_set, planned.slots, entries, console, site, children, *keep)
         results = runner.run_rounds()
         if run.list_tests:
             return _print_tests(results)

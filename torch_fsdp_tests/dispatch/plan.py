@@ -92,7 +92,7 @@ class Job:
 
     part: ShardedTest
     devices: int  # accelerators that it is lent; 0 on the CPU
-    slots: int = 1  # slots of the pool: devices, or places on the CPU
+    slots: int = 1  # devices, or places on the CPU
 
     @property
     def key(self) -> tuple[str, int]:

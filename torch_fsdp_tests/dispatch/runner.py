@@ -20,7 +20,6 @@ from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
@@ -69,18 +68,21 @@ class Runner:
         run: RunTests,
         jobs: Sequence[Job],
         device_set: DeviceSet,
-        pool: DevicePool,
+        slots: Sequence[str],
         entries: Sequence[Entry],
         console: Console,
         site: Site,
         children: Children,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
-        """``keep`` is called with the results whenever a file has ended."""
+        """``slots`` are the names of what is lent: devices, or places on the CPU. ``keep`` is called with the results
+        whenever a file has ended.
+        """
         self._keep = keep
         self._site, self._children = site, children
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
-        self._run, self._devices, self._pool = run, device_set, pool
+        self._run, self._devices, self._slots = run, device_set, len(slots)
+        self._free = list(range(len(slots)))  # the numbers of the slots that are not lent
         self._entries, self._console = tuple(entries), console
         self._jobs = tuple(jobs)
         self._default = plan.assumed(job.part for job in jobs)
@@ -88,7 +90,7 @@ class Runner:
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
         self._wishes = self._make_wishes()
         self._environment = {**os.environ, **self._wishes}
-        self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
+        self.results = Results(run, entries, under_test=console.under_test, slots=slots)
         self.results.hosts = site.hosts()
         self.results.rounds = Rounds() if run.is_repeated else None
         site.watch(children)
@@ -171,7 +173,7 @@ class Runner:
                 (max(0.0, p.began + p.job.part.get_time(self._default) - now), len(p.lent))
                 for p, _ in self._running.values()
             ]
-            index = plan.next_job([w.job for w in self._queue], self._pool.free, releases, self._default)
+            index = plan.next_job([w.job for w in self._queue], len(self._free), releases, self._default)
             if index is None:
                 return
             self._start(self._queue.pop(index))
@@ -179,7 +181,7 @@ class Runner:
     def _start(self, waiting: _Waiting) -> None:
         job, run = waiting.job, self._run
         part = job.part
-        lent = self._pool.lend(job.slots)
+        lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
         orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
         at_site = self._site.begin(run, part.name, self._wishes)
         environment = {**self._environment, **self._devices.environment(lent), **at_site}
@@ -190,7 +192,7 @@ class Runner:
             started = TestProcess(job, lent, now, limit_of(run, part), self._children)
             started.start(orders, environment, self._measure)
         except (OSError, subprocess.SubprocessError) as error:
-            self._pool.give_back(lent)
+            self._free = sorted([*self._free, *lent])
             self._finish(waiting, process.not_started(job, str(error), now))
             return
         self._running[started.child.pid] = (started, waiting)
@@ -252,7 +254,7 @@ class Runner:
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
         # A file that is late is expected to take as long again as it is late.
         rest = [abs(p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
-        left = max([work / self._pool.size, *rest])
+        left = max([work / self._slots, *rest])
         return left if left >= 1 else None
 
     def _heed_signals(self) -> None:
@@ -273,7 +275,7 @@ class Runner:
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
         attempt = running.conclude(status, self._now(), *self._site.told())
-        self._pool.give_back(running.lent)
+        self._free = sorted([*self._free, *running.lent])
         self._learn(running)
         self._finish(waiting, attempt)
 
@@ -281,7 +283,7 @@ class Runner:
         self._console.learn(running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
-        many = len(self._queue) > self._pool.size or self._run.is_repeated
+        many = len(self._queue) > self._slots or self._run.is_repeated
         if running.facts.get("device") == HOST and many and self._may_fork():
             self._children.start_server(["-m", forkserver.__name__], self._environment, self._run.test_directory)
 
