@@ -18,7 +18,8 @@ from typing import Any
 from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
 
 from torch_fsdp_tests.explore import apart
-from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
+from torch_fsdp_tests.processes.messages import from_data
+from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, within
@@ -27,7 +28,7 @@ from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, 
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
-from torch_fsdp_tests.tools.mutants.sites import Site, Source
+from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -183,8 +184,8 @@ def source(text: str, on_host: bool = True) -> Source:
     return Source(textwrap.dedent(text), "module", on_host)
 
 
-def sites(text: str, operator: str) -> list[Site]:
-    return [site for site in source(text).sites.values() if site.operator == operator]
+def sites(text: str, operator: str) -> list[Mutant]:
+    return [site for site in source(text).mutants.values() if site.operator == operator]
 
 
 def last_difference(before: str, after: str) -> str:
@@ -192,11 +193,11 @@ def last_difference(before: str, after: str) -> str:
 
 
 def make_map(reaches: Mapping[str, Sequence[str]], seconds: float = 0.01) -> ReachMap:
-    builder = MapBuilder()
+    executed = {}
     for test, functions in reaches.items():
         file, _, name = test.partition("::")
-        builder.add(file, name, {f"vendor_fsdp.{each}" for each in functions}, seconds)
-    return builder.build("any")
+        executed[file, name] = Executed({f"vendor_fsdp.{each}" for each in functions}, seconds)
+    return build("any", executed)
 
 
 class TestOperators(unittest.TestCase):
@@ -216,7 +217,7 @@ class TestOperators(unittest.TestCase):
         mutants = list(mutant.all_of(options.PACKAGE, on_host=True))
         self.assertGreater(len(mutants), 5000)
         for each in mutants:
-            self.assertNotEqual(*each.site.change, each.id)
+            self.assertNotEqual(*each.change, each.id)
         paths = {each.path: each.path.read_bytes() for each in mutants}
         before = {path: meaning(compile(text, path, "exec", dont_inherit=True)) for path, text in paths.items()}
         for each in random.Random(7).sample(mutants, 40):
@@ -228,25 +229,25 @@ class TestOperators(unittest.TestCase):
         text = (
             "def f(a):\n if a: g(a, 1)\n def h(): return a\nclass C:\n def m(self): self.x = 1\nfor i in y: i.z = 1\n"
         )
-        sites_by_id = source(text).sites
+        sites_by_id = source(text).mutants
         wanted = {"module:f:negate:1", "module:f.<locals>.h:return:1", "module:C.m:assignment:1"}
         self.assertLessEqual(wanted | {"module:<module>:assignment:1"}, sites_by_id.keys())
         functions = {sites_by_id[id].function for id in wanted}
         self.assertEqual(functions, {"module.f", "module.f.<locals>.h", "module.C.m"})
         for id in sites_by_id:
             with self.subTest(id):  # a process that looks up one mutant must find what the full search found
-                alone = Source(text, "module", True, only=id).sites[id]
+                alone = Source(text, "module", True, only=id).mutants[id]
                 self.assertEqual(alone.change, sites_by_id[id].change)
 
     def test_ids_outlive_changes_elsewhere(self):
         text = "def f(a):\n    if a == 1: g(a, 2)\n"
         moved = "import x\n\ndef other(a):\n    return a == 1\n\n" + text
-        self.assertLessEqual(source(text).sites.keys(), source(moved).sites.keys())
+        self.assertLessEqual(source(text).mutants.keys(), source(moved).mutants.keys())
 
     def test_lines_stay(self):
         text = "x = 0\ndef f(a):\n    g(a,\n      1)\n    if a == 1:\n        h(a)\n    return a\n"
         original = compile(text, "m", "exec")
-        for id in source(text).sites:
+        for id in source(text).mutants:
             with self.subTest(id):
                 changed = hook.changed_code(text.encode(), "m", id)
                 new = {line for _, _, line in function_code(changed, "f").co_lines() if line}
@@ -257,7 +258,7 @@ class TestOperators(unittest.TestCase):
     def test_code_that_no_test_can_judge_is_counted_by_reason(self):
         for text, reason in EXCLUDED:
             with self.subTest(text):
-                reasons = {site.excluded for site in source(text).sites.values()}
+                reasons = {site.excluded for site in source(text).mutants.values()}
                 self.assertEqual(reasons, {reason})
         for text in TRIED:
             with self.subTest(text):
@@ -266,9 +267,9 @@ class TestOperators(unittest.TestCase):
     def test_order_of_streams_is_tried_on_every_device(self):
         """Other code about streams is tried where there are some."""
         code = "with a.stream(b): b.wait_event(c)"
-        on_host = {site.operator: site.excluded for site in source(code).sites.values()}
+        on_host = {site.operator: site.excluded for site in source(code).mutants.values()}
         self.assertEqual(on_host, {"context": exclusions.DEVICE, "streams": None})
-        self.assertEqual({site.excluded for site in source(code, on_host=False).sites.values()}, {None})
+        self.assertEqual({site.excluded for site in source(code, on_host=False).mutants.values()}, {None})
 
 
 def meaning(code: types.CodeType) -> object:
@@ -285,12 +286,8 @@ def function_code(code: types.CodeType, name: str) -> types.CodeType:
 class TestDraw(unittest.TestCase):
     """Without it, a sample of mutants could leave out FSDP1 or FSDP2, or change entirely when a few mutants do."""
 
-    def mutants(self, count: int, module: str) -> list[mutant.Mutant]:
-        site: Any = None
-        return [
-            mutant.Mutant(f"{module}:f:number:{n}", module, f"{module}.f", "number", None, Path(), site)
-            for n in range(count)
-        ]
+    def mutants(self, count: int, module: str) -> list[Mutant]:
+        return list(Source(f"x = [{'1,' * count}]", module, True).mutants.values())
 
     def test_half_of_each_family(self):
         both = [*self.mutants(30, "fsdp._flat_param"), *self.mutants(30, "fsdp._fully_shard._fsdp_param")]
@@ -300,8 +297,8 @@ class TestDraw(unittest.TestCase):
         self.assertNotEqual(drawn, mutant.draw(both, 20, seed=2))
 
     def test_few_move_when_mutants_come_and_go(self):
-        before, after = self.mutants(100, "m"), self.mutants(101, "m")
-        self.assertGreaterEqual(len({*mutant.draw(before, 20, 1)} & {*mutant.draw(after, 20, 1)}), 19)
+        before, after = ({each.id for each in mutant.draw(self.mutants(n, "m"), 20, 1)} for n in (100, 101))
+        self.assertGreaterEqual(len(before & after), 19)
 
 
 class TestTests(unittest.TestCase):
@@ -340,14 +337,12 @@ class TestStatements(TreeCase):
         path = self.root / "m.py"
         path.write_text("def f(x):\n    if x:\n        x = x + 1\n    return x\n")
         _, body, last = (Statement("vendor_fsdp.m.f", number, 1, 1) for number in range(3))
-        builder = MapBuilder()
-        for name in "abc":
-            builder.add(name, "T.t", {"vendor_fsdp.m.f"})
-            builder.add_statements(name, "T.t", [body, last] if name == "b" else [last])
-        site = Source(path.read_bytes(), "vendor_fsdp.m", True).sites["vendor_fsdp.m:f:arithmetic:1"]
-        changed = mutant.Mutant(site.id, "vendor_fsdp.m", site.function, "arithmetic", None, path, site)
+        ran = {"a": [last], "b": [body, last], "c": [last]}
+        executed = {(name, "T.t"): Executed({"vendor_fsdp.m.f"}, 0.0, its) for name, its in ran.items()}
+        source = Source(path.read_bytes(), "vendor_fsdp.m", True, path=path)
+        changed = source.mutants["vendor_fsdp.m:f:arithmetic:1"]
         for digest, files in ((digest_of(path.read_bytes()), ["b"]), ("other", ["a", "b", "c"])):
-            known = builder.build("2.0", {"vendor_fsdp.m": Module(digest, {}, {})}, [body, last])
+            known = build("2.0", executed, {"vendor_fsdp.m": Module(digest, {}, {})}, [body, last])
             with self.subTest(digest=digest):
                 tests = Tests(known, dict.fromkeys("abc", ""))
                 self.assertEqual([test.file for test in tests.for_mutant(changed)], files)
@@ -450,7 +445,7 @@ class CommandCase(TreeCase):
     def findings(self) -> dict[str, Finding]:
         """The findings of the record, by the id without the package's name."""
         lines = (self.output / "findings.jsonl").read_text().splitlines()[1:]
-        findings = [Finding.from_json(json.loads(line)) for line in lines]
+        findings = [from_data(Finding, json.loads(line)) for line in lines]
         self.assertEqual(len(findings), len({finding.id for finding in findings}), "a mutant was tried twice")
         return {finding.id.removeprefix("vendor_fsdp."): finding for finding in findings}
 
@@ -524,10 +519,10 @@ class TestCommand(CommandCase):
 
     def test_a_budget(self):
         """The fast test cannot judge the change, and there is no time for the other."""
-        builder = MapBuilder()
-        builder.add("test_shard", "TestShard.test_drain", {"vendor_fsdp.shard.first"}, 1.0)
-        builder.add("test_shard", "TestShard.test_first", {"vendor_fsdp.shard.first", "other"}, 30.0)
-        self.map.write_text(builder.build("any").as_text())
+        fast = Executed({"vendor_fsdp.shard.first"}, 1.0)
+        slow = Executed({"vendor_fsdp.shard.first", "other"}, 30.0)
+        tests = {("test_shard", "TestShard.test_drain"): fast, ("test_shard", "TestShard.test_first"): slow}
+        self.map.write_text(build("any", tests).as_text())
         id = "shard:first:arithmetic:1"
         findings = self.check_outcomes({id: Outcome.NOT_REACHED}, "--budget", 1)
         self.assertEqual(findings[id].why, "none of the tests runs the statement, of the first 1 of 2")
@@ -591,9 +586,8 @@ class TestOfTorch(CommandCase):
         """The mutants are enough for a server. It has forgotten the FSDP that torch's compiler had imported."""
         function = "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_requires_gradient_sync"
         self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
-        builder = MapBuilder()
-        builder.add("test_sync", "TestSync.test_no_reduction", {function.replace(":", ".")}, 2.0)
-        self.map.write_text(builder.build("any").as_text())
+        tests = {("test_sync", "TestSync.test_no_reduction"): Executed({function.replace(":", ".")}, 2.0)}
+        self.map.write_text(build("any", tests).as_text())
         # No test checks the settings for the reduction over replicas.
         expected = {"assignment:1": "noticed", "assignment:2": "missed"}
         expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}

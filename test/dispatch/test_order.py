@@ -7,7 +7,7 @@ import unittest
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests.reach import MapBuilder, ReachMap
+from torch_fsdp_tests.reach import Executed, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.order import Edit, Order, noticed_in
 
@@ -18,6 +18,11 @@ def test_file(**bodies: str) -> str:
     """A file of tests. A body whose name does not begin with ``test`` is a helper."""
     methods = (f"    def {name}(self):\n        {body}\n" for name, body in bodies.items())
     return "class T(TestCase):\n" + "\n".join(methods)
+
+
+def make_map(tests: Mapping[str, Executed], statements: Iterable[Statement] = ()) -> ReachMap:
+    """A map of the tests of one file."""
+    return build("any", {("f", name): executed for name, executed in tests.items()}, statements=statements)
 
 
 class OrderCase(unittest.TestCase):
@@ -31,10 +36,12 @@ class OrderCase(unittest.TestCase):
         noticed: Iterable[str] = (),
     ) -> list[str]:
         """The names of the tests in their order. All enter the function, and what ``also`` says."""
-        builder = MapBuilder()
-        for test in tests:
-            builder.add("f", f"T.{test}", [FUNCTION, *(also or {}).get(test, ())], (seconds or {}).get(test, 1.0))
-        known = builder.build("any")
+        known = make_map(
+            {
+                f"T.{test}": Executed([FUNCTION, *(also or {}).get(test, ())], (seconds or {}).get(test, 1.0))
+                for test in tests
+            }
+        )
         order = Order(known, {"f": source}, {FUNCTION: [("f", f"T.{test}") for test in noticed]})
         return [test.test.removeprefix("T.") for test in order.sort(known.tests, edits)]
 
@@ -104,10 +111,8 @@ class TestKinds(OrderCase):
                 self.assertEqual(found[0], first)
 
     def test_classes_take_turns(self):
-        builder = MapBuilder()
-        for test in (*(f"A.test_{number}" for number in range(9)), "B.test"):
-            builder.add("f", test, [FUNCTION, *(["torch.m.g"] * test.startswith("B"))], 1.0)
-        known = builder.build("any")
+        executed = {f"A.test_{number}": Executed([FUNCTION], 1.0) for number in range(9)}
+        known = make_map({**executed, "B.test": Executed([FUNCTION, "torch.m.g"], 1.0)})
         found = [test.test for test in Order(known, {}).sort(known.tests, [Edit(FUNCTION)])]
         self.assertIn("B.test", found[1:8])
 
@@ -119,12 +124,9 @@ class TestKinds(OrderCase):
         self.assertGreater(found.index("test_b"), 0)
 
     def test_tests_that_run_the_changed_statement_come_first(self):
-        builder = MapBuilder()
-        statements = [Statement(FUNCTION, number, 1, 1) for number in range(2)]
-        for test, ran in {"T.test_a": 0, "T.test_b": 1}.items():
-            builder.add("f", test, [FUNCTION], 1.0)
-            builder.add_statements("f", test, [statements[ran]])
-        known = builder.build("any", statements=statements)
+        one, other = (Statement(FUNCTION, number, 1, 1) for number in range(2))
+        executed = {"T.test_a": Executed([FUNCTION], 1.0, [one]), "T.test_b": Executed([FUNCTION], 1.0, [other])}
+        known = make_map(executed, [one, other])
         order = Order(known, {"f": test_file(test_a="use(word)", test_b="pass")})
         for number, first in ((1, "T.test_b"), (0, "T.test_a"), (7, "T.test_a")):
             with self.subTest(number=number):
@@ -136,10 +138,7 @@ class TestOrder(OrderCase):
     """Without it, a test could be lost while the tests are ordered, or two runs could have different orders."""
 
     def known(self) -> ReachMap:
-        builder = MapBuilder()
-        for number in range(30):
-            builder.add("f", f"T.test_{number % 7}_{number}", [FUNCTION], 1.0 + number % 3)
-        return builder.build("any")
+        return make_map({f"T.test_{n % 7}_{n}": Executed([FUNCTION], 1.0 + n % 3) for n in range(30)})
 
     def test_it_has_every_test_once_and_depends_on_nothing_else(self):
         known = self.known()

@@ -18,7 +18,7 @@ from little_torch import API, CORE, modules_of, write_sources
 
 from torch_fsdp_tests.dispatch import reaching
 from torch_fsdp_tests.dispatch.plan import TestRun
-from torch_fsdp_tests.reach import Function, MalformedMap, MapBuilder, Reached, ReachMap, module_name, owners
+from torch_fsdp_tests.reach import Executed, Function, MalformedMap, Reached, ReachMap, build, module_name, owners
 from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module
@@ -182,11 +182,8 @@ class TestStatements(unittest.TestCase):
 
     def test_the_map_has_their_tests(self):
         known = [Statement("p.f", number, 1, 1) for number in range(5)] + [Statement("p.unknown", 0, 1, 1)]
-        builder = MapBuilder()
-        for test in range(4):
-            builder.add("a", f"T.t{test}", ["p.f"], test)
-            builder.add_statements("a", f"T.t{test}", known[: 2 if test else 4])
-        reach_map = builder.build("2.0", statements=known)
+        ran = {("a", f"T.t{test}"): Executed(["p.f"], test, known[: 2 if test else 4]) for test in range(4)}
+        reach_map = build("2.0", ran, statements=known)
         self.assertEqual(reach_map.statements, {"p.f": {2: 1, 3: 1, 4: 0}})
         self.assertEqual([reach_map.running("p.f", number) for number in (0, 3, 4)], [0b1111, 1, 0])
         with tempfile.TemporaryDirectory() as folder:
@@ -195,14 +192,14 @@ class TestStatements(unittest.TestCase):
 
 
 def a_map() -> ReachMap:
-    builder = MapBuilder()
-    builder.add("x/test_a", "TestA.test_all", ["p.m.f", "p.m.C.g", "p.n.h"], 1.0)
-    builder.add("x/test_a", "TestA.test_one", ["p.m.f"], 3.0)
-    builder.add("x/test_b", "TestB.test_one", ["p.m.f"], 0.5)
-    builder.add("x/test_b", "TestB.test_one", ["p.m.f"], 2.0)
-    builder.add("x/test_b", "TestB.test_other", ["p.mm.k"], 2.5)
-    builder.add("x/test_b", "TestB.test_none", [], 2.0)
-    return builder.build("2.0")
+    executed = {
+        ("x/test_a", "TestA.test_all"): Executed(["p.m.f", "p.m.C.g", "p.n.h"], 1.0),
+        ("x/test_a", "TestA.test_one"): Executed(["p.m.f"], 3.0),
+        ("x/test_b", "TestB.test_one"): Executed(["p.m.f"], 2.0),
+        ("x/test_b", "TestB.test_other"): Executed(["p.mm.k"], 2.5),
+        ("x/test_b", "TestB.test_none"): Executed([], 2.0),
+    }
+    return build("2.0", executed)
 
 
 class TestMap(unittest.TestCase):
@@ -265,11 +262,12 @@ class SourcesCase(unittest.TestCase):
         self.folder = Path(folder.name).resolve()
         self.root = self.folder / "site/torch"
         write_sources(self.folder / "site")
-        builder = MapBuilder()
-        builder.add("test_a", "TestA.test_shard", [f"{CORE}.shard"], 1.0)
-        builder.add("test_a", "TestA.test_step", [f"{CORE}.shard", f"{CORE}.Unit.step"], 1.0)
-        builder.add("test_b", "TestB.test_place", ["torch.distributed.tensor.used.place"], 1.0)
-        self.map = builder.build("9.8.7", modules_of(self.root))
+        executed = {
+            ("test_a", "TestA.test_shard"): Executed([f"{CORE}.shard"], 1.0),
+            ("test_a", "TestA.test_step"): Executed([f"{CORE}.shard", f"{CORE}.Unit.step"], 1.0),
+            ("test_b", "TestB.test_place"): Executed(["torch.distributed.tensor.used.place"], 1.0),
+        }
+        self.map = build("9.8.7", executed, modules_of(self.root))
 
     def change(self, what: str) -> Change:
         return Changes(self.map, self.root).find(what)

@@ -12,7 +12,7 @@ from little_torch import CORE, modules_of, write_sources
 from trees import PASS, TreeCase, body
 
 from torch_fsdp_tests.dispatch import coverage
-from torch_fsdp_tests.reach import MapBuilder, ReachMap
+from torch_fsdp_tests.reach import Executed, ReachMap, build
 
 
 class CommandCase(TreeCase):
@@ -135,12 +135,13 @@ class TestReaching(CommandCase):
 
     def setUp(self):
         super().setUp()
-        builder = MapBuilder()
-        builder.add("z/test_y", "TestX.test_1", [f"{CORE}.Unit.step"], 2.0)
-        builder.add("z/test_y", "TestX.test_2", [f"{CORE}.Unit.step"], 1.0)
-        builder.add("test_x", "TestX.test_2", [f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0)
-        builder.add("test_x", "TestX.test_3", [f"{CORE}.shard"], 1.0)
-        self.map.write_text(builder.build("9.8.7+y", modules_of(self.root / "site/torch")).as_text())
+        executed = {
+            ("z/test_y", "TestX.test_1"): Executed([f"{CORE}.Unit.step"], 2.0),
+            ("z/test_y", "TestX.test_2"): Executed([f"{CORE}.Unit.step"], 1.0),
+            ("test_x", "TestX.test_2"): Executed([f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0),
+            ("test_x", "TestX.test_3"): Executed([f"{CORE}.shard"], 1.0),
+        }
+        self.map.write_text(build("9.8.7+y", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "test_new": PASS})
 
     def reach(self, *what: object, **more: object) -> str:
@@ -159,10 +160,9 @@ class TestReaching(CommandCase):
         )
 
     def test_a_file_has_several_parts(self):
-        builder = MapBuilder()
-        for number in range(8):
-            builder.add(f"test_{'ab'[number % 2]}", f"TestX.test_{number // 2 + 1}", [f"{CORE}.shard"], 1.0 + number)
-        self.map.write_text(builder.build("9.8.7", modules_of(self.root / "site/torch")).as_text())
+        names = [(f"test_{file}", f"TestX.test_{number}") for number in (1, 2, 3, 4) for file in "ab"]
+        executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
+        self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
         self.reach("shard", "--dry-run", "--json")
         jobs = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in json.loads(self.out)["jobs"]]

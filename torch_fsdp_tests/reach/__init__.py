@@ -4,4 +4,4 @@
 """
 
 from torch_fsdp_tests.reach.functions import Function, module_name, owners
-from torch_fsdp_tests.reach.reachmap import MalformedMap, MapBuilder, Reached, ReachMap
+from torch_fsdp_tests.reach.reachmap import Executed, MalformedMap, Reached, ReachMap, build

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,50 +168,37 @@ class ReachMap:
         return sorted(reached, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
 
 
-class MapBuilder:
-    """Collects what tests enter, one after the other or in pieces, and makes the map."""
+class Executed(NamedTuple):
+    """What a test executes, and its seconds."""
 
-    def __init__(self) -> None:
-        self._tests: dict[tuple[str, str], float] = {}
-        self._entered: dict[tuple[str, str], set[str]] = {}
-        self._ran: dict[Statement, set[tuple[str, str]]] = {}
+    functions: Collection[str]
+    seconds: float = 0.0
+    statements: Collection[Statement] = ()
 
-    def add(self, file: str, test: str, functions: Iterable[str], seconds: float = 0.0) -> None:
-        """Add functions that a test enters. Its seconds are the maximum of all calls."""
-        key = file, test
-        self._tests[key] = max(seconds, self._tests.get(key, 0.0))
-        self._entered.setdefault(key, set()).update(functions)
 
-    def add_statements(self, file: str, test: str, statements: Iterable[Statement]) -> None:
-        """Add statements that a test runs."""
-        for each in statements:
-            self._ran.setdefault(each, set()).add((file, test))
+def build(
+    torch: str,
+    tests: Mapping[tuple[str, str], Executed],
+    modules: Mapping[str, Module] | None = None,
+    statements: Iterable[Statement] = (),
+) -> ReachMap:
+    """Build the map of these tests, by file and name. It does not depend on their order.
 
-    def functions(self) -> set[str]:
-        """The functions that any test enters."""
-        return set().union(*self._entered.values())
-
-    def build(
-        self, torch: str, modules: Mapping[str, Module] | None = None, statements: Iterable[Statement] = ()
-    ) -> ReachMap:
-        """Build the map. It does not depend on the order in which things were added.
-
-        ``statements`` are all those of the functions, so that the map knows which of them no test runs.
-        """
-        keys = sorted(self._tests)
-        reached: dict[str, int] = {}
-        for index, key in enumerate(keys):
-            for name in self._entered[key]:
-                reached[name] = reached.get(name, 0) | 1 << index
-        tests = tuple(Reached(*key, round(self._tests[key], 2), len(self._entered[key])) for key in keys)
-        bit = {key: 1 << index for index, key in enumerate(keys)}
-        fewer: dict[str, dict[int, int]] = {}
-        for each in sorted(statements, key=lambda each: (each.function, each.number)):
-            ran = sum(bit[key] for key in self._ran.get(each, ()))
-            entered = reached.get(each.function, 0)
-            if ran != entered:
-                fewer.setdefault(each.function, {})[each.number] = ran
-        return ReachMap(torch, tests, dict(sorted(reached.items())), dict(sorted((modules or {}).items())), fewer)
+    ``statements`` are all those of the functions, so that the map knows which of them no test runs.
+    """
+    reached: dict[str, int] = {}
+    running: dict[Statement, int] = {}
+    for index, key in enumerate(sorted(tests)):
+        for name in tests[key].functions:
+            reached[name] = reached.get(name, 0) | 1 << index
+        for each in tests[key].statements:
+            running[each] = running.get(each, 0) | 1 << index
+    fewer: dict[str, dict[int, int]] = {}
+    for each in sorted(statements, key=lambda each: (each.function, each.number)):
+        if running.get(each, 0) != reached.get(each.function, 0):
+            fewer.setdefault(each.function, {})[each.number] = running.get(each, 0)
+    listed = (Reached(*key, round(it.seconds, 2), len({*it.functions})) for key, it in sorted(tests.items()))
+    return ReachMap(torch, tuple(listed), dict(sorted(reached.items())), dict(sorted((modules or {}).items())), fewer)
 
 
 def _enclosing(name: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests.reach.functions import Function, Statement, functions_in, module_name, owners, statements_in
-from torch_fsdp_tests.reach.reachmap import MapBuilder, Module, ReachMap
+from torch_fsdp_tests.reach.reachmap import Executed, Module, ReachMap, build
 
 SEPARATOR = "::"  # in a context, between a file and a test
 # Folders of torch whose functions are in the map, and of these the ones that it has whole: of the others it has only
@@ -39,30 +39,27 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
         path: [each for _, each in statements_in(ast.parse(contents[path]), module_name(path, root))]
         for path in sources(root, WHOLE)
     }
-    builder = MapBuilder()
-    for (file, test), spent in seconds.items():
-        builder.add(file, test, (), spent)
-    for name, label, lines in _lines(data):
-        path = Path(name)
-        file, _, test = label.partition(SEPARATOR)
-        if path not in contents or (file, test) not in seconds:
+    entered = {test: set[str]() for test in seconds}
+    ran = {test: set[Statement]() for test in seconds}
+    for source, label, lines in _lines(data):
+        path = Path(source)
+        file, _, name = label.partition(SEPARATOR)
+        test = file, name
+        if path not in contents or test not in seconds:
             continue
         if path not in lines_of:
             functions[path] = functions_in(contents[path], module_name(path, root))
             lines_of[path] = owners(functions[path])
         owner = lines_of[path]
-        builder.add(file, test, {owner[line] for line in lines if line in owner})
-        ran = set(lines)
-        builder.add_statements(
-            file,
-            test,
-            (each for each in statements.get(path, ()) if not ran.isdisjoint(range(each.first, each.last + 1))),
-        )
-    entered = builder.functions()
-    kept = {*sources(root, WHOLE), *(p for p, known in functions.items() if any(f.name in entered for f in known))}
+        entered[test] |= {owner[line] for line in lines if line in owner}
+        known, numbers = statements.get(path, ()), {*lines}
+        ran[test] |= {each for each in known if not numbers.isdisjoint(range(each.first, each.last + 1))}
+    all_entered = set[str]().union(*entered.values())
+    kept = {*sources(root, WHOLE), *(p for p, its in functions.items() if any(f.name in all_entered for f in its))}
     names = {path: module_name(path, root) for path in kept}
-    return builder.build(
+    return build(
         torch,
+        {test: Executed(entered[test], seconds[test], ran[test]) for test in seconds},
         {name: Module.of(contents[path], name) for path, name in names.items()},
         (each for known in statements.values() for each in known),
     )

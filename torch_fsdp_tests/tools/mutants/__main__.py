@@ -9,18 +9,16 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.listing import seconds as duration
-from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import MalformedMap, ReachMap
@@ -28,9 +26,10 @@ from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.exploring import explored
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
-from torch_fsdp_tests.tools.mutants.mutant import Mutant, NoPackage, Tests
+from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
 from torch_fsdp_tests.tools.mutants.options import KINDS
-from torch_fsdp_tests.tools.mutants.trials import Setting, Trials
+from torch_fsdp_tests.tools.mutants.sites import Mutant
+from torch_fsdp_tests.tools.mutants.trials import Trials
 
 
 def main(argv: Sequence[str]) -> ExitStatus:
@@ -56,7 +55,7 @@ def _main(options: Namespace) -> ExitStatus:
         raise ValueError("no mutant is selected")
     if options.list:
         for each in chosen:
-            print(f"{each.id}  line {each.site.line}, {plural(len(tests.for_mutant(each)), 'test')}\n{each.change}")
+            print(f"{each.id}  line {each.line}, {plural(len(tests.for_mutant(each)), 'test')}\n{each.diff}")
         return ExitStatus.OK
     facts = _facts(options, device.type)
     record = Record(options.output / report.RECORD, facts)
@@ -68,14 +67,13 @@ def _main(options: Namespace) -> ExitStatus:
     known, wanted = {each.id for each in findings}, {each.id for each in chosen}
     findings = [each for each in findings if each.id in wanted]
     began = time.monotonic()
-    trials = Trials(
-        _setting(options, device.type), tests, mutant.equivalents(options.equivalent, device.type == devices.HOST)
-    )
+    equivalents = mutant.equivalents(options.equivalent, device.type == devices.HOST)
+    trials = Trials(options, device.type, tests, equivalents)
     _say(f"{plural(len(chosen), 'mutant')} of {len(mutants)}, {options.jobs} at a time; {len(findings)} tried already")
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
-            for finding in _with_programs(judged, options, device.type):
+            for finding in _with_programs(judged, options.explore, trials.environment):
                 record.add(finding)
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))
@@ -90,16 +88,18 @@ def _main(options: Namespace) -> ExitStatus:
     return status
 
 
-def _with_programs(judged: Iterable[Finding], options: Namespace, device: str) -> Iterator[Finding]:
+def _with_programs(
+    judged: Iterable[Finding], programs: int | None, environment: Mapping[str, str]
+) -> Iterator[Finding]:
     """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
     missed = []
     for finding in judged:
-        if options.explore is not None and finding.outcome is Outcome.MISSED:
+        if programs is not None and finding.outcome is Outcome.MISSED:
             missed.append(finding)
         else:
             yield finding
     for finding in missed:
-        yield explored(finding, options.explore or 0, _setting(options, device).environment)
+        yield explored(finding, programs or 0, environment)
 
 
 def _choose(options: Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -124,20 +124,6 @@ def _facts(options: Namespace, device: str) -> dict[str, Any]:
     """Return the facts that must not change between runs, so that their findings can be combined."""
     version = devices.torch_version()
     return {"torch": version, "python": platform.python_version(), "device": device, "package": options.package}
-
-
-def _setting(options: Namespace, device: str) -> Setting:
-    run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
-    return Setting(
-        package=options.package,
-        run=run,
-        environment={**os.environ, **installation.on_path(os.environ), settings.SEED_VARIABLE: str(run.seed)},
-        device=device,
-        may_fork=device == devices.HOST and host.can_fork(),
-        at_a_time=options.jobs,
-        patience=options.patience,
-        budget=options.budget,
-    )
 
 
 def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> None:

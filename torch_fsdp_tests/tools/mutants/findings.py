@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.processes.messages import from_data
+
 
 class Outcome(str, enum.Enum):
     NOTICED = "noticed"
@@ -44,11 +46,6 @@ class Finding:
         data = {**dataclasses.asdict(self), "outcome": self.outcome.value}
         return {key: value for key, value in data.items() if value not in ("", (), 0)}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        outcome, tests = Outcome(data["outcome"]), tuple(data.get("tests", ()))
-        return cls(**{**data, "outcome": outcome, "tests": tests})
-
 
 class Record:
     """The file of findings. Its first line describes the selection. An incomplete line at the end is ignored."""
@@ -77,7 +74,7 @@ class Record:
                     f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume to start anew"
                 )
         self._path.write_text("".join(whole), encoding="utf-8")
-        return [Finding.from_json(json.loads(line)) for line in whole[1:]]
+        return [from_data(Finding, json.loads(line)) for line in whole[1:]]
 
     def add(self, finding: Finding) -> None:
         with self._path.open("a", encoding="utf-8") as file:

@@ -28,11 +28,11 @@ SITE = Path(__file__).parent / "site"
 def changed_code(source: bytes, path: str, id: str) -> CodeType:
     """A module's code with the mutant's change and the marker. Raises ``LookupError`` for an unknown id."""
     changed = Source(source, module_of(id), on_host=False, only=id)
-    site = changed.sites.get(id)
-    if site is None:
+    mutant = changed.mutants.get(id)
+    if mutant is None:
         raise LookupError(f"{path} has no place for the mutant {id}")
-    site.mark()
-    site.apply()
+    mutant.mark()
+    mutant.apply()
     code: CodeType = compile(changed.tree, path, "exec", dont_inherit=True)
     return code
 

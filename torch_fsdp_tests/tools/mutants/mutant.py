@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import functools
 import hashlib
@@ -17,35 +16,9 @@ from torch_fsdp_tests.reach import Reached, ReachMap, module_name
 from torch_fsdp_tests.reach.changes import Code, messages
 from torch_fsdp_tests.reach.order import Edit, Order
 from torch_fsdp_tests.reach.selection import select
-from torch_fsdp_tests.tools.mutants.sites import Site, Source
+from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
 
 EQUIVALENT = Path(__file__).parent / "data" / "equivalent.json"
-FSDP2 = "._fully_shard"  # in the names of modules
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """One change. Its id does not depend on other functions."""
-
-    id: str
-    module: str
-    function: str
-    operator: str
-    excluded: str | None  # why it is not tried
-    path: Path
-    site: Site = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def family(self) -> str:
-        return "FSDP2" if f"{FSDP2}." in f"{self.module}." else "FSDP1"
-
-    @property
-    def change(self) -> str:
-        """The changed statement, as a diff."""
-        before, after = (text.splitlines() for text in self.site.change)
-        gone = [line for line in before if line not in after]
-        come = [line for line in after if line not in before]
-        return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in come or after)])
 
 
 class NoPackage(ValueError):
@@ -70,8 +43,7 @@ def all_of(package: str, on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
     for path in sorted(folder.rglob("*.py")):
         name = module_name(path, root)
         if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removeprefix(f"{package}."), pattern):
-            for site in Source(path.read_bytes(), name, on_host).sites.values():
-                yield Mutant(site.id, name, site.function, site.operator, site.excluded, path, site)
+            yield from Source(path.read_bytes(), name, on_host, path=path).mutants.values()
 
 
 def draw(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
@@ -113,9 +85,9 @@ class Tests:
         number = self._statement(mutant)
         edit = Edit(
             mutant.function,
-            "\n".join(mutant.site.change),
+            "\n".join(mutant.change),
             self._code(mutant.module, mutant.path).text(mutant.function),
-            messages(mutant.site.statement),
+            messages(mutant.statement),
             frozenset() if number is None else frozenset({number}),
         )
         return self._order.sort(self.of(mutant.function, number), [edit])
@@ -139,7 +111,7 @@ class Tests:
         return Code(module, path.read_bytes())
 
     def _statement(self, mutant: Mutant) -> int | None:
-        return mutant.site.number if self._is_recorded(mutant.module, mutant.path) else None
+        return mutant.number if self._is_recorded(mutant.module, mutant.path) else None
 
     @functools.cache  # noqa: B019
     def _is_recorded(self, module: str, path: Path) -> bool:

@@ -8,13 +8,15 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch_fsdp_tests.reach.functions import statements_in
 from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, DEVICE, Exclusions
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS, STREAMS, Place
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
+FSDP2 = "._fully_shard"  # in the names of modules
 MARKER = "__mutant_reached__"  # what changed code calls before it runs
 
 
@@ -29,11 +31,29 @@ def function_of(id: str) -> str:
     return module if name == "<module>" else f"{module}.{name}"
 
 
-@dataclasses.dataclass
-class Site:
-    """One possible change: replace ``old`` by ``new`` in the tree."""
+class _Slot(NamedTuple):
+    """The place of a node in the tree: a field of another node, and the position if the field is a list."""
+
+    holder: ast.AST
+    field: str
+    position: int | None
+
+    def put(self, node: ast.AST) -> None:
+        if self.position is None:
+            setattr(self.holder, self.field, node)
+        else:
+            getattr(self.holder, self.field)[self.position] = node
+
+
+@dataclasses.dataclass(eq=False)
+class Mutant:
+    """One possible change of a file: replace ``old`` by ``new`` in its tree.
+
+    The id does not depend on other functions.
+    """
 
     id: str
+    path: Path
     function: str  # qualified name of the function, class or module whose tests can notice the change
     operator: str
     excluded: str | None  # why the change is not made
@@ -42,16 +62,24 @@ class Site:
     block: list[ast.stmt]  # the block that holds the statement
     old: ast.AST
     new: ast.AST
-    holder: ast.AST
-    field: str
-    index: int | None
+    slot: _Slot
     number: int | None = None  # of the statement, among those of the function; None outside of its body
 
-    def _put(self, node: ast.AST) -> None:
-        if self.index is None:
-            setattr(self.holder, self.field, node)
-        else:
-            getattr(self.holder, self.field)[self.index] = node
+    @property
+    def module(self) -> str:
+        return module_of(self.id)
+
+    @property
+    def family(self) -> str:
+        return "FSDP2" if f"{FSDP2}." in f"{self.module}." else "FSDP1"
+
+    @property
+    def diff(self) -> str:
+        """The changed statement, as a diff."""
+        before, after = (text.splitlines() for text in self.change)
+        gone = [line for line in before if line not in after]
+        come = [line for line in after if line not in before]
+        return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in come or after)])
 
     @functools.cached_property
     def change(self) -> tuple[str, str]:
@@ -59,28 +87,24 @@ class Site:
         before = _header(self.statement)
         if self.old is self.statement:
             return before, _header(self.new)
-        self._put(self.new)
+        self.slot.put(self.new)
         after = _header(self.statement)
-        self._put(self.old)
+        self.slot.put(self.old)
         return before, after
 
     def mark(self) -> None:
         """Insert a call of the marker before the statement. Do this first, because the change may replace it."""
         marker = ast.Expr(ast.Call(ast.Name(MARKER, ast.Load()), [], []))
         ast.fix_missing_locations(ast.copy_location(marker, self.statement))
-        self.block.insert(next(i for i, each in enumerate(self.block) if each is self.statement), marker)
-        if self.holder_is_block:
-            assert self.index is not None
-            self.index += 1
-
-    @property
-    def holder_is_block(self) -> bool:
-        return getattr(self.holder, self.field) is self.block
+        position = next(i for i, each in enumerate(self.block) if each is self.statement)
+        self.block.insert(position, marker)
+        if self.old is self.statement:
+            self.slot = self.slot._replace(position=position + 1)
 
     def apply(self) -> None:
         """Apply the change to the tree. This cannot be undone."""
         ast.fix_missing_locations(ast.copy_location(self.new, self.old))
-        self._put(self.new)
+        self.slot.put(self.new)
 
 
 def _header(node: ast.AST) -> str:
@@ -107,21 +131,23 @@ class _Around:
 
 
 class Source:
-    """A source file with all its sites. They share one tree, so only one of them can be applied."""
+    """A source file with all its mutants. They share one tree, so only one of them can be applied."""
 
-    def __init__(self, text: bytes | str, module: str, on_host: bool, only: str | None = None) -> None:
-        """``only`` is the id of a mutant. Then only the sites of its function are collected."""
-        self.module = module
+    def __init__(
+        self, text: bytes | str, module: str, on_host: bool, only: str | None = None, path: Path = Path()
+    ) -> None:
+        """``only`` is the id of a mutant. Then only the mutants of its function are collected."""
+        self.module, self._path = module, path
         self._only = None if only is None else function_of(only)
         self.tree = ast.parse(text)
         self._exclusions = Exclusions(module, on_host)
         self._statements = {id(node): statement for node, statement in statements_in(self.tree, module)}
         self._numbers: collections.Counter[str] = collections.Counter()
         around = _Around(module, f"{module}.", place=Place(first_bound=_first_bound(self.tree)))
-        self.sites = {site.id: site for site in self._visit(self.tree, around, self.tree, "", None)}
+        self.mutants = {each.id: each for each in self._visit(self.tree, around, _Slot(self.tree, "", None))}
 
-    def _visit(self, node: ast.AST, around: _Around, holder: ast.AST, field: str, index: int | None) -> Iterator[Site]:
-        around = self._enter(node, around, holder, field)
+    def _visit(self, node: ast.AST, around: _Around, slot: _Slot) -> Iterator[Mutant]:
+        around = self._enter(node, around, slot)
         if self._only is not None and not f"{self._only}.".startswith(f"{around.name}."):
             return
         own = around.excluded or self._exclusions.of_header(node)
@@ -131,19 +157,19 @@ class Source:
                     excluded = own or self._exclusions.of_change(node, new)
                     if operator.name == STREAMS and excluded == DEVICE:
                         excluded = None  # the race detector has streams on every device
-                    yield self._site(operator.name, node, new, around, excluded, holder, field, index)
+                    yield self._mutant(operator.name, node, new, around, excluded, slot)
         for name, value in ast.iter_fields(node):
             excluded = around.excluded if name in BLOCKS else own
             excluded = excluded or self._exclusions.of_field(node, name)
             inside = dataclasses.replace(around, excluded=excluded, place=_place(node, name, around.place))
             for position, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
-                    yield from self._visit(child, inside, node, name, position)
+                    yield from self._visit(child, inside, _Slot(node, name, position))
 
-    def _enter(self, node: ast.AST, around: _Around, holder: ast.AST, field: str) -> _Around:
+    def _enter(self, node: ast.AST, around: _Around, slot: _Slot) -> _Around:
         changes: dict[str, Any] = {"excluded": around.excluded or self._exclusions.of(node)}
         if isinstance(node, ast.stmt):
-            changes |= {"statement": node, "block": getattr(holder, field)}
+            changes |= {"statement": node, "block": getattr(slot.holder, slot.field)}
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = around.inner + node.name
             is_class = isinstance(node, ast.ClassDef)
@@ -151,19 +177,18 @@ class Source:
             changes["place"] = dataclasses.replace(around.place, first_bound=_first_bound(node))
         return dataclasses.replace(around, **changes)
 
-    def _site(
-        self, operator: str, old: ast.AST, new: ast.AST, around: _Around, excluded: str | None,
-        holder: ast.AST, field: str, index: int | None,
-    ) -> Site:  # fmt: skip
+    def _mutant(
+        self, operator: str, old: ast.AST, new: ast.AST, around: _Around, excluded: str | None, slot: _Slot
+    ) -> Mutant:
         assert around.statement is not None
         stem = f"{self.module}:{around.name.removeprefix(self.module).lstrip('.') or '<module>'}:{operator}"
         self._numbers[stem] += 1
         line = getattr(old, "lineno", around.statement.lineno)
         known = self._statements.get(id(around.statement))
         number = known.number if known is not None and known.function == around.name else None
-        return Site(
-            f"{stem}:{self._numbers[stem]}", around.name, operator, excluded, line, around.statement, around.block,
-            old, new, holder, field, index, number,
+        return Mutant(
+            f"{stem}:{self._numbers[stem]}", self._path, around.name, operator, excluded, line,
+            around.statement, around.block, old, new, slot, number,
         )  # fmt: skip
 
 

@@ -8,21 +8,25 @@ import math
 import os
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
-from torch_fsdp_tests.tools.mutants.mutant import Mutant, Tests
+from torch_fsdp_tests.tools.mutants.mutant import Tests
+from torch_fsdp_tests.tools.mutants.sites import Mutant
 from torch_fsdp_tests.verdict import Scope, State
 from torch_fsdp_tests.verdict.stream import TestResult
 
@@ -31,20 +35,6 @@ FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of
 FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
 WORTH_A_SERVER = 3  # mutants in a row; for fewer, separate interpreters start faster
 assert TEST_LIMIT < FILE_LIMIT
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """The settings. ``patience`` multiplies all limits. ``device`` is the type of the device under test."""
-
-    package: str
-    run: RunTests
-    environment: Mapping[str, str]
-    device: str
-    may_fork: bool
-    at_a_time: int
-    patience: float = 1.0
-    budget: float = math.inf  # sum of the known seconds of a mutant's tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +55,29 @@ Story = Generator[Work, Attempt, Finding]
 class Trials:
     """Tries mutants in one thread. Use it only once."""
 
-    def __init__(self, setting: Setting, tests: Tests, argued: Mapping[str, Mapping[str, str]]) -> None:
-        """``argued`` has the equivalent mutants, by id."""
-        self._setting, self._tests, self._argued = setting, tests, argued
+    def __init__(self, options: Namespace, device: str, tests: Tests, argued: Mapping[str, Mapping[str, str]]) -> None:
+        """``options`` are those of the command, ``device`` is the type of the device under test, and ``argued`` has the
+        equivalent mutants, by id.
+        """
+        self._options, self._device, self._tests, self._argued = options, device, tests, argued
+        self._run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
+        seed = {settings.SEED_VARIABLE: str(self._run.seed)}
+        self.environment = {**os.environ, **installation.on_path(os.environ), **seed}
         self._running: dict[int, tuple[TestProcess, Story]] = {}
         self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes without a change, by file and name
 
     def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
         """Yield each mutant's finding as soon as it is known. If the caller stops, all running processes are ended."""
         waiting = collections.deque(mutants)
-        setting = self._setting
+        at_a_time = self._options.jobs
+        may_fork = self._device == devices.HOST and host.can_fork()
         with Children("mutants-") as self._children:
-            if setting.may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * setting.at_a_time:
-                program = ("-m", "torch_fsdp_tests.tools.mutants.server", setting.package)
-                self._children.start_server(program, setting.environment, setting.run.test_directory)
+            if may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * at_a_time:
+                program = ("-m", "torch_fsdp_tests.tools.mutants.server", self._options.package)
+                self._children.start_server(program, self.environment, self._run.test_directory)
                 self._children.wait_for_server()  # a separate interpreter would take longer
             while waiting or self._running:
-                while waiting and len(self._running) < setting.at_a_time:
+                while waiting and len(self._running) < at_a_time:
                     yield from self._go_on(self._story(waiting.popleft()), None)
                 yield from self._wait()
 
@@ -98,16 +94,16 @@ class Trials:
     def _story(self, mutant: Mutant) -> Story:
         """A generator that yields a mutant's work, and returns its finding."""
         finding = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
-        finding = dataclasses.replace(finding, line=mutant.site.line, change=mutant.change)
+        finding = dataclasses.replace(finding, line=mutant.line, change=mutant.diff)
         argued = self._argued.get(mutant.id)
         if argued is not None and argued["change"] == finding.change:
             return dataclasses.replace(finding, outcome=Outcome.EQUIVALENT, why=argued["why"])
-        if not self._setting.budget:
+        if not self._options.budget:
             return dataclasses.replace(finding, outcome=Outcome.MISSED)
         executed: list[str] = []
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
-        chosen = within(self._setting.budget, reaching)
+        chosen = within(self._options.budget, reaching)
         for batch in batches(chosen):
             while batch:
                 attempt = yield Work(mutant.id, batch)
@@ -157,19 +153,19 @@ class Trials:
         return self._children.directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
 
     def _start(self, work: Work) -> TestProcess:
-        setting, names = self._setting, tuple(test.test for test in work.tests)
+        names = tuple(test.test for test in work.tests)
         job = Job(ShardedTest(TestRun(work.file, frozenset(names), order=names)), devices=0)
         longest = max(test.seconds for test in work.tests)
         together = sum(test.seconds for test in work.tests)
-        test_limit = setting.patience * (TEST_LIMIT + FACTOR * longest)
-        limit = setting.patience * (FILE_LIMIT + FACTOR * together)
+        test_limit = self._options.patience * (TEST_LIMIT + FACTOR * longest)
+        limit = self._options.patience * (FILE_LIMIT + FACTOR * together)
         process = TestProcess(job, (), time.monotonic(), limit, self._children)
         environment = {
-            **setting.environment,
+            **self.environment,
             settings.TIMEOUT_VARIABLE: str(math.ceil(test_limit)),
-            **(hook.environment(work.id, self._reached(work.id), setting.environment) if work.id else {}),
+            **(hook.environment(work.id, self._reached(work.id), self.environment) if work.id else {}),
         }
-        orders = Orders(os.getpid(), setting.run, job.part, device=setting.device)
+        orders = Orders(os.getpid(), self._run, job.part, device=self._device)
         process.start(orders, environment)
         return process
 
