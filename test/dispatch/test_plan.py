@@ -405,8 +405,9 @@ class TestSelect(unittest.TestCase):
         ):
             with self.subTest(word=word), self.assertRaisesRegex(UnknownTest, f"nearest: .*{near}"):
                 self.chosen([word])
-        with self.assertRaises(UnknownTest):
-            self.chosen([], ["nothing_like_it"])
+        for include, exclude in (([], ["nothing_like_it"]), ([""], []), ([" "], [])):
+            with self.subTest(include=include), self.assertRaises(UnknownTest):
+                self.chosen(include, exclude)
 
 
 class TestOptions(unittest.TestCase):

@@ -96,7 +96,8 @@ def _candidates(pattern: str, directory: Path) -> Iterator[str]:
     pattern = pattern.replace("\\", "/").strip()
     here, root = Path.cwd(), directory.resolve()
     is_here = any(os.path.exists(f"{pattern}{end}") for end in ("", ".py"))
-    for folder in ([here] if is_here else []) + [directory.parent, directory, here]:
+    # An empty text, such as that of a variable that is not set, names nothing.
+    for folder in [here] * is_here + [directory.parent, directory, here] if pattern else ():
         for resolved in (os.path.abspath, os.path.realpath):  # either may be reached through links
             path = Path(resolved(folder / pattern))
             if root in (path, *path.parents):
