@@ -85,7 +85,6 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
     a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too.
     """
     outcomes: dict[int, Outcome] = {}
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store = dist.HashStore()
 
@@ -122,7 +121,6 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
     return [outcomes[rank] for rank in range(world_size)]
 
 
@@ -131,12 +129,12 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
     try:
         return run_in_rank(rank, body)
     except SystemExit as leaving:
-        if leaving.code in SKIP_CODES:
-            reason = SKIP_CODES[leaving.code]
-            return Outcome(rank, Kind.SKIPPED, reason, kinds=kinds_of([reason]))
         outcome = raised(rank, leaving)
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
+        if leaving.code in SKIP_CODES:
+            reason = SKIP_CODES[leaving.code]
+            return Outcome(rank, Kind.SKIPPED, reason, kinds=kinds_of([reason]))
         return outcome
 
 

@@ -13,12 +13,10 @@ transfers between two ranks.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +25,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from torch_fsdp_tests.ranks.threaded_pg import collectives
-from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, Reduction, describe
+from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Form, Mismatch, Part, Reduction, describe
 from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     Board,
     Call,
@@ -39,8 +36,7 @@ from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     default_limit,
 )
 
-Lists = Sequence[Sequence[Tensor]]
-Work = Callable[..., None]
+Tensors = Sequence[Tensor]
 
 
 class ThreadedWork(dist.Work):
@@ -67,7 +63,7 @@ class ThreadedWork(dist.Work):
         return self._meeting.opened.is_set()
 
     def is_success(self) -> bool:
-        return self._meeting.finished and self._meeting.error is None
+        return self.is_completed() and self._meeting.error is None
 
     def exception(self) -> BaseException | None:
         return self._meeting.error
@@ -86,6 +82,43 @@ class ThreadedWork(dist.Work):
         return future
 
 
+# The methods of a group for collectives. `opts` has a default and need not be an options object. What it does not set
+# has the default.
+
+
+def _in_place(name: str) -> Callable[..., ThreadedWork]:
+    def collective(self: ProcessLocalGroup, tensors: Tensors, opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
+        return self._join(name, [Part([tensor], [tensor]) for tensor in tensors], opts)
+
+    return collective
+
+
+def _of_lists(name: str) -> Callable[..., ThreadedWork]:
+    """A collective whose outputs, or inputs, or both are lists of tensors, perhaps in another list."""
+
+    def flat(tensors: Sequence[Any]) -> list[Tensor]:
+        return [tensor for each in tensors for tensor in ([each] if isinstance(each, Tensor) else each)]
+
+    def collective(
+        self: ProcessLocalGroup, outputs: Sequence, inputs: Sequence, opts: Any = dist.ReduceOp.SUM
+    ) -> ThreadedWork:
+        return self._join(name, [Part(flat(inputs), flat(outputs))], opts)
+
+    return collective
+
+
+def _of_pairs(name: str) -> Callable[..., ThreadedWork]:
+    """A collective of one or more pairs, each of an output and its input."""
+
+    def collective(
+        self: ProcessLocalGroup, outputs: Tensors, inputs: Tensors, opts: Any = dist.ReduceOp.SUM
+    ) -> ThreadedWork:
+        pairs = zip(*([each] if isinstance(each, Tensor) else each for each in (inputs, outputs)), strict=True)
+        return self._join(name, [Part([input], [output]) for input, output in pairs], opts)
+
+    return collective
+
+
 class ProcessLocalGroup(dist.ProcessGroup):
     """One rank's view of a group of threads.
 
@@ -95,19 +128,15 @@ class ProcessLocalGroup(dist.ProcessGroup):
 
     _board = Board()
 
-    def __init__(self, rank: int, world_size: int, token: str | None = None, limit: float | None = None) -> None:
-        """`token` is equal on all ranks of the group and on no other group; without one the rank is alone.
+    def __init__(self, rank: int, world_size: int, token: str, limit: float) -> None:
+        """`token` is equal on all ranks of the group and on no other group. `limit` bounds every wait, in seconds.
 
-        `limit` bounds every wait, in seconds (`default_limit()` unless given). From here on, backward runs in the
-        thread that calls it, on every device: in autograd's own threads a hook would not know its rank.
+        From here on, backward runs in the thread that calls it, on every device: in autograd's own threads a hook would
+        not know its rank.
         """
         super().__init__(rank, world_size)
-        if token is None and world_size > 1:
-            raise ValueError(f"rank {rank} of {world_size} needs a token that its whole group shares")
-        self._rank, self._world_size, self._token = rank, world_size, token or uuid.uuid4().hex
-        self._limit = default_limit() if limit is None else limit
-        self._channel = type(self)._board.channel(self._token, world_size)
-        self._numbers = itertools.count()
+        self._rank, self._world_size, self._token, self._limit = rank, world_size, token, limit
+        self._board = type(self)._board  # that of this world, also after a reset
         self._sequence = -1
         self._name = self._desc = ""
         torch.autograd.set_multithreading_enabled(False)
@@ -144,7 +173,6 @@ class ProcessLocalGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-        self._channel.name = f"group {name!r} of {self._world_size} ranks"
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
@@ -168,146 +196,61 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"ThreadedPG world_size:{self._world_size} rank:{self._rank}"
 
-    # The only entry for collectives.
-
-    def _next(self) -> int:
-        self._sequence = next(self._numbers)
-        return self._sequence
-
-    def _meet(self) -> None:
-        """Wait until every rank has made the group, as the connection of a real backend does."""
-        call = Call("the creation of the group", (), [Part((), ())], lambda column, extras: None)
-        self._channel.join(self._rank, self._next(), call).wait(self._limit)
-        self._channel.board.forget(self._token)
-
-    def _join(
-        self,
-        name: str,
-        parts: Sequence[Part],
-        work: Work,
-        opts: Any,
-        *,
-        reduces: bool = False,
-        root: int | None = None,
-        alike: Sequence[Tensor] = (),
-    ) -> ThreadedWork:
-        """Add this rank's `parts`. `alike` are the tensors whose shapes and types must be the same on all ranks."""
-        agreed, reduction = [], None
-        if reduces:
-            reduction = Reduction.of(getattr(opts, "reduceOp", opts))
-            for tensor in (tensor for part in parts for tensor in part.ins):
-                reason = reduction.refuses(tensor.dtype)
-                if reason:
-                    raise ValueError(f"{name} on rank {self._rank}: {reason}")
-            agreed.append(reduction.kind.name)
-        if root is not None:
-            agreed.append(f"root {root}")
-            work = partial(work, root=root)
-        if len(parts) > 1:
-            agreed.append(f"{len(parts)} tensors")
-        if alike:
-            agreed.append(describe(alike))
-
-        def perform(column: Column, reductions: Sequence[Any]) -> None:
-            work(column, reductions) if reduces else work(column)
-
-        call = Call(name, tuple(agreed), parts, perform, reduction)
-        meeting = self._channel.join(self._rank, self._next(), call)
+    def _join(self, name: str, parts: Sequence[Part], opts: Any) -> ThreadedWork:
+        """The only entry for collectives: add this rank's `parts`."""
+        collective = BY_NAME[name]
+        root = None if collective.root is None else opts.rootRank
+        reduction = Reduction.of(getattr(opts, "reduceOp", opts)) if collective.reduces else None
+        for part in parts:
+            self._check(name, part, root, reduction)
+        inputs = [tensor for part in parts for tensor in part.ins]
+        agreed = (
+            "" if reduction is None else reduction.kind.name,
+            "" if root is None else f"root {root}",
+            f"{len(parts)} tensors" if len(parts) > 1 else "",
+            describe(inputs) if collective.needs_equal_inputs else "",
+        )
+        self._sequence += 1
+        group = f"group {self._name!r}" if self._name else "a group"
+        title = f"{group} of {self._world_size} ranks"
+        call = Call(name, agreed, parts, root, reduction)
+        meeting = self._board.join(self._token, self._sequence, self._world_size, title, self._rank, call)
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else -1
         limit = min(self._limit, seconds) if seconds > 0 else self._limit
         return ThreadedWork(meeting, [tensor for part in parts for tensor in part.outs], limit)
 
-    def _expect(self, name: str, what: str, actual: int, wanted: int) -> None:
+    def _check(self, name: str, part: Part, root: int | None, reduction: Reduction | None) -> None:
         """Refuse at once what is wrong on this rank, whatever the other ranks do."""
+        collective = BY_NAME[name]
+        for what, form, tensors in (("inputs", collective.ins, part.ins), ("outputs", collective.outs, part.outs)):
+            number = 1 if form is not Form.EACH else self._world_size if root in (None, self._rank) else 0
+            self._expect(name, f"the number of {what}", len(tensors), number)
+        if Form.PIECES in (collective.ins, collective.outs):
+            whole, piece = part if collective.ins is Form.PIECES else part[::-1]
+            what = "input" if collective.ins is Form.PIECES else "output"
+            self._expect(name, f"the elements of an {what}", whole[0].numel(), piece[0].numel() * self._world_size)
+            self._expect(name, f"the type of an {what}", whole[0].dtype, piece[0].dtype)
+        reasons = [reduction and reduction.refuses(tensor.dtype) for tensor in part.ins]
+        if reason := next(filter(None, reasons), None):
+            raise ValueError(f"{name} on rank {self._rank}: {reason}")
+
+    def _expect(self, name: str, what: str, actual: object, wanted: object) -> None:
         if actual != wanted:
             raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {actual}")
 
-    def _expect_lists(self, name: str, what: str, lists: Lists, present: bool = True) -> Sequence[Tensor]:
-        """Return the only list in a list of lists. It has one tensor per rank, or is empty if `present` is False."""
-        if not present:
-            return ()
-        self._expect(name, f"the number of {what} lists", len(lists), 1)
-        self._expect(name, f"the number of {what} tensors", len(lists[0]), self._world_size)
-        return lists[0]
-
-    # Collectives. `opts` defaults to None and not to an options object. What it does not set has the default.
-
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
-        parts = [Part([tensor], [tensor]) for tensor in tensors]
-        return self._join("all_reduce", parts, collectives.all_reduce, opts, reduces=True, alike=tensors)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        parts = [Part([tensor], [tensor]) for tensor in tensors]
-        work, root = collectives.reduce, opts.rootRank
-        return self._join("reduce", parts, work, opts, reduces=True, root=root, alike=tensors)
-
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        parts = [Part([tensor], [tensor]) for tensor in tensors]
-        return self._join("broadcast", parts, collectives.broadcast, opts, root=opts.rootRank, alike=tensors)
-
-    def allgather(self, output_tensors: Lists, input_tensors: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
-        """Inputs may differ in size between ranks. nccl allows this, and gloo does not."""
-        outs = self._expect_lists("all_gather", "output", output_tensors)
-        self._expect("all_gather", "the number of inputs", len(input_tensors), 1)
-        return self._join("all_gather", [Part(input_tensors, outs)], collectives.all_gather, opts)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ThreadedWork:
-        return self._gather_into("all_gather_into_tensor", [output], [input], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> ThreadedWork:
-        return self._gather_into("all_gather_into_tensor_coalesced", outputs, inputs, opts)
-
-    def _gather_into(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        for output, input in zip(outputs, inputs, strict=True):
-            self._expect(name, "the elements of an output", output.numel(), input.numel() * self._world_size)
-            self._expect_dtypes(name, output, input)
-        parts = [Part([input], [output]) for output, input in zip(outputs, inputs, strict=True)]
-        return self._join(name, parts, collectives.all_gather_into_tensor, opts, alike=inputs)
-
-    def gather(self, output_tensors: Lists, input_tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        outs = self._expect_lists("gather", "output", output_tensors, self._rank == opts.rootRank)
-        self._expect("gather", "the number of inputs", len(input_tensors), 1)
-        return self._join("gather", [Part(input_tensors, outs)], collectives.gather, opts, root=opts.rootRank)
-
-    def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Lists, opts: Any) -> ThreadedWork:
-        ins = self._expect_lists("scatter", "input", input_tensors, self._rank == opts.rootRank)
-        self._expect("scatter", "the number of outputs", len(output_tensors), 1)
-        return self._join("scatter", [Part(ins, output_tensors)], collectives.scatter, opts, root=opts.rootRank)
-
-    def reduce_scatter(
-        self, output_tensors: Sequence[Tensor], input_tensors: Lists, opts: Any = dist.ReduceOp.SUM
-    ) -> ThreadedWork:
-        """Ranks may receive different sizes. nccl allows this, and gloo does not."""
-        ins = self._expect_lists("reduce_scatter", "input", input_tensors)
-        self._expect("reduce_scatter", "the number of outputs", len(output_tensors), 1)
-        parts = [Part(ins, output_tensors)]
-        return self._join("reduce_scatter", parts, collectives.reduce_scatter, opts, reduces=True, alike=ins)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
-        return self._scatter_from("reduce_scatter_tensor", [output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM
-    ) -> ThreadedWork:
-        return self._scatter_from("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
-
-    def _scatter_from(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
-        for output, input in zip(outputs, inputs, strict=True):
-            self._expect(name, "the elements of an input", input.numel(), output.numel() * self._world_size)
-            self._expect_dtypes(name, output, input)
-        parts = [Part([input], [output]) for output, input in zip(outputs, inputs, strict=True)]
-        return self._join(name, parts, collectives.reduce_scatter_tensor, opts, reduces=True, alike=inputs)
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
-        self._expect("all_to_all", "the number of outputs", len(outputs), self._world_size)
-        self._expect("all_to_all", "the number of inputs", len(inputs), self._world_size)
-        return self._join("all_to_all", [Part(inputs, outputs)], collectives.all_to_all, opts)
+    allreduce = allreduce_coalesced = _in_place("all_reduce")
+    reduce = _in_place("reduce")
+    broadcast = _in_place("broadcast")
+    allgather = _of_lists("all_gather")
+    gather = _of_lists("gather")
+    scatter = _of_lists("scatter")
+    reduce_scatter = _of_lists("reduce_scatter")
+    alltoall = _of_lists("all_to_all")
+    all_gather_single = _of_pairs("all_gather_into_tensor")
+    all_gather_single_coalesced = _of_pairs("all_gather_into_tensor_coalesced")
+    reduce_scatter_single = _of_pairs("reduce_scatter_tensor")
+    reduce_scatter_single_coalesced = _of_pairs("reduce_scatter_tensor_coalesced")
 
     def all_to_all_single(
         self,
@@ -319,9 +262,9 @@ class ProcessLocalGroup(dist.ProcessGroup):
     ) -> ThreadedWork:
         """Split sizes count rows of dimension 0. Without split sizes all parts are equal."""
         parts = Part(self._rows(input, input_split_sizes), self._rows(output, output_split_sizes))
-        return self._join("all_to_all_single", [parts], collectives.all_to_all, opts)
+        return self._join("all_to_all_single", [parts], opts)
 
-    def _rows(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    def _rows(self, tensor: Tensor, sizes: Sequence[int] | None) -> Tensors:
         name, rows = "all_to_all_single", tensor.shape[0]
         if not sizes:
             self._expect(name, f"the rest of {rows} rows over {self._world_size} ranks", rows % self._world_size, 0)
@@ -331,11 +274,8 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return tensor.detach().split(list(sizes))
 
     def barrier(self, opts: Any = None) -> ThreadedWork:
-        return self._join("barrier", [Part((), ())], collectives.barrier, opts)
-
-    def _expect_dtypes(self, name: str, output: Tensor, input: Tensor) -> None:
-        if output.dtype != input.dtype:
-            raise ValueError(f"{name} on rank {self._rank}: output {describe([output])} and input {describe([input])}")
+        """Move nothing. The effect is that all ranks have arrived."""
+        return self._join("barrier", [], opts)
 
     # The names before torch 2.13, which its PyProcessGroup.hpp and torch.distributed call.
 
@@ -355,7 +295,7 @@ def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, ti
     generation = (prefix_store.add("arrivals", 1) - 1) // world_size
     token = prefix_store.compare_set(f"token/{generation}", "", uuid.uuid4().hex).decode()
     group = ProcessLocalGroup(rank, world_size, token, min(default_limit(), timeout.total_seconds()))
-    group._meet()
+    group._join("the creation of the group", [], None).wait()  # as the connection of a real backend does
     return group
 
 

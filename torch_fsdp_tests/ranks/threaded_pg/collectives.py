@@ -1,12 +1,13 @@
-"""What each collective does to tensors, as plain functions over the parts of all ranks.
+"""What each collective does to tensors: a table, and one function that performs any entry of it.
 
-Nothing here depends on threads or process groups. A function gets one `Part` per rank, in order of rank, and writes the
-outputs. It runs once per collective, below autograd, in the thread that completes the collective (see
-`meeting.perform`).
+Nothing here depends on threads or process groups. The function gets one `Part` per rank, in order of rank, and writes
+the outputs. It runs once per collective, below autograd, in the thread that completes the collective (see
+`Meeting.perform`).
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,58 @@ class Part(NamedTuple):
 
 
 Column = Sequence[Part]  # the parts of all ranks, by group rank
+
+
+class Form(enum.Enum):
+    """The inputs or outputs that a rank has in a collective."""
+
+    ONE = enum.auto()  # one tensor, whatever the number of ranks
+    EACH = enum.auto()  # one tensor for each rank; if there is a root, only the root has them
+    PIECES = enum.auto()  # one tensor, which has an equal piece for each rank
+
+
+class Root(enum.Enum):
+    """What the root does that the other ranks do not."""
+
+    GIVES = enum.auto()
+    TAKES = enum.auto()
+
+
+class Collective(NamedTuple):
+    """A collective. An output for each rank gets that rank's input. Another output gets the input of the root, or those
+    of all ranks, which are reduced or joined. If a rank has an input for each rank, every rank gets its own.
+    """
+
+    ins: Form = Form.ONE
+    outs: Form = Form.ONE
+    reduces: bool = False
+    root: Root | None = None
+
+    @property
+    def needs_equal_inputs(self) -> bool:
+        """Whether the inputs must have the same shapes and types on all ranks. In the other collectives they may differ
+        in size, as in nccl, but not in gloo.
+        """
+        return self.outs is not Form.EACH and (self.reduces or self.ins is not Form.EACH)
+
+
+BY_NAME = {
+    "the creation of the group": Collective(),
+    "barrier": Collective(),
+    "broadcast": Collective(root=Root.GIVES),
+    "scatter": Collective(Form.EACH, root=Root.GIVES),
+    "gather": Collective(outs=Form.EACH, root=Root.TAKES),
+    "all_gather": Collective(outs=Form.EACH),
+    "all_gather_into_tensor": Collective(outs=Form.PIECES),
+    "all_gather_into_tensor_coalesced": Collective(outs=Form.PIECES),
+    "all_to_all": Collective(Form.EACH, Form.EACH),
+    "all_to_all_single": Collective(Form.EACH, Form.EACH),
+    "all_reduce": Collective(reduces=True),
+    "reduce": Collective(reduces=True, root=Root.TAKES),  # in gloo it spoils the tensors of the other ranks
+    "reduce_scatter": Collective(Form.EACH, reduces=True),
+    "reduce_scatter_tensor": Collective(Form.PIECES, reduces=True),
+    "reduce_scatter_tensor_coalesced": Collective(Form.PIECES, reduces=True),
+}
 
 
 class Reduction(NamedTuple):
@@ -77,7 +130,7 @@ _STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tensor:
-    """Reduce the `tensors` of all ranks in order of rank, to a new tensor on the first one's device.
+    """Reduce the `tensors` of all ranks in order of rank, to a new flat tensor on the first one's device.
 
     Floating point types with fewer than 32 bits are accumulated in float32 and rounded only once, when the caller
     copies the result. So the result may be wider than the inputs, and depends on the number of ranks as little as
@@ -91,7 +144,7 @@ def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tenso
     def term(tensor: Tensor, reduction: Reduction) -> Tensor:
         # This copies the first one, because the total is updated in place, and any input with a factor, because it must
         # not change.
-        moved = tensor.to(device=device, dtype=wide)
+        moved = tensor.reshape(-1).to(device=device, dtype=wide)
         if reduction.factor is None:
             return moved
         factor = reduction.factor
@@ -117,15 +170,6 @@ def write(target: Tensor, value: Tensor) -> None:
     target.data.copy_(value.reshape(target.shape))
 
 
-def deliver(target: Tensor, source: Tensor, to_rank: int, from_rank: int) -> None:
-    """`write` from one rank to another, after a check that number and dtype of the elements agree."""
-    if target.numel() != source.numel() or target.dtype != source.dtype:
-        raise Mismatch(
-            f"rank {to_rank} expects {describe([target])} from rank {from_rank}, which sends {describe([source])}"
-        )
-    write(target, source)
-
-
 def describe(tensors: Sequence[Tensor]) -> str:
     """Types and shapes as text, such as `2 x float32[2, 3], int64[1]`. Equal texts mean equal types and shapes."""
     words = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
@@ -133,74 +177,42 @@ def describe(tensors: Sequence[Tensor]) -> str:
     return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in counted)
 
 
-def all_reduce(column: Column, reductions: Sequence[Reduction]) -> None:
-    total = reduced([part.ins[0] for part in column], reductions)
-    for part in column:
-        write(part.outs[0], total)
+def perform(collective: Collective, column: Column, root: int | None, reductions: Sequence[Any]) -> None:
+    """Give every output of every rank its value. Raises `Mismatch` if an input does not fit.
 
-
-def reduce(column: Column, reductions: Sequence[Reduction], root: int) -> None:
-    # In gloo the tensors of the other ranks are undefined. Here they do not change.
-    write(column[root].outs[0], reduced([part.ins[0] for part in column], reductions))
-
-
-def broadcast(column: Column, root: int) -> None:
-    for rank, part in enumerate(column):
-        if rank != root:
-            for target, source in zip(part.outs, column[root].ins, strict=True):
-                deliver(target, source, rank, root)
-
-
-def all_gather(column: Column) -> None:
+    All values are computed before the first is written, because an output may be a view of an input.
+    """
+    size = len(column)
+    values: dict[tuple[Sequence[Any], int], Tensor] = {}  # by the ranks that give, and which of their inputs
+    writes: list[tuple[Tensor, Tensor]] = []
+    given = [part.ins for part in column]
+    if collective.ins is Form.PIECES:
+        given = [part.ins[0].reshape(-1).tensor_split(size) for part in column]
     for to_rank, part in enumerate(column):
-        for from_rank, giver in enumerate(column):
-            deliver(part.outs[from_rank], giver.ins[0], to_rank, from_rank)
+        if collective.root is Root.TAKES and to_rank != root:
+            continue
+        which = 0 if collective.ins is Form.ONE else to_rank
+        for number, output in enumerate(part.outs):
+            givers: Sequence[Any] = range(size)
+            if collective.outs is Form.EACH:
+                givers = (number,)
+            elif collective.root is Root.GIVES:
+                givers = (root,)
+            inputs = [given[giver][which] for giver in givers]
+            pieces = size if collective.outs is Form.PIECES else 1
+            for giver, input in zip(givers, inputs, strict=True):
+                if output.numel() != input.numel() * pieces or output.dtype != input.dtype:
+                    expected, sent = describe([output]), describe([input])
+                    raise Mismatch(f"rank {to_rank} expects {expected} from rank {giver}, which sends {sent}")
+            if (givers, which) not in values:
+                values[givers, which] = reduced(inputs, reductions) if collective.reduces else joined(inputs)
+            writes.append((output, values[givers, which]))
+    for output, value in writes:
+        write(output, value)
 
 
-def all_gather_into_tensor(column: Column) -> None:
-    # Inputs are joined first, because an input may be a slice of its own output. It also needs only one copy per rank.
-    device = column[0].ins[0].device
-    everything = torch.cat([part.ins[0].reshape(-1).to(device) for part in column])
-    for part in column:
-        write(part.outs[0], everything)
-
-
-def gather(column: Column, root: int) -> None:
-    for from_rank, giver in enumerate(column):
-        deliver(column[root].outs[from_rank], giver.ins[0], root, from_rank)
-
-
-def scatter(column: Column, root: int) -> None:
-    for to_rank, part in enumerate(column):
-        deliver(part.outs[0], column[root].ins[to_rank], to_rank, root)
-
-
-def reduce_scatter(column: Column, reductions: Sequence[Reduction]) -> None:
-    totals = []
-    for to_rank, part in enumerate(column):
-        for from_rank, giver in enumerate(column):
-            if giver.ins[to_rank].numel() != part.outs[0].numel():
-                raise Mismatch(
-                    f"rank {to_rank} expects {describe(part.outs)} from rank {from_rank}, "
-                    f"which sends {describe([giver.ins[to_rank]])}"
-                )
-        totals.append(reduced([giver.ins[to_rank].reshape(-1) for giver in column], reductions))
-    # Outputs are written last, because an output may be a view of an input.
-    for part, total in zip(column, totals, strict=True):
-        write(part.outs[0], total)
-
-
-def reduce_scatter_tensor(column: Column, reductions: Sequence[Reduction]) -> None:
-    total = reduced([part.ins[0].reshape(-1) for part in column], reductions)
-    for part, chunk in zip(column, total.chunk(len(column)) if total.numel() else [total] * len(column), strict=True):
-        write(part.outs[0], chunk)
-
-
-def all_to_all(column: Column) -> None:
-    for to_rank, part in enumerate(column):
-        for from_rank, giver in enumerate(column):
-            deliver(part.outs[from_rank], giver.ins[to_rank], to_rank, from_rank)
-
-
-def barrier(column: Column) -> None:
-    """Move nothing. The effect is that all ranks have arrived."""
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor with the elements of all `tensors`, on the first one's device. A single tensor is not copied."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks.threaded_pg.collectives import Column, Mismatch, Part, describe
+from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Mismatch, Part, Reduction, describe, perform
 
 
 class PeerFailed(SystemExit):
@@ -31,9 +30,13 @@ class PeerFailed(SystemExit):
     """
 
     def __init__(self, rank: int | None, cause: BaseException | str) -> None:
+        super().__init__(rank, cause)
         self.rank, self.cause = rank, cause
-        reason = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        super().__init__(f"stopped because {'another rank' if rank is None else f'rank {rank}'} failed with {reason}")
+
+    def __str__(self) -> str:
+        reason = self.cause if isinstance(self.cause, str) else f"{type(self.cause).__name__}: {self.cause}"
+        who = "another rank" if self.rank is None else f"rank {self.rank}"
+        return f"stopped because {who} failed with {reason}"
 
 
 class CollectiveError(RuntimeError):
@@ -79,14 +82,14 @@ class Call:
     """One rank's call of a collective.
 
     `name` and `agreed` must be equal on all ranks. Both are texts, so that errors can show them. `parts` holds several
-    entries only for coalesced collectives; `work` gets, for each of these, the parts and the `extra` of all ranks.
+    entries only for coalesced collectives.
     """
 
     name: str
     agreed: tuple[str, ...]
     parts: Sequence[Part]
-    work: Callable[[Column, Sequence[Any]], None]
-    extra: Any = None
+    root: int | None = None
+    reduction: Reduction | None = None
     fence: Fence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,88 +103,31 @@ class Call:
         return f"{self.name}({', '.join(filter(None, dict.fromkeys([*self.agreed, passed])))})"
 
 
-class Board:
-    """All pending waits of one world of ranks, so that one failure ends them all.
-
-    Every world has its own board. A thread that outlives its test still has the closed board, and ends at its next
-    collective instead of meeting the ranks of the next test.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: set[Meeting] = set()
-        self._channels: dict[str, Channel] = {}
-        self.failure: PeerFailed | None = None
-
-    def fail(self, rank: int | None, cause: BaseException | str) -> None:
-        """Record the first failure, and wake all waiting ranks. Later failures are consequences, and change nothing."""
-        with self._lock:
-            if self.failure is None:
-                self.failure = PeerFailed(rank, cause)
-            waiting, self._open = self._open, set()
-            self._channels.clear()
-        for meeting in waiting:
-            meeting.opened.set()
-
-    def open(self, meeting: Meeting) -> None:
-        with self._lock:
-            if self.failure is None:
-                self._open.add(meeting)
-            else:
-                meeting.opened.set()
-
-    def close(self, meeting: Meeting) -> bool:
-        """Remove `meeting` from the board. Returns False if it had ended already."""
-        with self._lock:
-            self._open.discard(meeting)
-            first, meeting.finished = not meeting.finished, True
-            return first
-
-    def channel(self, token: str, size: int) -> Channel:
-        """The channel of the group with this `token`. The first rank that asks makes it."""
-        with self._lock:
-            return self._channels.setdefault(token, Channel(self, size))
-
-    def forget(self, token: str) -> None:
-        with self._lock:
-            self._channels.pop(token, None)
-
-    def check(self) -> None:
-        if self.failure is not None:
-            raise PeerFailed(self.failure.rank, self.failure.cause)
-
-
 class Meeting:
     """One collective of one group, from the first rank's arrival to the last one's.
 
     It is opened exactly once, with or without an error.
     """
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self.channel, self.number = channel, number
+    def __init__(self, title: str, size: int) -> None:
+        self._title, self._size = title, size
+        self._lock = threading.Lock()
         self.calls: dict[int, Call] = {}
-        self.spoiled = False  # the calls disagree, so nothing may be performed
         self.opened = threading.Event()
-        self.finished = False  # opened because the work is done or has failed, not because a rank did
         self.error: BaseException | None = None
         self._fence: Fence | None = None
 
-    def __str__(self) -> str:
-        return f"collective {self.number} of {self.channel}"
-
     def finish(self, error: BaseException | None = None, fence: Fence | None = None) -> None:
         """Open it for all who wait. The first end counts: work that completes after its limit is still late."""
-        if self.channel.board.close(self):
-            self.error, self._fence = error, fence
-            self.opened.set()
+        with self._lock:
+            if not self.opened.is_set():
+                self.error, self._fence = error, fence
+                self.opened.set()
 
     def wait(self, limit: float) -> None:
         """Block until opened. Raises what went wrong, PeerFailed, or CollectiveTimeout after `limit` seconds."""
         if not self.opened.wait(limit):
             self.finish(CollectiveTimeout(f"{self._missing()} within {limit:g} s"))
-            self.opened.wait()
-        if not self.finished:
-            self.channel.board.check()
         if self.error is not None:
             # Each rank raises a new exception, because one object in several threads would mix their tracebacks.
             raise type(self.error)(*self.error.args) from self.error.__cause__
@@ -191,25 +137,30 @@ class Meeting:
     def _missing(self) -> str:
         """Who has not arrived, for the error of a wait that reached its limit."""
         came = sorted(self.calls)
-        absent = [rank for rank in range(self.channel.size) if rank not in self.calls]
-        return f"{self}, {self.calls[came[0]]}: ranks {came} wait for ranks {absent}, which did not arrive"
+        absent = [rank for rank in range(self._size) if rank not in self.calls]
+        return f"{self._title}, {self.calls[came[0]]}: ranks {came} wait for ranks {absent}, which did not arrive"
 
-    def disagreement(self, rank: int, call: Call) -> Mismatch | None:
-        """How the `call` of `rank` disagrees with the earlier calls, or None."""
-        other, first = next(iter(self.calls.items()))
-        if (call.name, call.agreed) == (first.name, first.agreed):
-            return None
-        low, high = sorted([(other, first), (rank, call)], key=lambda pair: pair[0])
-        return Mismatch(f"{self}: rank {low[0]} calls {low[1]} while rank {high[0]} calls {high[1]}")
+    def add(self, rank: int, call: Call) -> bool:
+        """Add a rank's call. Returns whether all have arrived. A call that disagrees with an earlier one ends it."""
+        other, first = next(iter(self.calls.items()), (rank, call))
+        if (call.name, call.agreed) != (first.name, first.agreed):
+            low, high = sorted([(other, first), (rank, call)], key=lambda pair: pair[0])
+            words = f"rank {low[0]} calls {low[1]} while rank {high[0]} calls {high[1]}"
+            self.finish(Mismatch(f"{self._title}: {words}"))
+        self.calls[rank] = call
+        return len(self.calls) == self._size
 
     def perform(self) -> None:
-        """Move the data between the ranks, in the thread of the last one.
+        """Move the data between the ranks, in the thread of the last one. Does nothing if the meeting has ended.
 
         Dispatch modes of that thread are disabled. A test that counts operations must not see another rank's, and must
         not depend on the order of arrival. Inference mode may stay on: `collectives.write` uses `.data`, which works
         for all tensors and in all threads.
         """
-        calls = [self.calls[rank] for rank in range(self.channel.size)]
+        if self.opened.is_set():
+            return
+        calls = [self.calls[rank] for rank in range(self._size)]
+        collective = BY_NAME[calls[0].name]
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
@@ -218,46 +169,48 @@ class Meeting:
                 for call in calls:
                     call.fence.wait()
                 for column in zip(*(call.parts for call in calls), strict=True):
-                    calls[0].work(column, [call.extra for call in calls])
+                    perform(collective, column, calls[0].root, [call.reduction for call in calls])
                 self.finish(fence=Fence([tensor for call in calls for tensor in call.tensors()]))
         except Exception as error:
             kind = Mismatch if isinstance(error, Mismatch) else CollectiveError
-            named = kind(f"{self}, {calls[0]}: {error}")
+            named = kind(f"{self._title}, {calls[0]}: {error}")
             named.__cause__ = error
             self.finish(named)
-        calls.clear()
+        self.calls.clear()
 
 
-class Channel:
-    """What the ranks of one group share. Collectives are matched by number: the n-th calls of all ranks are one
-    meeting.
+class Board:
+    """All pending meetings of one world of ranks, so that one failure ends them all.
+
+    Every world has its own board. A thread that outlives its test still has the closed board, and ends at its next
+    collective instead of meeting the ranks of the next test.
     """
 
-    def __init__(self, board: Board, size: int) -> None:
-        self.board, self.size = board, size
-        self.name = f"a group of {size} ranks"
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._meetings: dict[int, Meeting] = {}
+        self._meetings: dict[tuple[str, int], Meeting] = {}  # for which not all ranks have come
+        self._failure: PeerFailed | None = None
 
-    def __str__(self) -> str:
-        return self.name
-
-    def join(self, rank: int, number: int, call: Call) -> Meeting:
-        """Add `rank`'s part of collective `number`, and perform the collective if no part is missing."""
-        self.board.check()
+    def fail(self, rank: int | None, cause: BaseException | str) -> None:
+        """Record the first failure, and wake all waiting ranks. Later failures are consequences, and change nothing."""
         with self._lock:
-            meeting = self._meetings.get(number)
-            if meeting is None:
-                meeting = self._meetings[number] = Meeting(self, number)
-                self.board.open(meeting)
-            error = meeting.disagreement(rank, call) if meeting.calls else None
-            meeting.spoiled |= error is not None or meeting.finished
-            meeting.calls[rank] = call
-            complete = len(meeting.calls) == self.size
+            self._failure = self._failure or PeerFailed(rank, cause)
+            for meeting in self._meetings.values():
+                meeting.finish(self._failure)
+            self._meetings.clear()
+
+    def join(self, token: str, number: int, size: int, name: str, rank: int, call: Call) -> Meeting:
+        """Add a rank's part of the collective with this `number` in the group with this `token`, and perform the
+        collective if no part is missing. The n-th calls of all ranks are one meeting.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise PeerFailed(self._failure.rank, self._failure.cause)
+            key = token, number
+            meeting = self._meetings.setdefault(key, Meeting(f"collective {number} of {name}", size))
+            complete = meeting.add(rank, call)
             if complete:
-                del self._meetings[number]
-        if error is not None:
-            meeting.finish(error)
-        elif complete and not meeting.spoiled:
+                del self._meetings[key]
+        if complete:
             meeting.perform()
         return meeting
