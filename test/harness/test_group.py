@@ -39,23 +39,23 @@ class Nowhere:
         events, self.events = self.events, []
         return events
 
-    def tell(self, process: int, order: Any) -> None:
-        self.orders[process].append(order)
-        if isinstance(order, protocol.Go | protocol.Leave):
-            self.passes(process)
+    def tell(self, order: Any, index: int | None = None) -> None:
+        if isinstance(order, protocol.AskForStacks):
+            self.requests.append("stacks")
+            self.events += [protocol.WroteStacks(each) for each in self.there]
+        elif isinstance(order, protocol.EndRanks):
+            self.requests.append("end")
+            self.events += [protocol.Over(0, tuple(self.there))] if self.ends else []
+        else:
+            for each in self.there if index is None else [index]:
+                self.orders[each].append(order)
+                if isinstance(order, protocol.Go | protocol.Leave):
+                    self.passes(each)
 
     def passes(self, *processes: int) -> None:
         for each in processes:
             report = protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False)
             self.events += [report, protocol.Ended(0, each, 0, 1.0)]
-
-    def ask_for_stacks(self) -> None:
-        self.requests.append("stacks")
-        self.events += [protocol.WroteStacks(each) for each in self.there]
-
-    def end(self) -> None:
-        self.requests.append("end")
-        self.events += [protocol.Over(0, tuple(self.there))] if self.ends else []
 
     def give_up(self) -> None:
         self.requests.append("give up")
@@ -94,13 +94,14 @@ class TestGroup(TestCase):
         made = self.group(2, place)
         place.events.append(protocol.Waits(0))
         made._hear(0)
-        ask = place.ask_for_stacks
+        tell = place.tell
 
-        def ask_and_hear_of_rank_1():
-            ask()
-            place.passes(1)
+        def tell_and_hear_of_rank_1(order, *index):
+            tell(order, *index)
+            if isinstance(order, protocol.AskForStacks):
+                place.passes(1)
 
-        with mock.patch.object(place, "ask_for_stacks", ask_and_hear_of_rank_1):
+        with mock.patch.object(place, "tell", tell_and_hear_of_rank_1):
             first, second = made.wait(LIMIT)
         self.assertEqual(dict(place.orders), {})
         self.assertEqual((first.outcome, first.ending.code), (Outcome(0, Kind.PASSED), 0))

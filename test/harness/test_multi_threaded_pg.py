@@ -7,6 +7,7 @@ import time
 import unittest.mock
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,97 +62,74 @@ def chunks(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [chunk.clone() for chunk in tensor.chunk(count)]
 
 
+def filled(collective: Callable, output: Any, *arguments: Any) -> list[torch.Tensor]:
+    """Call a collective. Returns its one or more outputs, or nothing on ranks that have none."""
+    collective(output, *arguments)
+    return [output] if isinstance(output, torch.Tensor) else output or []
+
+
 Results = Iterator[tuple[str, list[torch.Tensor]]]
 
 
 def reduced(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> Results:
     """Run each collective that reduces. Yields its name and this rank's results."""
-    tensors = [sample(rank, dtype, 3), sample(rank, dtype, 2, 2)]
+    own, output = partial(sample, rank, dtype), torch.zeros(2, 3, dtype=dtype)
+    tensors = [own(3), own(2, 2)]
     with dist._coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor, op)
     yield "all_reduce coalesced", tensors
-
-    tensor = sample(rank, dtype, 7)
-    dist.reduce(tensor, 1, op)
-    yield "reduce", [tensor] if rank == 1 else []
-
-    output = torch.zeros(2, 3, dtype=dtype)
-    dist.reduce_scatter(output, chunks(sample(rank, dtype, 2 * size, 3), size), op)
-    yield "reduce_scatter", [output]
-
-    output = torch.zeros(2, 3, dtype=dtype)
-    dist.reduce_scatter_tensor(output, sample(rank, dtype, 2 * size, 3), op, async_op=True).wait()
+    total = filled(dist.reduce, own(7), 1, op)
+    yield "reduce", total if rank == 1 else []
+    yield "reduce_scatter", filled(dist.reduce_scatter, output.clone(), chunks(own(2 * size, 3), size), op)
+    dist.reduce_scatter_tensor(output, own(2 * size, 3), op, async_op=True).wait()
     yield "reduce_scatter_tensor", [output]
-
-    whole = sample(rank, dtype, 2 * size)
+    whole = own(2 * size)
     part = whole.chunk(size)[rank]  # the output is a slice of the input, as in FSDP1
-    dist.reduce_scatter_tensor(part, whole.clone() if dist.get_backend() == "gloo" else whole, op)
-    yield "reduce_scatter_tensor in place", [part]
-
+    whole = whole.clone() if dist.get_backend() == "gloo" else whole
+    yield "reduce_scatter_tensor in place", filled(dist.reduce_scatter_tensor, part, whole, op)
     if not dtype.is_complex:  # funcol passes complex numbers unchanged, and gloo cannot reduce them
-        yield "funcol", [funcol.all_reduce(sample(rank, dtype, 4), op.name.lower(), dist.group.WORLD) + 0]
+        yield "funcol", [funcol.all_reduce(own(4), op.name.lower(), dist.group.WORLD) + 0]
 
 
 def gathered(rank: int, size: int, dtype: torch.dtype) -> Results:
     """Run each collective that gives ranks the data of others. Yields its name and this rank's results."""
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    tensor = sample(rank, dtype, 5)
-    dist.broadcast(tensor, size - 1)
-    yield "broadcast", [tensor]
-
-    outputs = [zeros(2, 3) for _ in range(size)]
-    dist.all_gather(outputs, sample(rank, dtype, 2, 3))
-    yield "all_gather", outputs
-
-    output = zeros(size * 2, 3)
-    dist.all_gather_into_tensor(output, sample(rank, dtype, 2, 3))
-    yield "all_gather_into_tensor", [output]
-
+    own, zeros = partial(sample, rank, dtype), partial(torch.zeros, dtype=dtype)
+    yield "broadcast", filled(dist.broadcast, own(5), size - 1)
+    yield "all_gather", filled(dist.all_gather, [zeros(2, 3) for _ in range(size)], own(2, 3))
+    yield "all_gather_into_tensor", filled(dist.all_gather_into_tensor, zeros(size * 2, 3), own(2, 3))
     output = zeros(size * 3)
     part = output.chunk(size)[rank]  # the input is a slice of the output, as in FSDP1 and FSDP2
-    part.copy_(sample(rank, dtype, 3))
-    dist.all_gather_into_tensor(output, part)
-    yield "all_gather_into_tensor in place", [output]
-
+    part.copy_(own(3))
+    yield "all_gather_into_tensor in place", filled(dist.all_gather_into_tensor, output, part)
     outputs = [zeros(size * 2), zeros(size, 3)]
     with dist._coalescing_manager(async_ops=True) as pending:
-        dist.all_gather_into_tensor(outputs[0], sample(rank, dtype, 2))
-        dist.all_gather_into_tensor(outputs[1], sample(rank, dtype, 1, 3))
+        dist.all_gather_into_tensor(outputs[0], own(2))
+        dist.all_gather_into_tensor(outputs[1], own(1, 3))
     pending.wait()
     yield "all_gather_into_tensor coalesced", outputs
-
-    output = zeros(3)
-    dist.scatter(output, chunks(sample(rank, dtype, 3 * size), size) if rank == 1 else None, src=1)
-    yield "scatter", [output]
+    yield "scatter", filled(dist.scatter, zeros(3), chunks(own(3 * size), size) if rank == 1 else None, 1)
 
 
 def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
     """The same for collectives in which each pair of ranks exchanges data, and for groups of some."""
-    output = torch.zeros(2 * size, 3, dtype=dtype)
-    dist.all_to_all_single(output, sample(rank, dtype, 2 * size, 3))
-    yield "all_to_all_single", [output]
-
+    own, zeros = partial(sample, rank, dtype), partial(torch.zeros, dtype=dtype)
+    yield "all_to_all_single", filled(dist.all_to_all_single, zeros(2 * size, 3), own(2 * size, 3))
     splits = [rank + peer for peer in range(size)]  # rank i sends i + j rows to rank j, and receives as many from it
-    output = torch.zeros(sum(splits), 2, dtype=dtype)
-    dist.all_to_all_single(output, sample(rank, dtype, sum(splits), 2), splits, splits)
-    yield "all_to_all_single, uneven", [output]
+    rows = sum(splits)
+    uneven = filled(dist.all_to_all_single, zeros(rows, 2), own(rows, 2), splits, splits)
+    yield "all_to_all_single, uneven", uneven
 
     # Two groups that are not consecutive halves, so that group ranks and global ranks differ.
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
-    tensor, group = sample(rank, dtype, 3), odd if rank % 2 else even
-    dist.broadcast(tensor, 3 if rank % 2 else 2, group=group)
-    outputs = [torch.zeros(3, dtype=dtype) for _ in range(2)]
-    dist.all_gather(outputs, tensor + tensor, group=group)
+    group = odd if rank % 2 else even
+    (tensor,) = filled(dist.broadcast, own(3), 3 if rank % 2 else 2, group)
+    outputs = filled(dist.all_gather, [zeros(3) for _ in range(2)], tensor + tensor, group)
     yield "groups of some ranks", [tensor, *outputs]
 
-    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
     try:
-        dist.all_to_all(outputs, chunks(sample(rank, dtype, 2 * size, 3), size))
-        yield "all_to_all", outputs
+        outputs = [zeros(2, 3) for _ in range(size)]
+        yield "all_to_all", filled(dist.all_to_all, outputs, chunks(own(2 * size, 3), size))
     except RuntimeError as error:
         # The gloo of torch before 2.13, which raises before it sends anything.
         if "does not support alltoall" not in str(error):

@@ -17,7 +17,7 @@ import time
 import types
 import unittest
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -159,6 +159,11 @@ class RankTestCase(TestCase):
 
     MAIN_RANK = -1
     rank: int = MAIN_RANK
+    _spawner = ""  # the method that a test class calls in its setUp
+    special_return_code_checks: dict[Callable, int] = {}
+    skip_return_code_checks: Sequence[Callable] = ()
+
+    _group: RankGroup | None = None
 
     @functools.cached_property  # unlike a property, a test may replace it by assignment
     def device(self) -> torch.device:
@@ -194,8 +199,22 @@ class RankTestCase(TestCase):
 
         return types.MethodType(stand_in, self)
 
+    def _take_ranks(self, group: RankGroup) -> None:
+        """From now on these are the ranks of the current test. They end with it."""
+        self._group = group
+        self.addCleanup(self._close, group)
+
     def _join_ranks(self, fn: Callable) -> None:
-        raise NotImplementedError
+        """Wait for the ranks and raise their verdict. ``fn`` is the function of the test."""
+        if self._group is None:
+            words = f"{self.id()} started no rank, so nothing was tested: call self.{self._spawner}() in its setUp"
+            raise RanksErred(Verdict(State.ERROR, words, Phase.FIXTURE))
+        limit = get_timeout(self.id())
+        reports = self._group.wait(limit)
+        if fn in self.skip_return_code_checks:
+            reports = [report.with_any_ending() for report in reports]
+        self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
+        self._close(self._group)
 
     def _ask_requirements(self, world_size: int) -> None:
         """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
@@ -270,10 +289,6 @@ class RankTestCase(TestCase):
                 broken = broken or error
         if broken is not None:
             raise broken
-
-    def _no_ranks(self, spawn: str) -> NoReturn:
-        words = f"{self.id()} started no rank, so nothing was tested: call self.{spawn}() in its setUp"
-        raise RanksErred(Verdict(State.ERROR, words, Phase.FIXTURE))
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

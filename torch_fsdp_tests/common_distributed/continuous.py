@@ -20,7 +20,6 @@ from torch_fsdp_tests.ranks import (
     Assignment,
     HarnessError,
     Kind,
-    RankGroup,
     RanksErred,
     Verdict,
     start_ranks,
@@ -56,7 +55,6 @@ class MultiProcContinuousTest(RankTestCase):
     poison_pill: bool = False
     pg: dist.ProcessGroup
 
-    _group: RankGroup | None = None
     _late_deaths: list[str]
     _last_test: str = ""
 
@@ -92,7 +90,6 @@ class MultiProcContinuousTest(RankTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.rank = self.MAIN_PROCESS_RANK
         world_size = ranks_of(self) if self.world_size == _UNSET else int(self.world_size)
         self._ask_requirements(world_size)
         cls = type(self)

@@ -15,7 +15,7 @@ from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, 
 from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, RankGroup, start_ranks
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, start_ranks
 from torch_fsdp_tests.ranks.outcome import enters_test
 
 __unittest = True
@@ -44,7 +44,7 @@ class MultiProcessTestCase(RankTestCase):
     TEST_ERROR_EXIT_CODE = 10  # upstream's name; here a rank reports its exception and exits with 0
 
     file_name: str = ""
-    _group: RankGroup | None = None
+    _spawner = "_spawn_processes"
     _assignment: Assignment  # in a rank
     _device_before: torch.device | None = None  # torch's default device, before the harness changed it for the test
 
@@ -80,7 +80,6 @@ class MultiProcessTestCase(RankTestCase):
         self.special_return_code_checks: dict[Callable, int] = {}
         self.skip_return_code_checks: list[Callable] = []
         self.processes: list = []
-        self.rank = self.MAIN_PROCESS_RANK
 
     def _current_test_name(self) -> str:
         """The name of the test method."""
@@ -95,8 +94,8 @@ class MultiProcessTestCase(RankTestCase):
         """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
-        group = self._group = start_ranks(type(self), self._current_test_name(), world_size)
-        self.addCleanup(self._close, group)
+        group = start_ranks(type(self), self._current_test_name(), world_size)
+        self._take_ranks(group)
         self.processes, self.file_name = group.processes, group.file_name
 
     _fork_processes = _spawn_processes  # upstream has both; here a test does not choose how ranks are started
@@ -108,15 +107,7 @@ class MultiProcessTestCase(RankTestCase):
         self._join_processes(fn)
 
     def _join_processes(self, fn: Callable) -> None:
-        """Wait for the ranks and raise their verdict (see the class). ``fn`` is the function of the test."""
-        if self._group is None:
-            self._no_ranks("_spawn_processes")
-        limit = get_timeout(self.id())
-        reports = self._group.wait(limit)
-        if fn in self.skip_return_code_checks:
-            reports = [report.with_any_ending() for report in reports]
-        self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
-        self._close(self._group)
+        super()._join_ranks(fn)
 
     @classmethod
     @enters_test

@@ -45,35 +45,25 @@ __unittest = True
 
 
 @contextlib.contextmanager
-def _one_fake_mode_at_a_time() -> Iterator[None]:
-    """Let only one thread at a time enter the fake mode in which DTensor computes the shape of a result.
+def _fake_modes_in_threads() -> Iterator[None]:
+    """Let several threads use fake modes, for example DTensor's, which computes the shape of a result.
 
     Since 2.13 torch has a placeholder for a lock, which a harness with threads replaces by a real one
     (``torch.distributed.tensor._sharding_prop``). Older versions have none.
-    """
-    if not torch_facts.LOCKS_FAKE_MODE:
-        yield
-        return
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    with mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.RLock()):
-        yield
-
-
-@contextlib.contextmanager
-def _device_guard_that_outlives_threads() -> Iterator[None]:
-    """Install the device guard that fake tensors need without a CUDA device, in this thread and not in a rank's.
 
     Every time torch enters a fake mode, ``torch._C._ensureCUDADeviceGuardSet`` puts a guard into a table of the whole
     process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling thread.
     The next caller reads it after that thread has ended, and crashes. Two threads that run one after the other are
-    enough.
+    enough. So install the guard in this thread, and not in a rank's.
     """
-    if not torch_facts.INSTALLS_CUDA_DEVICE_GUARD:
-        yield
-        return
-    torch._C._ensureCUDADeviceGuardSet()
-    with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None):
+    with contextlib.ExitStack() as stack:
+        if torch_facts.LOCKS_FAKE_MODE:
+            from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+            stack.enter_context(mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.RLock()))
+        if torch_facts.INSTALLS_CUDA_DEVICE_GUARD:
+            torch._C._ensureCUDADeviceGuardSet()
+            stack.enter_context(mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None))
         yield
 
 
@@ -91,14 +81,11 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
     limit = get_timeout("") if limit is None else limit
     timeout = timedelta(seconds=limit * COLLECTIVE_SHARE)
 
-    def connected(rank: int) -> Outcome:
-        accelerator.current().bind(0)  # otherwise a DeviceMesh would choose one by rank in the first threads
-        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
-        return body(rank)
-
     def live(rank: int) -> None:
         try:
-            outcome = connected(rank)
+            accelerator.current().bind(0)  # otherwise a DeviceMesh would choose one by rank in the first threads
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
+            outcome = body(rank)
         except BaseException as error:
             outcome = raised(rank, error)
         outcomes[rank] = outcome
@@ -113,7 +100,7 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
 
     try:
         threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
-        with _one_fake_mode_at_a_time(), _device_guard_that_outlives_threads():
+        with _fake_modes_in_threads():
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -151,8 +138,7 @@ class MultiThreadedTestCase(RankTestCase):
     """
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
-
-    _group: RankGroup | None = None
+    _spawner = "_spawn_threads"
 
     @property
     def world_size(self) -> int:
@@ -175,7 +161,6 @@ class MultiThreadedTestCase(RankTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.rank = self.MAIN_THREAD_RANK
         self.threads: list = []
 
     def perThreadSetUp(self) -> None:
@@ -192,20 +177,13 @@ class MultiThreadedTestCase(RankTestCase):
             raise Skipped(Reason("ranks that are threads share the patches of the race detector", SkipKind.DEVICE))
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
-        group = self._group = RankGroup(type(self), self._current_test_name, world_size, threads=True)
-        self.addCleanup(self._close, group)
+        group = RankGroup(type(self), self._current_test_name, world_size, threads=True)
+        self._take_ranks(group)
         self.threads = group.processes
 
     def _ask_requirements(self, world_size: int) -> None:
         # All threads share one device, so the number of ranks does not matter.
         super()._ask_requirements(min(world_size, 1))
-
-    def _join_ranks(self, fn: Callable) -> None:
-        if self._group is None:
-            self._no_ranks("_spawn_threads")
-        limit = get_timeout(self.id())
-        self._conclude(self._group.wait(limit), limit)
-        self._close(self._group)
 
     @classmethod
     @enters_test

@@ -21,7 +21,8 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import forkserver
-from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture
+from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture, judge
+from torch_fsdp_tests.verdict import State, by_cause
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
 STAY = 5.0  # seconds that a rank waits for the others after its answer; some never answer while it is there
@@ -145,23 +146,17 @@ def _finding(defect: Defect, group: RankGroup) -> Finding | None:
     except HarnessError as error:
         return Finding(defect, Answer.UNDECIDED, expected, why=str(error))
     finding = Finding(defect, Answer.ABSENT, expected, seconds=max(report.at for report in reports))
-    silent = [report.rank for report in reports if report.outcome is None and report.ending.ours]
-    for report in reports:
-        rank, outcome = report.rank, report.outcome
-        if outcome is not None and outcome.kind is Kind.SKIPPED:
-            return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=outcome.text)
-        if outcome is not None and outcome.kind is not Kind.PASSED:
-            why = f"rank {rank} raised {outcome.in_one_line()}"
-            return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=why)
-        if outcome is None and rank not in silent:
-            why = f"rank {rank} {report.ending.in_words()} without an answer"
-            return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=why)
-    if silent:
-        why = f"rank {silent[0]} gave no answer within {LIMIT:g} s"
-        hangs = defect.consequence is Consequence.HANG
-        answer = Answer.PRESENT if hangs else Answer.UNDECIDED
-        return dataclasses.replace(finding, answer=answer, why="" if hangs else why, found=why, right="an answer")
-    answers = [json.loads(report.outcome.text) for report in reports if report.outcome is not None]
+    verdict = judge(reports, LIMIT, {})
+    outcomes = [report.outcome for report in reports if report.outcome is not None]
+    if skipped := [outcome.text for outcome in outcomes if outcome.kind is Kind.SKIPPED]:
+        return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=skipped[0])
+    if verdict.state is State.TIMED_OUT and defect.consequence is Consequence.HANG:
+        silent = by_cause(verdict.ranks)[0].rank
+        found = f"rank {silent} gave no answer within {LIMIT:g} s"
+        return dataclasses.replace(finding, answer=Answer.PRESENT, found=found, right="an answer")
+    if verdict.state is not State.PASSED:
+        return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=verdict.reason)
+    answers = [json.loads(outcome.text) for outcome in outcomes]
     wrong = [rank for rank, (found, right, equal) in enumerate(answers) if not equal]
     first = wrong[0] if wrong else 0
     alike = all(answer == answers[0] for answer in answers)

@@ -75,8 +75,12 @@ class Peer:
     connection: Connection
     is_local: bool  # on rank 0's machine
 
+    @property
+    def rank(self) -> int:
+        return self.hello.rank
+
     def __str__(self) -> str:
-        return f"the process of rank {self.hello.rank} (id {self.hello.pid} on {self.hello.host})"
+        return f"the process of rank {self.rank} (id {self.hello.pid} on {self.hello.host})"
 
 
 def clock() -> float:

@@ -53,14 +53,8 @@ class Place(Protocol):
     def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
 
-    def tell(self, process: int, order: protocol.Order) -> None:
-        """Give an order to one process. Nothing happens if it is gone."""
-
-    def ask_for_stacks(self) -> None:
-        """Make all processes write the Python stacks of their ranks."""
-
-    def end(self) -> None:
-        """Kill what is left of all processes. :class:`Over` reports when that is done."""
+    def tell(self, order: protocol.Order, index: int | None = None) -> None:
+        """Give an order to one process or to all. Nothing happens to those that are gone."""
 
     def give_up(self) -> None:
         """Give up waiting for the end, because it did not come in time."""
@@ -77,8 +71,7 @@ class Process:
     hosts: range  # the ranks in it
     host: str = ""
     pid: int | None = None  # on this machine
-    outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
-    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # the time of each outcome
+    reports: dict[int, protocol.Reported] = dataclasses.field(default_factory=dict)  # by rank
     ending: Ending | None = None
     is_there: bool = False
     is_over: bool = False  # the process and everything that it started are gone
@@ -90,7 +83,7 @@ class Process:
 
     @property
     def reported(self) -> bool:
-        return len(self.outcomes) == len(self.hosts)
+        return len(self.reports) == len(self.hosts)
 
     @property
     def exitcode(self) -> int | None:
@@ -159,9 +152,9 @@ class RankGroup:
         self._enter(Stage.RUNNING)
         self._started = [time.monotonic()]
         for process in self.processes:
-            process.outcomes.clear()
+            process.reports.clear()
             process.waits = False
-            self._place.tell(process.index, protocol.RunTest(test))
+        self._place.tell(protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
         """Wait until every rank has reported, or until ``limit`` seconds after the start. Returns reports in order of
@@ -248,8 +241,7 @@ class RankGroup:
     def _dismiss(self) -> None:
         """Tell ranks that stay to exit, and give them time for it."""
         self._enter(Stage.LEAVING)
-        for process in self.processes:
-            self._place.tell(process.index, protocol.Leave())
+        self._place.tell(protocol.Leave())
         self._hear_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
@@ -271,7 +263,7 @@ class RankGroup:
         deadline = max(self._started) + limit
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
-        elif any(o.kind is Kind.SKIPPED for process in self.processes for o in process.outcomes.values()):
+        elif any(each.outcome.kind is Kind.SKIPPED for process in self.processes for each in process.reports.values()):
             deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
 
@@ -310,7 +302,7 @@ class RankGroup:
             # From LATE on, a rank's reports do not count. So keep its state: it has passed, and waits.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
-                self._place.tell(process.index, protocol.Go())
+                self._place.tell(protocol.Go(), process.index)
 
     def _take(self, event: protocol.Event) -> None:
         too_late = self._stage >= Stage.LATE
@@ -321,8 +313,8 @@ class RankGroup:
                 process = self.processes[event.process]
                 process.leaving |= event.leaving
                 if not too_late:
-                    process.outcomes[event.outcome.rank] = event.outcome
-                    process.at = process.heard[event.outcome.rank] = event.at
+                    process.reports[event.outcome.rank] = event
+                    process.at = event.at
                     if event.outcome.kind in (Kind.FAILED, Kind.ERROR):
                         self._note_bad(process, event.at)
             case protocol.Waits():
@@ -372,7 +364,7 @@ class RankGroup:
             return
         if self._stage < Stage.LATE:
             self._enter(Stage.LATE)
-        self._place.ask_for_stacks()
+        self._place.tell(protocol.AskForStacks())
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
             complete = all(process.wrote_stacks or process.ending for process in running)
@@ -385,7 +377,7 @@ class RankGroup:
             return
         before = [process for process in self.processes if process.ending is None]
         self._enter(Stage.ENDING)
-        self._place.end()
+        self._place.tell(protocol.EndRanks())
         self._hear_until(lambda: self._stage is Stage.OVER, time.monotonic() + KILL_LIMIT + GRACE)
         if self._stage is not Stage.OVER:
             self._enter(Stage.OVER)
@@ -405,14 +397,17 @@ class RankGroup:
         for process in self.processes:
             ending = process.ending or Ending(code=0)  # a rank that stays and has reported is fine so far
             for rank in process.hosts:
-                outcome = process.outcomes.get(rank, Outcome(rank, Kind.PASSED) if process.waits else None)
+                report = process.reports.get(rank)
+                outcome = Outcome(rank, Kind.PASSED) if process.waits else None
+                if report is not None:
+                    outcome = report.outcome
                 # A rank that is done is not to blame if its process is killed because of another rank. This concerns
                 # threads, ranks that stay, and ranks that wait for the others.
                 done = outcome is not None and outcome.kind in (Kind.PASSED, Kind.SKIPPED)
                 spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
                 own_ending = Ending(code=0) if done and spared else ending
                 is_fine = done and own_ending.code == 0
-                last_heard = self._elapsed(process.heard.get(rank, process.at))
+                last_heard = self._elapsed(process.at if report is None else report.at)
                 yield RankReport(
                     rank,
                     outcome,

@@ -27,7 +27,6 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.vendors import RANKS_VARIABLE
 from torch_fsdp_tests.processes import host, launcher
-from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
@@ -44,23 +43,6 @@ ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a seat to collect what is left of
 _LOST = 1  # exit status of a process if rank 0 left without a message
 
 
-@dataclasses.dataclass
-class _Seat:
-    """A launched process, as rank 0 sees it."""
-
-    peer: Peer
-    over: bool = True  # the rank that it runs in the current test
-    answer: protocol.Collected | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.peer.hello.rank
-
-    @property
-    def connection(self) -> Connection:
-        return self.peer.connection
-
-
 class Seats:
     """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
@@ -69,12 +51,11 @@ class Seats:
         self.status = 0  # the exit status of all processes
         self.lost: str | None = None
         self.peers = Peers(launch, protocol.FROM_SEAT)
-        self._seats: dict[int, _Seat] = {}
         self._environment = dict(os.environ)
         self._called = set() if stream.attached() else set(range(1, launch.world_size))
         self._give_up = time.monotonic() + GATHER_LIMIT
 
-    def gather(self, ranks: Collection[int] = ()) -> list[_Seat]:
+    def gather(self, ranks: Collection[int] = ()) -> list[Peer]:
         """Wait for these ranks' processes, and return them. Raises :class:`HarnessError` if one is missing."""
         if new := set(ranks) - self._called - {0}:
             stream.send(stream.NeedsRanks(tuple(sorted(new))))  # the dispatcher starts them
@@ -86,37 +67,34 @@ class Seats:
                 f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s "
                 f"(if no launcher made this process, set {settings.LAUNCHED_VARIABLE}=0)"
             )
-        for rank, peer in self.peers.of_rank.items():
-            self._seats.setdefault(rank, _Seat(peer))
-        for seat in self._seats.values():
+        for seat in self.peers.of_rank.values():
             self.hear(seat)
         if self.lost is not None:
             raise HarnessError(self.lost)
-        return [self._seats[rank] for rank in sorted(ranks) if rank]
+        return [self.peers.of_rank[rank] for rank in sorted(ranks) if rank]
 
-    def hear(self, seat: _Seat) -> list[Any]:
+    def hear(self, seat: Peer) -> list[Any]:
         """Return the messages of a process, in this machine's time. Print the first process that is gone on stderr."""
         heard = []
         for message in seat.connection.arrived():
             if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
-                message = in_time_of(seat.peer, message)
+                message = in_time_of(seat, message)
             if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))
             heard.append(message)
         if seat.connection.closed and self.lost is None:
-            self.lost = f"{seat.peer} is gone, so the rest of this file does not run"
+            self.lost = f"{seat} is gone, so the rest of this file does not run"
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
         return heard
 
-    def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[_Seat]) -> protocol.StartRank:
+    def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[Peer]) -> protocol.StartRank:
         """Return the order that tells the seats to start their ranks, with the changes to this process' environment."""
         now = dict(os.environ)
-        others = [seat.peer for seat in seats]
         return protocol.StartRank(
             task,
             file_name,
-            local_ranks=(self.launch.local_rank, *(peer.hello.local_rank for peer in others)),
-            one_host=all(peer.is_local for peer in others),
+            local_ranks=(self.launch.local_rank, *(seat.hello.local_rank for seat in seats)),
+            one_host=all(seat.is_local for seat in seats),
             changed={name: value for name, value in now.items() if self._environment.get(name) != value},
             removed=tuple(sorted(self._environment.keys() - now.keys())),
         )
@@ -155,7 +133,9 @@ class LaunchedRanks:
         self._here = LocalRanks()
         self.file_name = self._here.file_name
         self.selector = self._here.selector
-        self._seats: list[_Seat] = []
+        self._seats: list[Peer] = []
+        self._running: set[int] = set()  # ranks that have seats and are not over
+        self._answers: dict[int, protocol.Collected] = {}
         self._events: list[protocol.Event] = []  # news that came while this waited for an answer
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
@@ -164,8 +144,8 @@ class LaunchedRanks:
         unchanged = dataclasses.replace(order, changed={}, removed=())
         interface = host.interface_of(self._all.peers.address)
         self._here.start(task, [0], _environment(self._all.launch, 0, unchanged, interface))
+        self._running = {seat.rank for seat in self._seats}
         for seat in self._seats:
-            seat.over = False
             self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
             seat.connection.tell(order)
 
@@ -175,35 +155,25 @@ class LaunchedRanks:
         for seat in [seat for seat in self._seats if seat.rank in ready]:
             for message in self._all.hear(seat):
                 if isinstance(message, protocol.Collected):
-                    seat.answer = message
+                    self._answers[seat.rank] = message
                 elif isinstance(message, protocol.Broken):
                     events.append(dataclasses.replace(message, why=f"the harness at rank {seat.rank}: {message.why}"))
                 else:
                     events.append(message)
-                    seat.over |= isinstance(message, protocol.Over)
+                    self._running -= set(message.processes) if isinstance(message, protocol.Over) else set()
             if seat.connection.closed:
                 self.selector.unregister(seat.connection)
                 self._seats.remove(seat)
-                events += [] if seat.over else [protocol.Over(0, (seat.rank,))]
+                events += [protocol.Over(0, (seat.rank,))] if seat.rank in self._running else []
                 events.append(protocol.Broken(0, str(self._all.lost)))
         return events
 
-    def tell(self, process: int, order: protocol.Order) -> None:
-        if process == 0:
-            self._here.tell(process, order)
+    def tell(self, order: protocol.Order, index: int | None = None) -> None:
+        if index in (None, 0):
+            self._here.tell(order)
         for seat in self._seats:
-            if seat.rank == process:
+            if index in (None, seat.rank):
                 seat.connection.tell(order)
-
-    def ask_for_stacks(self) -> None:
-        self._here.ask_for_stacks()
-        for seat in self._seats:
-            seat.connection.tell(protocol.AskForStacks())
-
-    def end(self) -> None:
-        self._here.end()
-        for seat in self._seats:
-            seat.connection.tell(protocol.EndRank())
 
     def give_up(self) -> None:
         if not self._here.over:
@@ -211,18 +181,20 @@ class LaunchedRanks:
 
     def collect(self, close: bool = False) -> protocol.Collected:
         """Raises :class:`HarnessError` if a seat is gone or does not answer in time, unless all is over anyway."""
+        self._answers.clear()
         for seat in self._seats:
-            seat.answer = None
             seat.connection.tell(protocol.Collect(close))
         give_up = time.monotonic() + ANSWER_LIMIT
-        while self._all.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
+        while self._all.lost is None and (
+            absent := [seat.rank for seat in self._seats if seat.rank not in self._answers]
+        ):
             self.selector.select(max(0.0, give_up - time.monotonic()))
             self._events = self.arrived()
             if time.monotonic() > give_up:
                 self._all.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
         if self._all.lost is not None and not close:
             raise HarnessError(self._all.lost)
-        collected = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
+        collected = [self._here.collect(close), *(self._answers[rank] for rank in sorted(self._answers))]
         return protocol.Collected(
             tuple(remains for each in collected for remains in each.remains),
             tuple(leak for each in collected for leak in each.leaks),
@@ -267,12 +239,8 @@ class _OwnSeat:
             case protocol.Collect():
                 self._tell_news()
                 self._rank_0.send(protocol.Collected() if self._ranks is None else self._ranks.collect())
-            case protocol.AskForStacks() if self._ranks is not None:
-                self._ranks.ask_for_stacks()
-            case protocol.EndRank() if self._ranks is not None:
-                self._ranks.end()
             case _ if self._ranks is not None:
-                self._ranks.tell(self._launch.rank, order)
+                self._ranks.tell(order)
 
     def _start(self, order: protocol.StartRank) -> None:
         rank = self._launch.rank
@@ -292,7 +260,7 @@ class _OwnSeat:
         ranks, self._ranks = self._ranks, None
         ranks.selector.unregister(self._rank_0)
         if not ranks.over:
-            ranks.end()
+            ranks.tell(protocol.EndRanks())
         give_up = time.monotonic() + END_LIMIT
         while not ranks.over and (left := give_up - time.monotonic()) > 0:
             ranks.selector.select(left)

@@ -147,17 +147,16 @@ class LocalRanks:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
-    def tell(self, process: int, order: protocol.Order) -> None:
-        if isinstance(order, protocol.RunTest):
-            output = self._processes[process].output
-            self._processes[process].output_start = output.stat().st_size if output.exists() else 0
-        self._processes[process].channel.tell(order)
-
-    def ask_for_stacks(self) -> None:
-        self._server.connection.tell(protocol.Signal(self._start, STACKS_SIGNAL))
-
-    def end(self) -> None:
-        self._server.connection.tell(protocol.End(self._start))
+    def tell(self, order: protocol.Order, index: int | None = None) -> None:
+        if isinstance(order, protocol.AskForStacks):
+            self._server.connection.tell(protocol.Signal(self._start, STACKS_SIGNAL))
+        elif isinstance(order, protocol.EndRanks):
+            self._server.connection.tell(protocol.End(self._start))
+        else:
+            for process in self._processes.values() if index is None else [self._processes[index]]:
+                if isinstance(order, protocol.RunTest):
+                    process.output_start = process.output.stat().st_size if process.output.exists() else 0
+                process.channel.tell(order)
 
     def give_up(self) -> None:
         self.over = True

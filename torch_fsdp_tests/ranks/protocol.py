@@ -43,8 +43,20 @@ class Leave:
     """There are no more tests."""
 
 
-Order = RunTest | Go | Leave
-ORDERS = get_args(Order)
+TO_RANK = (RunTest, Go, Leave)
+
+
+@dataclasses.dataclass(frozen=True)
+class AskForStacks:
+    """Have the ranks of the process write their stacks. The receiver is what started the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndRanks:
+    """Kill what is left of the process. The receiver is what started it."""
+
+
+Order = RunTest | Go | Leave | AskForStacks | EndRanks
 
 
 # --- what happens to the processes of a group -------------------------------------------------------------------------
@@ -196,16 +208,6 @@ class StartRank:
 
 
 @dataclasses.dataclass(frozen=True)
-class AskForStacks:
-    """Have the rank write its stacks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EndRank:
-    """Kill what is left of the rank."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Collect:
     """Send the rank's output and what it left behind. With ``close``, wait until nothing of the rank is left."""
 
@@ -229,5 +231,5 @@ class Collected:
     leaks: tuple[str, ...] = ()
 
 
-TO_SEAT = (*ORDERS, StartRank, AskForStacks, EndRank, Collect, Dismiss)
+TO_SEAT = (*get_args(Order), StartRank, Collect, Dismiss)
 FROM_SEAT = (*EVENTS, Collected)

@@ -29,7 +29,7 @@ from torch_fsdp_tests.processes import host, leaks, messages
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
-from torch_fsdp_tests.ranks.protocol import ORDERS, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
+from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
@@ -138,7 +138,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
     try:
         _settle(request, index, last_words, server)
         target = find(request.task.module, request.task.qualname)
-        assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), ORDERS))
+        assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), TO_RANK))
         rendezvous.join(assignment.file_name, index, assignment.world_size)
         leaks.watch_shared_memory(assignment.name_shared_file)
         target._serve_rank(assignment)

@@ -55,7 +55,9 @@ else:
 
 
 class Timed(Case):
-    """Prints the seconds that a test took in the test process."""
+    """A test of two ranks, which prints the seconds that it took in the test process."""
+
+    world_size = 2
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         began = time.monotonic()
@@ -64,10 +66,11 @@ class Timed(Case):
         finally:
             print(f"seconds {type(self).__name__}.{self._testMethodName} {time.monotonic() - began:.2f}", flush=True)
 
+    def connect(self) -> None:
+        """Make the process group, if the ranks have none before the test begins."""
+
 
 class Processes(Timed, MultiProcessTestCase):
-    world_size = 2
-
     def setUp(self):
         super().setUp()
         self._spawn_processes()
@@ -77,43 +80,24 @@ class Processes(Timed, MultiProcessTestCase):
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
 
 
-class Connected(Case):
-    """For FSDP test cases: two ranks, with a group before the test begins."""
-
-    world_size = 2
-
-    def connect(self) -> None:
-        pass
-
-
-class FsdpThreads(Connected, Timed, FSDPTestMultiThread):
+class FsdpThreads(Timed, FSDPTestMultiThread):
     pass
 
 
-class FsdpStaying(Connected, Timed, FSDPTestContinuous):
+class FsdpStaying(Timed, FSDPTestContinuous):
     pass
 
 
 class Threads(Timed, MultiThreadedTestCase):
-    world_size = 2
-
     def setUp(self):
         super().setUp()
         self._spawn_threads()
 
-    def connect(self) -> None:
-        pass
-
 
 class Staying(Timed, MultiProcContinuousTest):
-    world_size = 2
-
     @classmethod
     def backend_str(cls) -> str:
         return "gloo"
-
-    def connect(self) -> None:
-        pass
 
 
 def only_rank_1(case: Case, fault: Callable[[], object]) -> None:

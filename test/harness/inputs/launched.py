@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks.launched import LaunchedRanks
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.protocol import EndRank, Task
+from torch_fsdp_tests.ranks.protocol import AskForStacks, EndRanks, Task
 
 RANK = os.environ.get("RANK")  # forked ranks keep that of the process that the launcher made
 FOREVER = 1000  # seconds
@@ -83,7 +83,7 @@ class TestHeardAtTheLimit(FSDPTest):
     test_hangs = TestAll.test_hangs
 
 
-start, ask_for_stacks = LocalRanks.start, LaunchedRanks.ask_for_stacks
+start, tell = LocalRanks.start, LaunchedRanks.tell
 
 
 def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
@@ -93,18 +93,18 @@ def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
         time.sleep(2)
 
 
-def ask_and_hear_of_an_end(place: Any) -> None:
-    ask_for_stacks(place)
-    if place._here.cls == "TestHeardAtTheLimit":
+def tell_and_hear_of_an_end(place: Any, order: Any, index: int | None = None) -> None:
+    tell(place, order, index)
+    if isinstance(order, AskForStacks) and place._here.cls == "TestHeardAtTheLimit":
         rank_1 = place._seats[0]
-        rank_1.connection.tell(EndRank())
-        while not rank_1.over:
+        rank_1.connection.tell(EndRanks())
+        while rank_1.rank in place._running:
             place.selector.select()
             place._events = place.arrived()
 
 
 mock.patch.object(LocalRanks, "start", start_and_be_late).start()
-mock.patch.object(LaunchedRanks, "ask_for_stacks", ask_and_hear_of_an_end).start()
+mock.patch.object(LaunchedRanks, "tell", tell_and_hear_of_an_end).start()
 
 
 class TestFewer(MultiProcessTestCase):

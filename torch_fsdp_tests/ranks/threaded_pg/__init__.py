@@ -135,7 +135,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         not know its rank.
         """
         super().__init__(rank, world_size)
-        self._rank, self._world_size, self._token, self._limit = rank, world_size, token, limit
+        self._token, self._limit = token, limit
         self._board = type(self)._board  # that of this world, also after a reset
         self._sequence = -1
         self._name = self._desc = ""
@@ -161,12 +161,6 @@ class ProcessLocalGroup(dist.ProcessGroup):
         board.fail(None, "the end of its test")
 
     # The group's identity, which torch.distributed reads.
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._world_size
 
     def getBackendName(self) -> str:
         return "threaded"
@@ -194,7 +188,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return self._sequence
 
     def __repr__(self) -> str:
-        return f"ThreadedPG world_size:{self._world_size} rank:{self._rank}"
+        return f"ThreadedPG world_size:{self.size()} rank:{self.rank()}"
 
     def _join(self, name: str, parts: Sequence[Part], opts: Any) -> ThreadedWork:
         """The only entry for collectives: add this rank's `parts`."""
@@ -212,9 +206,9 @@ class ProcessLocalGroup(dist.ProcessGroup):
         )
         self._sequence += 1
         group = f"group {self._name!r}" if self._name else "a group"
-        title = f"{group} of {self._world_size} ranks"
+        title = f"{group} of {self.size()} ranks"
         call = Call(name, agreed, parts, root, reduction)
-        meeting = self._board.join(self._token, self._sequence, self._world_size, title, self._rank, call)
+        meeting = self._board.join(self._token, self._sequence, self.size(), title, self.rank(), call)
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else -1
         limit = min(self._limit, seconds) if seconds > 0 else self._limit
@@ -224,20 +218,20 @@ class ProcessLocalGroup(dist.ProcessGroup):
         """Refuse at once what is wrong on this rank, whatever the other ranks do."""
         collective = BY_NAME[name]
         for what, form, tensors in (("inputs", collective.ins, part.ins), ("outputs", collective.outs, part.outs)):
-            number = 1 if form is not Form.EACH else self._world_size if root in (None, self._rank) else 0
+            number = 1 if form is not Form.EACH else self.size() if root in (None, self.rank()) else 0
             self._expect(name, f"the number of {what}", len(tensors), number)
         if Form.PIECES in (collective.ins, collective.outs):
             whole, piece = part if collective.ins is Form.PIECES else part[::-1]
             what = "input" if collective.ins is Form.PIECES else "output"
-            self._expect(name, f"the elements of an {what}", whole[0].numel(), piece[0].numel() * self._world_size)
+            self._expect(name, f"the elements of an {what}", whole[0].numel(), piece[0].numel() * self.size())
             self._expect(name, f"the type of an {what}", whole[0].dtype, piece[0].dtype)
         reasons = [reduction and reduction.refuses(tensor.dtype) for tensor in part.ins]
         if reason := next(filter(None, reasons), None):
-            raise ValueError(f"{name} on rank {self._rank}: {reason}")
+            raise ValueError(f"{name} on rank {self.rank()}: {reason}")
 
     def _expect(self, name: str, what: str, actual: object, wanted: object) -> None:
         if actual != wanted:
-            raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {actual}")
+            raise ValueError(f"{name} on rank {self.rank()}: {what} must be {wanted}, not {actual}")
 
     allreduce = allreduce_coalesced = _in_place("all_reduce")
     reduce = _in_place("reduce")
@@ -267,9 +261,9 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def _rows(self, tensor: Tensor, sizes: Sequence[int] | None) -> Tensors:
         name, rows = "all_to_all_single", tensor.shape[0]
         if not sizes:
-            self._expect(name, f"the rest of {rows} rows over {self._world_size} ranks", rows % self._world_size, 0)
-            sizes = [rows // self._world_size] * self._world_size
-        self._expect(name, "the number of split sizes", len(sizes), self._world_size)
+            self._expect(name, f"the rest of {rows} rows over {self.size()} ranks", rows % self.size(), 0)
+            sizes = [rows // self.size()] * self.size()
+        self._expect(name, "the number of split sizes", len(sizes), self.size())
         self._expect(name, "the sum of the split sizes", sum(sizes), rows)
         return tensor.detach().split(list(sizes))
 
@@ -300,28 +294,14 @@ def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, ti
 
 
 class ThreadLocalWorld(threading.local):
-    """c10d's tables of groups, one set per thread. It replaces `torch.distributed.distributed_c10d._world`.
+    """c10d's tables of groups, one set per thread. It replaces `torch.distributed.distributed_c10d._world`."""
 
-    `threading.local` runs `__init__` again in every thread that uses it.
-    """
-
-    def __init__(self) -> None:
-        self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[dist.ProcessGroup, tuple[str, dist.Store | None]] = {}
-        self.pg_names: dict[dist.ProcessGroup, str] = {}
-        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
-        self.pg_backend_config: dict[dist.ProcessGroup, str] = {}
-        self.group_count = 0
-        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
-        self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
-        self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
-        self.comms: list[Any] = []
-
-    # It is derived from the tables above, so c10d's own implementation works.
+    default_pg: dist.ProcessGroup | None = None
+    # It is derived from the tables, so c10d's own implementation works.
     pg_config_info = c10d._World.pg_config_info
 
     def __getattr__(self, name: str) -> Any:
-        """Another table that the installed torch has, such as the flight recorder's hooks in 2.15. Empty at first."""
+        """A table that the installed torch has, such as `pg_map`. Empty at first."""
         if _replaced is None or name.startswith("_"):
             raise AttributeError(f"c10d's world has no {name!r}")
         setattr(self, name, type(getattr(_replaced[0], name))())
