@@ -19,7 +19,8 @@ from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
-from torch_fsdp_tests.ranks import Kind, Outcome
+from torch_fsdp_tests.ranks import Outcome
+from torch_fsdp_tests.verdict import State
 
 
 class Method:
@@ -128,7 +129,7 @@ class TestSharedDirectory(MultiProcessTestCase):
 
         def live(rank: int) -> Outcome:
             paths[rank], names[rank] = Method().write_and_list(rank, after=dist.barrier)
-            return Outcome(rank, Kind.PASSED)
+            return Outcome(rank, State.PASSED)
 
         run_threads(3, live)
         self.assertEqual(names, [["0", "1", "2"]] * 3)

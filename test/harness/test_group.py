@@ -8,8 +8,9 @@ from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.processes.messages import MessageError
-from torch_fsdp_tests.ranks import HarnessError, Kind, Outcome, RankGroup, group, protocol
+from torch_fsdp_tests.ranks import HarnessError, Outcome, RankGroup, group, protocol
 from torch_fsdp_tests.ranks.group import Stage
+from torch_fsdp_tests.verdict import State
 
 MANY = 128  # ranks
 LIMIT = 0.2  # seconds of a test that does not end by itself
@@ -54,7 +55,7 @@ class Nowhere:
 
     def passes(self, *processes: int) -> None:
         for each in processes:
-            report = protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False)
+            report = protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False)
             self.events += [report, protocol.Ended(0, each, 0, 1.0)]
 
     def give_up(self) -> None:
@@ -83,7 +84,7 @@ class TestGroup(TestCase):
         reports = made.wait(AT_ONCE)
         self.assertEqual(dict(place.orders), {each: [protocol.Go()] for each in range(MANY)})
         self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
-                         [(rank, Outcome(rank, Kind.PASSED), 0) for rank in range(MANY)])  # fmt: skip
+                         [(rank, Outcome(rank, State.PASSED), 0) for rank in range(MANY)])  # fmt: skip
         self.assertEqual(place.requests, ["end"])
         made.close()
         self.assertEqual(place.requests, ["end", "close"])
@@ -104,7 +105,7 @@ class TestGroup(TestCase):
         with mock.patch.object(place, "tell", tell_and_hear_of_rank_1):
             first, second = made.wait(LIMIT)
         self.assertEqual(dict(place.orders), {})
-        self.assertEqual((first.outcome, first.ending.code), (Outcome(0, Kind.PASSED), 0))
+        self.assertEqual((first.outcome, first.ending.code), (Outcome(0, State.PASSED), 0))
         self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
@@ -112,7 +113,7 @@ class TestGroup(TestCase):
         """The order is not that in which they were reported."""
         place = Nowhere(starts=False)
         made = self.group(2, place)
-        error = Outcome(0, Kind.ERROR, "consequence")
+        error = Outcome(0, State.ERROR, "consequence")
         place.events = [
             protocol.Reported(0, error, 15.0, False),
             protocol.Started(0, (0,), "here", (1000,), 10.0),
@@ -143,13 +144,13 @@ class TestGroup(TestCase):
         for test in ("test_a", "test_b"):
             self.assertTrue(made.ready())
             made.begin(test)
-            place.events += [protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False) for each in (0, 1)]
+            place.events += [protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False) for each in (0, 1)]
             self.assertEqual([each.ending.code for each in made.wait(LIMIT)], [0, 0])
         place.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
         self.assertEqual(made.ready(), not ending)
         made.close()
         words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL"]
-        self.assertEqual(made.late_deaths(), words if ending else [])
+        self.assertEqual(made.late_deaths, words if ending else [])
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
         self.assertEqual(place.orders[0], run if ending else [*run, protocol.Leave()])
 

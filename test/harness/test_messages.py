@@ -12,13 +12,14 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.ranks import protocol
-from torch_fsdp_tests.ranks.outcome import Kind, Outcome
+from torch_fsdp_tests.ranks.outcome import Outcome
+from torch_fsdp_tests.verdict import State
 
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
     numbers: tuple[int, ...]
-    kind: Kind
+    kind: State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Plain:
 
 
 SILENT = 3  # seconds
-INNER = Inner((1, 2), Kind.SKIPPED)
+INNER = Inner((1, 2), State.SKIPPED)
 
 
 class TestMessages(TestCase):
@@ -67,7 +68,7 @@ class TestMessages(TestCase):
             Outer(INNER, {"a": INNER}, None, 1.5),
             Values(frozenset("ab"), Path("a folder"), (Path("x"), Path("y")), {"a": [1, None]}),
             Plain("line\nof \udcff and \u2603"),
-            protocol.Reported(1, Outcome(3, Kind.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
+            protocol.Reported(1, Outcome(3, State.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
             protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
             protocol.Go(),
         ],

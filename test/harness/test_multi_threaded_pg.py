@@ -26,7 +26,8 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     PeerFailed,
     ThreadLocalWorld,
 )
-from torch_fsdp_tests.ranks import Kind, Outcome
+from torch_fsdp_tests.ranks import Outcome
+from torch_fsdp_tests.verdict import State
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -190,7 +191,7 @@ def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:
             outcomes[rank] = error
             raise
-        return Outcome(rank, Kind.PASSED)
+        return Outcome(rank, State.PASSED)
 
     run_threads(size, live)
     return outcomes
@@ -480,7 +481,7 @@ class TestFailures(ThreadsTestCase):
             if rank == 1:
                 raise LookupError("gone")
             dist.broadcast(torch.zeros(1), 1)
-            return Outcome(rank, Kind.PASSED)
+            return Outcome(rank, State.PASSED)
 
         with unittest.mock.patch.object(dist, "init_process_group", init_at_rank_0):
             before = run_threads(2, wait_for_rank_1)
@@ -578,17 +579,17 @@ class TestFailures(ThreadsTestCase):
         """Otherwise a DeviceMesh would choose one by rank, in threads that come before the device's runtime starts."""
         bound = []
         with unittest.mock.patch.object(accelerator.Accelerator, "bind", lambda device, rank: bound.append(rank)):
-            run_threads(3, lambda rank: Outcome(rank, Kind.PASSED))
+            run_threads(3, lambda rank: Outcome(rank, State.PASSED))
         self.assertEqual(bound, [0, 0, 0])
 
     def test_rank_fails_if_its_group_cannot_be_destroyed(self):
         def body(rank):
             if rank == 1:
                 dist.distributed_c10d._world.pg_map = None
-            return Outcome(rank, Kind.PASSED)
+            return Outcome(rank, State.PASSED)
 
         intact, broken = run_threads(2, body)
-        self.assertEqual((intact.kind, broken.kind), (Kind.PASSED, Kind.ERROR))
+        self.assertEqual((intact.state, broken.state), (State.PASSED, State.ERROR))
         self.assertIn("destroy_process_group", broken.text)
 
 
@@ -601,10 +602,10 @@ class TestFakeModes(ThreadsTestCase):
         def body(rank):
             with FakeTensorMode():
                 self.assertEqual(torch.ones(rank + 1).shape, (rank + 1,))
-            return Outcome(rank, Kind.PASSED)
+            return Outcome(rank, State.PASSED)
 
         for _ in range(3):
-            self.assertEqual([outcome.kind for outcome in run_threads(2, body)], [Kind.PASSED, Kind.PASSED])
+            self.assertEqual([outcome.state for outcome in run_threads(2, body)], [State.PASSED, State.PASSED])
 
 
 if __name__ == "__main__":

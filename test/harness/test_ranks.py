@@ -21,8 +21,8 @@ from torch_fsdp_tests.common_distributed.case import get_timeout, run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import server
-from torch_fsdp_tests.ranks.outcome import Ending, Kind, Outcome, RankReport
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.ranks.outcome import Ending, Outcome, RankReport
+from torch_fsdp_tests.verdict import State, events
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -330,7 +330,7 @@ class TestTimes(TestCase):
 
     def test_times_are_recorded_by_rank(self):
         """A rank that reported nothing has none."""
-        told = {2: Outcome(2, Kind.PASSED, seconds=1.5, cpu=0.25), 0: Outcome(0, Kind.PASSED, seconds=2.5, cpu=0.5)}
+        told = {2: Outcome(2, State.PASSED, seconds=1.5, cpu=0.25), 0: Outcome(0, State.PASSED, seconds=2.5, cpu=0.5)}
         reports = [RankReport(rank, told.get(rank), Ending(code=0), 1.0) for rank in (2, 1, 0)]
         recorded: dict[str, Any] = {}
         with unittest.mock.patch.object(events, "record", lambda **facts: recorded.update(facts)):

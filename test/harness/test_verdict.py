@@ -3,7 +3,7 @@
 import signal
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.ranks.outcome import COLLECTIVE_SHARE, Ending, Kind, Outcome, RankReport, judge, raised
+from torch_fsdp_tests.ranks.outcome import COLLECTIVE_SHARE, Ending, Outcome, RankReport, judge, raised
 from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tally
 
 
@@ -37,11 +37,11 @@ KILLED = Ending(signal=signal.SIGKILL, ours=True)
 
 
 def passed(rank: int, at: float = 1.0) -> RankReport:
-    return RankReport(rank, Outcome(rank, Kind.PASSED), Ending(code=0), at)
+    return RankReport(rank, Outcome(rank, State.PASSED), Ending(code=0), at)
 
 
 def skipped(rank: int, at: float) -> RankReport:
-    return RankReport(rank, Outcome(rank, Kind.SKIPPED, "not here"), Ending(code=0), at)
+    return RankReport(rank, Outcome(rank, State.SKIPPED, "not here"), Ending(code=0), at)
 
 
 def reported(rank: int, at: float, error: Exception) -> RankReport:

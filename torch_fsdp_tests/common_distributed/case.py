@@ -102,13 +102,6 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
     )
 
 
-def take_defect_blocks(reports: Sequence[RankReport]) -> None:
-    """Add the blocks of all ranks to those of the test that runs in this process."""
-    blocks = defect_blocks.current()
-    if blocks is not None:
-        blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
-
-
 @contextlib.contextmanager
 def named_leaks(assignment: Assignment) -> Iterator[None]:
     """Undo what the block leaves behind in this rank's process, and report it to the test process.
@@ -236,7 +229,9 @@ class RankTestCase(TestCase):
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")
         self._record(reports)
-        take_defect_blocks(reports)
+        blocks = defect_blocks.current()  # of the test that runs in this process
+        if blocks is not None:
+            blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
         raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:

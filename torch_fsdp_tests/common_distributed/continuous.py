@@ -19,7 +19,6 @@ from torch_fsdp_tests.ranks import (
     COLLECTIVE_SHARE,
     Assignment,
     HarnessError,
-    Kind,
     RanksErred,
     Verdict,
     start_ranks,
@@ -113,7 +112,7 @@ class MultiProcContinuousTest(RankTestCase):
             group.close()
         except HarnessError as error:
             cls._late_deaths.append(f"{where}{error}")
-        cls._late_deaths += [f"{where}{words}" for words in group.late_deaths()]
+        cls._late_deaths += [f"{where}{words}" for words in group.late_deaths]
         state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.take_leaks())
 
     @classmethod
@@ -131,16 +130,14 @@ class MultiProcContinuousTest(RankTestCase):
         group = type(self)._group
         assert group is not None
         limit = get_timeout(self.id())
-        kept = False
         try:
             self._conclude(group.run(self._testMethodName, limit), limit)
             type(self)._last_test = self._testMethodName
             self._name_leaks(group)
-            kept = True
-        finally:
-            if not kept:  # the ranks may be anywhere; the next test gets new ones
-                type(self)._group = None
-                self._close(group)
+        except BaseException:  # the ranks may be anywhere; the next test gets new ones
+            type(self)._group = None
+            self._close(group)
+            raise
 
     @classmethod
     @enters_test
@@ -161,7 +158,7 @@ class MultiProcContinuousTest(RankTestCase):
                     cls._run_test_given_id(test)
 
             outcome = run_in_rank(rank, live)
-            if outcome.kind not in (Kind.PASSED, Kind.SKIPPED):
+            if outcome.state.is_bad:
                 # The others may wait for this rank in a collective, and learn of its end when it exits. The group is
                 # useless now, and to destroy it properly could take forever.
                 assignment.leave()

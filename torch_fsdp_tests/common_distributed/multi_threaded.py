@@ -30,7 +30,7 @@ from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Kind, Outcome, RankGroup
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Outcome, RankGroup
 from torch_fsdp_tests.ranks.outcome import enters_test, raised
 from torch_fsdp_tests.ranks.threaded_pg import (
     ProcessLocalGroup,
@@ -38,7 +38,7 @@ from torch_fsdp_tests.ranks.threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.verdict import Reason, SkipKind, kinds_of
+from torch_fsdp_tests.verdict import Reason, SkipKind, State, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
@@ -89,13 +89,13 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
         except BaseException as error:
             outcome = raised(rank, error)
         outcomes[rank] = outcome
-        if outcome.kind is not Kind.PASSED:
+        if outcome.state is not State.PASSED:
             ProcessLocalGroup.exception_handle(RuntimeError(outcome.in_one_line()), rank)
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:
-            if outcome.kind is Kind.PASSED:
+            if outcome.state is State.PASSED:
                 outcomes[rank] = raised(rank, error)
 
     try:
@@ -121,7 +121,7 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
             return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
         if leaving.code in SKIP_CODES:
             reason = SKIP_CODES[leaving.code]
-            return Outcome(rank, Kind.SKIPPED, reason, kinds=kinds_of([reason]))
+            return Outcome(rank, State.SKIPPED, reason, kinds=kinds_of([reason]))
         return outcome
 
 

@@ -124,19 +124,13 @@ def requires_capability(*names: str) -> Callable[[Decorated], Decorated]:
     return requires(lambda: accelerator.current().lacks(*names))
 
 
-def _devices() -> int | None:
-    """The number of devices under test; None on the CPU, which has room for any number of ranks."""
-    device = accelerator.current()
-    return None if device.is_host else device.count
-
-
 def at_least_x_gpu(x: int) -> bool:
     """Whether ``x`` accelerators of the type under test are visible. As in upstream's, False on the CPU.
 
     Upstream's counts devices of three types, regardless of the one under test.
     """
-    count = _devices()
-    return count is not None and count >= x
+    device = accelerator.current()
+    return not device.is_host and device.count >= x
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
@@ -208,15 +202,13 @@ def get_required_world_size(obj: Any, default: int) -> int:
     return int(default) if requested is None else ranks_of(obj, requested)
 
 
-def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Decorated], Decorated]:
-    return requires(
-        lambda: None if built_in() else Reason(f"torch was built without the backend {name}", SkipKind.TORCH)
-    )
+def _not_built_in(backend: str) -> Reason:
+    return Reason(f"torch was built without the backend {backend}", SkipKind.TORCH)
 
 
 def requires_gloo() -> Callable[[Decorated], Decorated]:
     """Skip if torch was built without gloo. Upstream's decorators of this kind check when the file is imported."""
-    return _requires_backend("gloo", dist.is_gloo_available)
+    return requires(lambda: None if dist.is_gloo_available() else _not_built_in("gloo"))
 
 
 def requires_nccl() -> Callable[[Decorated], Decorated]:
@@ -224,13 +216,12 @@ def requires_nccl() -> Callable[[Decorated], Decorated]:
 
     Differs from upstream's: it does nothing if another backend is under test, because the test then uses that one.
     """
-    return requires(
-        lambda: (
-            Reason("torch was built without the backend nccl", SkipKind.TORCH)
-            if accelerator.current().backend == "nccl" and not dist.is_nccl_available()
-            else None
-        )
-    )
+
+    def reason() -> str | None:
+        lacks = accelerator.current().backend == "nccl" and not dist.is_nccl_available()
+        return _not_built_in("nccl") if lacks else None
+
+    return requires(reason)
 
 
 def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decorated], Decorated]:

@@ -21,7 +21,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import forkserver
-from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture, judge
+from torch_fsdp_tests.ranks import Assignment, HarnessError, RankGroup, capture, judge
 from torch_fsdp_tests.verdict import State, by_cause
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
@@ -148,7 +148,7 @@ def _finding(defect: Defect, group: RankGroup) -> Finding | None:
     finding = Finding(defect, Answer.ABSENT, expected, seconds=max(report.at for report in reports))
     verdict = judge(reports, LIMIT, {})
     outcomes = [report.outcome for report in reports if report.outcome is not None]
-    if skipped := [outcome.text for outcome in outcomes if outcome.kind is Kind.SKIPPED]:
+    if skipped := [outcome.text for outcome in outcomes if outcome.state is State.SKIPPED]:
         return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=skipped[0])
     if verdict.state is State.TIMED_OUT and defect.consequence is Consequence.HANG:
         silent = by_cause(verdict.ranks)[0].rank

@@ -22,9 +22,10 @@ from torch_fsdp_tests.explore import execution
 from torch_fsdp_tests.explore.program import Program
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import forkserver
-from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, RankGroup, capture
+from torch_fsdp_tests.ranks import Assignment, HarnessError, RankGroup, capture
 from torch_fsdp_tests.ranks.outcome import Outcome as RankOutcome
 from torch_fsdp_tests.ranks.outcome import RankReport
+from torch_fsdp_tests.verdict import State
 
 LIMIT = 20.0  # seconds for one program; a quiet machine needs less than one
 COLLECTIVE_LIMIT = 12.0  # seconds for one collective
@@ -155,7 +156,7 @@ def _judged(program: Program, reports: list[RankReport]) -> Result:
     for report in reports:
         if report.outcome is None:
             (silent if report.ending.ours else dead).append(report)
-        elif report.outcome.kind is not Kind.PASSED:
+        elif report.outcome.state is not State.PASSED:
             return Result(program, "explorer", detail=report.outcome.text, rank=report.rank)
         else:
             outcomes.append((report.rank, execution.Outcome(**json.loads(report.outcome.text))))

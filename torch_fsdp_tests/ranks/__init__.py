@@ -31,7 +31,6 @@ from torch_fsdp_tests.ranks.launched import conclude as conclude
 from torch_fsdp_tests.ranks.launched import is_seat as is_seat
 from torch_fsdp_tests.ranks.launched import start_ranks as start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError as HarnessError
-from torch_fsdp_tests.ranks.outcome import Kind as Kind
 from torch_fsdp_tests.ranks.outcome import Outcome as Outcome
 from torch_fsdp_tests.ranks.outcome import RanksErred as RanksErred
 from torch_fsdp_tests.ranks.outcome import RanksFailed as RanksFailed

@@ -23,12 +23,12 @@ from torch_fsdp_tests.ranks.outcome import (
     COLLECTIVE_SHARE,
     Ending,
     HarnessError,
-    Kind,
     Outcome,
     RankReport,
     ranks_in_words,
 )
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
+from torch_fsdp_tests.verdict import State
 
 __unittest = True
 
@@ -127,7 +127,7 @@ class RankGroup:
         self._arrived: list[protocol.Event] = []  # events that have not been processed yet
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
-        self._late_deaths: list[str] = []
+        self.late_deaths: list[str] = []  # what went wrong in ranks that stay after they passed their last test
         self._started: list[float] = []  # the times at which processes, or their next test, started
         self._bad_since: float | None = None  # the time at which the first problem of a rank was noticed
         active.append(self)  # this comes first, because a signal may end this process at any moment
@@ -148,7 +148,7 @@ class RankGroup:
         """Start one more test in ranks that stay. :meth:`wait` returns its reports."""
         self._hear_until(lambda: self._stage is not Stage.STARTING, self._start_began + START_LIMIT)
         self._check_started()
-        self._late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
+        self.late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
         self._enter(Stage.RUNNING)
         self._started = [time.monotonic()]
         for process in self.processes:
@@ -203,13 +203,9 @@ class RankGroup:
             while self._hear(0):
                 pass
         except HarnessError as error:
-            self._late_deaths.append(str(error))
-        is_fine = self._bad_since is None and not self._late_deaths and not any(each.leaving for each in self.processes)
+            self.late_deaths.append(str(error))
+        is_fine = self._bad_since is None and not self.late_deaths and not any(each.leaving for each in self.processes)
         return is_fine and self._stage in (Stage.STARTING, Stage.IDLE)
-
-    def late_deaths(self) -> list[str]:
-        """Describe what went wrong in ranks that stay after they passed their last test. The group must be closed."""
-        return self._late_deaths
 
     def stacks(self) -> str:
         """The Python stacks of all ranks that still run, for a report about an aborted test."""
@@ -248,7 +244,7 @@ class RankGroup:
                 self._note_late_death(process, f"did not exit within {LEAVE_LIMIT:g} s, and was killed")
 
     def _note_late_death(self, process: Process, words: str) -> None:
-        self._late_deaths.append(f"rank {process.index} of {self.world_size} reported that it passed and then {words}")
+        self.late_deaths.append(f"rank {process.index} of {self.world_size} reported that it passed and then {words}")
 
     def _elapsed(self, moment: float) -> float:
         """Seconds from the start of the first rank, or of the ranks' next test, to ``moment``.
@@ -263,7 +259,7 @@ class RankGroup:
         deadline = max(self._started) + limit
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
-        elif any(each.outcome.kind is Kind.SKIPPED for process in self.processes for each in process.reports.values()):
+        elif any(report.outcome.state is State.SKIPPED for each in self.processes for report in each.reports.values()):
             deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
 
@@ -315,7 +311,7 @@ class RankGroup:
                 if not too_late:
                     process.reports[event.outcome.rank] = event
                     process.at = event.at
-                    if event.outcome.kind in (Kind.FAILED, Kind.ERROR):
+                    if event.outcome.state.is_bad:
                         self._note_bad(process, event.at)
             case protocol.Waits():
                 self.processes[event.process].waits |= not too_late
@@ -398,12 +394,12 @@ class RankGroup:
             ending = process.ending or Ending(code=0)  # a rank that stays and has reported is fine so far
             for rank in process.hosts:
                 report = process.reports.get(rank)
-                outcome = Outcome(rank, Kind.PASSED) if process.waits else None
+                outcome = Outcome(rank, State.PASSED) if process.waits else None
                 if report is not None:
                     outcome = report.outcome
                 # A rank that is done is not to blame if its process is killed because of another rank. This concerns
                 # threads, ranks that stay, and ranks that wait for the others.
-                done = outcome is not None and outcome.kind in (Kind.PASSED, Kind.SKIPPED)
+                done = outcome is not None and not outcome.state.is_bad
                 spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
                 own_ending = Ending(code=0) if done and spared else ending
                 is_fine = done and own_ending.code == 0

@@ -6,7 +6,6 @@ Nothing here starts, waits for or kills anything.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import re
 import signal
@@ -40,21 +39,14 @@ COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectiv
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 
 
-class Kind(str, enum.Enum):
-    """The outcome that a rank reports."""
-
-    PASSED = "passed"
-    SKIPPED = "skipped"
-    FAILED = "failed"  # an assertion of the test did not hold
-    ERROR = "error"  # any other exception
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A rank's report about itself. ``text`` is the reason of a skip, or the traceback of an exception."""
+    """A rank's report about itself: it passed, skipped, failed or erred. ``text`` is the reason of a skip, or the
+    traceback of an exception.
+    """
 
     rank: int
-    kind: Kind
+    state: State
     text: str = ""
     seconds: float = 0.0
     subtests: int = 0
@@ -68,7 +60,7 @@ class Outcome:
     cpu: float = 0.0  # seconds of CPU time; 0 if the rank is a thread
 
     def in_one_line(self) -> str:
-        return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
+        return f"{self.exception}: {self.message}" if self.exception else self.text or self.state.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +113,7 @@ class RankReport:
         """
         if self.ending.ours:
             return self
-        outcome = self.outcome if self.outcome is not None else Outcome(self.rank, Kind.PASSED)
+        outcome = self.outcome if self.outcome is not None else Outcome(self.rank, State.PASSED)
         return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
 
 
@@ -160,19 +152,19 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
         body()
     except unittest.SkipTest as skip:
         reason = str(skip)
-        return Outcome(rank, Kind.SKIPPED, reason, clock() - start, kinds=kinds_of([reason]))
+        return Outcome(rank, State.SKIPPED, reason, clock() - start, kinds=kinds_of([reason]))
     except SystemExit:
         raise
     except BaseException as error:
         return raised(rank, error, clock() - start)
-    return Outcome(rank, Kind.PASSED, seconds=clock() - start)
+    return Outcome(rank, State.PASSED, seconds=clock() - start)
 
 
 def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
     place = getattr(error, "__subtest__", None)
     return Outcome(
         rank,
-        kind=Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR,
+        state=State.FAILED if isinstance(error, AssertionError) else State.ERROR,
         text=shorten((f"in the subtest {place}\n" if place else "") + format_error(error)),
         seconds=seconds,
         from_body=hasattr(error, BODY_MARK),
@@ -240,7 +232,7 @@ def judge(
         return Verdict(State.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
     ranks = tuple(_result_of(report, limit, skip_codes, expected_code) for report in reports)
     if not expected_code:
-        ranks = _with_consequences(ranks, [_may_follow(report) for report in reports], limit)
+        ranks = _with_consequences(ranks, limit)
     if all(rank.state is State.SKIPPED for rank in ranks):
         return Verdict(State.SKIPPED, Reason.joined(rank.message for rank in ranks))
     bad = by_cause(ranks)
@@ -260,9 +252,7 @@ def _may_follow(report: RankReport) -> bool:
     return report.outcome.may_follow
 
 
-def _with_consequences(
-    ranks: tuple[RankResult, ...], may_follow: Sequence[bool], limit: float
-) -> tuple[RankResult, ...]:
+def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[RankResult, ...]:
     """Mark the ranks that waited in vain for another one, and those that hung.
 
     A collective times out before the test does. So an error of torch after that time is a consequence, if there is a
@@ -272,8 +262,8 @@ def _with_consequences(
     skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
     follows = {
         rank.rank
-        for rank, may in zip(ranks, may_follow)
-        if may and (rank.at >= limit * COLLECTIVE_SHARE or any(at < rank.at for at in skips))
+        for rank in ranks
+        if rank.may_follow and (rank.at >= limit * COLLECTIVE_SHARE or any(at < rank.at for at in skips))
     }
     others = [rank for rank in ranks if rank.state is not State.PASSED and rank.rank not in follows]
     hung = all(rank.is_silent for rank in others)
@@ -289,18 +279,17 @@ def _with_consequences(
 
 def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
     outcome, ending = report.outcome, report.ending
-    kind = None if outcome is None else outcome.kind
     skip_reason = None if expected_code else _skip_reason(report, skip_codes)
     took_all = ending.ours and report.at >= limit
     phase, message, text = None, "", report.stacks
-    if outcome is not None and kind in (Kind.FAILED, Kind.ERROR):
-        state, phase = State(outcome.kind.value), Phase.BODY if outcome.from_body else Phase.FIXTURE
+    if outcome is not None and outcome.state.is_bad:
+        state, phase = outcome.state, Phase.BODY if outcome.from_body else Phase.FIXTURE
         message, text = outcome.message, outcome.text
     elif skip_reason is not None:
         state, message, text = State.SKIPPED, skip_reason, ""
     elif ending.ours:
         state, phase = State.STILL_RUNNING, Phase.BODY
-    elif kind is not Kind.PASSED or ending.code != 0:
+    elif outcome is None or outcome.state is not State.PASSED or ending.code != 0:
         state, phase = State.CRASHED, Phase.BODY
     else:
         state = State.PASSED
@@ -311,7 +300,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
         rank=report.rank,
         state=state,
         phase=phase,
-        said="" if kind is None else kind.value,
+        said="" if outcome is None else outcome.state.value,
         exception="" if outcome is None else outcome.exception,
         message=message,
         text=text,
@@ -332,7 +321,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
 def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | None:
     if report.outcome is None:
         return skip_codes.get(report.ending.code) if report.ending.code is not None else None
-    if report.outcome.kind is not Kind.SKIPPED or report.ending.code != 0:
+    if report.outcome.state is not State.SKIPPED or report.ending.code != 0:
         return None
     return Reason(report.outcome.text, report.outcome.kinds.get(report.outcome.text, SkipKind.OTHER))
 

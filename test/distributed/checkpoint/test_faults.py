@@ -36,8 +36,7 @@ from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
-from torch_fsdp_tests.ranks import Kind
-from torch_fsdp_tests.verdict import Reason
+from torch_fsdp_tests.verdict import Reason, State
 
 BOTH = ["FSDP1 on 2", "FSDP2 on 2"]
 METADATA = ".metadata"
@@ -478,7 +477,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
         self.assertEqual(reports[victim].ending.signal, signal.SIGKILL)
         other = reports[1 - victim]
         # With gloo they notice that the connection is gone. Other backends may wait until they are killed.
-        self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.kind is Kind.ERROR, other)
+        self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.state is State.ERROR, other)
 
     @with_comms
     def _save_and_die(self) -> None:
