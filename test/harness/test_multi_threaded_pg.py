@@ -451,14 +451,15 @@ class TestFailures(ThreadsTestCase):
     """Without it, a failure or a mismatch of one rank could let the others hang, or blame the wrong rank."""
 
     def test_a_rank_that_raises_ends_the_wait_of_all(self):
-        waiting = threading.Barrier(4)
+        others_came = threading.Barrier(4)
 
         def body(rank):
-            waiting.wait()
-            if rank == 2:
+            work = None if rank == 2 else dist.barrier(async_op=True)
+            others_came.wait()
+            if work is None:
                 raise LookupError("lost my way")
             with self.assertRaises(RuntimeError):  # another rank's failure must not satisfy this expectation
-                dist.barrier()
+                work.wait()
 
         start = time.monotonic()
         outcomes = in_threads(4, body)
