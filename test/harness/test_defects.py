@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -72,7 +73,7 @@ class TestRegistry(TestCase):
             for id in fact.repairs:
                 with self.subTest(f"{name}: {id}"):
                     major, minor = fact.since
-                    answers = [registry.entry(id).defect.expected(f"{major}.{minor - step}.0") for step in (1, 0)]
+                    answers = [registry.defect(id).expected(f"{major}.{minor - step}.0") for step in (1, 0)]
                     self.assertEqual(answers, [Answer.PRESENT, Answer.ABSENT])
 
     def test_no_expected_failure_is_without_a_defect(self):
@@ -85,12 +86,12 @@ class TestRegistry(TestCase):
     def test_every_defect_says_what_it_is(self):
         for id in registry.ids():
             with self.subTest(id):
-                entry = registry.entry(id)
-                self.assertTrue(id.startswith(entry.defect.family.lower()))
-                self.assertGreater(len(entry.explanation), 80)
-                self.assertNotIn("\n", entry.defect.title)
-                self.assertIn("torch", entry.defect.where)
-                self.assertIn(entry.defect.world_size, range(1, 9))
+                defect = registry.defect(id)
+                self.assertTrue(id.startswith(defect.family.lower()))
+                self.assertGreater(len(defect.explanation), 80)
+                self.assertNotIn("\n", defect.title)
+                self.assertIn("torch", defect.where)
+                self.assertIn(defect.world_size, range(1, 9))
 
     def test_every_version_has_an_answer_for_every_defect(self):
         """None is unknown, also between the versions on which the command ran, and none was read and also seen."""
@@ -109,7 +110,7 @@ class TestRegistry(TestCase):
         for id in registry.ids():
             for minor in range(minors[0], minors[-1] + 2):
                 with self.subTest(f"{id} on 2.{minor}"):
-                    self.assertNotEqual(registry.entry(id).defect.expected(f"2.{minor}.0"), Answer.UNDECIDED)
+                    self.assertNotEqual(registry.defect(id).expected(f"2.{minor}.0"), Answer.UNDECIDED)
 
     def test_expected_answer_of_a_version(self):
         """It is that of the nearest known versions, which have to agree."""
@@ -131,7 +132,7 @@ class TestRegistry(TestCase):
                 ("is_new", "2.9", "n???????"),
             ):
                 with self.subTest(f"{id} since {since}"):
-                    defect = dataclasses.replace(registry.entry(SHOWN).defect, id=id, since=since)
+                    defect = dataclasses.replace(registry.defect(SHOWN), id=id, since=since)
                     found = "".join(mark[defect.expected(version)] for version in versions)
                     self.assertEqual(found, wanted)
 
@@ -157,7 +158,7 @@ class TestCommand(TestCase):
 
     def printed(self, *arguments: str, answer: Answer = Answer.PRESENT) -> tuple[str | int | None, str]:
         """The exit status and the output for a defect that was present, with another answer or none."""
-        defect = registry.entry(SHOWN).defect
+        defect = registry.defect(SHOWN)
         finding = trial.Finding(
             defect, answer, Answer.PRESENT, found={"weight": 0.75}, right={"weight": 1.5}, seconds=2.25
         )
@@ -175,7 +176,7 @@ class TestCommand(TestCase):
         self.assertEqual(out.splitlines()[-1], last)
 
     def test_package_that_is_missing(self):
-        defect = registry.entry("fsdp2_extension_gets_one_payload").defect
+        defect = registry.defect("fsdp2_extension_gets_one_payload")
         obstacles = [
             trial._obstacle(dataclasses.replace(defect, package=package), accelerator.current())
             for package in ("no_such_package", "json")
@@ -193,9 +194,9 @@ class TestCommand(TestCase):
 
     def test_selection(self):
         status, out, _ = outputs("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
-        hangs = [id for id in registry.ids() if registry.entry(id).defect.consequence is Consequence.HANG]
+        hangs = [id for id in registry.ids() if registry.defect(id).consequence is Consequence.HANG]
         self.assertIn("fsdp2_inf_norm_of_empty_shard_hangs", hangs)
-        wanted = [id for id in hangs if registry.entry(id).defect.family == "FSDP2"]
+        wanted = [id for id in hangs if registry.defect(id).family == "FSDP2"]
         self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, wanted))
 
     def test_bad_arguments(self):
@@ -235,10 +236,10 @@ class TestScripts(TestCase):
         return registry.ids() if TEST_WITH_SLOW else ["fsdp2_extension_gets_one_payload"]
 
     def _run(self, id: str, *command: str) -> bool:
-        entry = registry.entry(id)
+        defect = registry.defect(id)
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, f"{id}.py")
-            script.write_text(texts.script(entry))
+            script.write_text(texts.script(defect))
             self.assertNotIn("torch_fsdp_tests", script.read_text())
             clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             done = subprocess.run(
@@ -246,14 +247,14 @@ class TestScripts(TestCase):
             )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         answers = re.findall(r"^rank \d+: (PRESENT|absent)$", done.stdout, re.MULTILINE)
-        self.assertEqual(len(answers), entry.defect.world_size, done.stdout)
+        self.assertEqual(len(answers), defect.world_size, done.stdout)
         return "PRESENT" in answers
 
     def test_each_script_imports_what_it_uses(self):
         """Its imports come from two modules, are sorted, and each is in one line."""
         for id in registry.ids():
             with self.subTest(id):
-                tree = ast.parse(texts.script(registry.entry(id)))
+                tree = ast.parse(texts.script(registry.defect(id)))
                 nodes = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
                 imported = {(name.asname or name.name).partition(".")[0] for node in nodes for name in node.names}
                 used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -262,7 +263,7 @@ class TestScripts(TestCase):
     def test_with_python_and_torchrun(self):
         for id in self._ids():
             with self.subTest(id):
-                defect = registry.entry(id).defect
+                defect = registry.defect(id)
                 expected = defect.expected(torch.__version__)
                 if expected is Answer.CANNOT_BE_TRIED or defect.place is registry.Place.APART_FROM_HOST:
                     continue
@@ -291,7 +292,7 @@ class TestWaysRound(TestCase):
 
     def test_a_way_round_avoids_its_defect(self):
         """A reproduction that can go the way round its defect finds what is right there."""
-        ids = [id for id in registry.ids() if registry.entry(id).can_go_round and self.is_for_this_torch(id)]
+        ids = [id for id in registry.ids() if self.can_go_round(id) and self.is_for_this_torch(id)]
         self.assertGreater(len(ids), 70)
         findings = list(trial.try_all(ids, at_a_time=cores(), way_round=True))
         self.assertEqual(sorted(finding.defect.id for finding in findings), ids)
@@ -308,9 +309,12 @@ class TestWaysRound(TestCase):
             trial.WayRound._serve_rank(assignment)
         self.assertEqual([call[0] for call in assignment.method_calls], ["report", "meet"])
 
+    def can_go_round(self, id: str) -> bool:
+        return "way_round" in inspect.signature(registry.defect(id).reproduce).parameters
+
     def is_for_this_torch(self, id: str) -> bool:
         """Whether the way is not ``(with torch 2.15 or later)``, or this torch is."""
-        later = re.search(r"with torch ([\d.]+) or later", registry.entry(id).defect.way_round)
+        later = re.search(r"with torch ([\d.]+) or later", registry.defect(id).way_round)
         return later is None or version_fits(torch.__version__, f">={later[1]}")
 
 
@@ -334,7 +338,7 @@ class TestRepairs(TestCase):
         from repairs import REPAIRS
 
         self.assertLessEqual(set(REPAIRS), set(registry.ids()))
-        present = [id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT]
+        present = [id for id in REPAIRS if registry.defect(id).expected(torch.__version__) is Answer.PRESENT]
         with unittest.mock.patch.object(trial, "Reproduction", Repaired):
             findings = {finding.defect.id: finding.answer for finding in trial.try_all(present, at_a_time=cores())}
         tried = {id: answer for id, answer in findings.items() if answer is not Answer.CANNOT_BE_TRIED}

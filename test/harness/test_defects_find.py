@@ -26,8 +26,8 @@ TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebac
 SHOWN = "fsdp2_group_is_gathered_for_one_output"
 
 
-def ids(entries: list[registry.Entry]) -> list[str]:
-    return [entry.defect.id for entry in entries]
+def ids(defects: list[registry.Defect]) -> list[str]:
+    return [defect.id for defect in defects]
 
 
 def outputs(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
@@ -40,12 +40,12 @@ def outputs(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
 
 
 class TestAnswers(TestCase):
-    """Without it, an entry could lack what its finder needs, or name a feature that nobody can ask for."""
+    """Without it, a defect could lack what its finder needs, or name a feature that nobody can ask for."""
 
-    def test_every_entry_has_features_and_a_way_round(self):
+    def test_every_defect_has_features_and_a_way_round(self):
         for id in registry.ids():
             with self.subTest(id):
-                defect = registry.entry(id).defect
+                defect = registry.defect(id)
                 self.assertLessEqual({*defect.uses}, {*find.SHORT})
                 if defect.way_round != registry.NO_WAY_ROUND:
                     self.assertRegex(defect.way_round, r"(?s)^(``|[A-Z]).{15,}\.$")
@@ -54,12 +54,12 @@ class TestAnswers(TestCase):
         """Names of functions alone would fit every traceback through them."""
         for id in registry.ids():
             with self.subTest(id):
-                defect = registry.entry(id).defect
+                defect = registry.defect(id)
                 self.assertEqual(bool(defect.message), bool(defect.error))
                 self.assertIn(f"    ends in: {defect.message}" if defect.error else id, self.answer(id))
 
     def answer(self, id: str) -> str:
-        return texts.answer(registry.entry(id), "2.13.0")
+        return texts.answer(registry.defect(id), "2.13.0")
 
     def test_answer(self):
         """It says whether this torch has the defect, since when, until when, and how to avoid it."""
@@ -110,11 +110,11 @@ class TestFind(TestCase):
     def test_features(self):
         """Those in use have to include all that a defect takes. The worst defect comes first."""
         found = find.by_features({"fsdp2", "offload", "tp"})
-        self.assertTrue(all({*entry.defect.uses} <= {"fsdp2", "offload", "tp"} for entry in found))
+        self.assertTrue(all({*defect.uses} <= {"fsdp2", "offload", "tp"} for defect in found))
         self.assertIn("fsdp2_uneven_rows_with_tp_are_reordered", ids(found))
-        severities = [entry.defect.consequence.severity for entry in found]
+        severities = [defect.consequence.severity for defect in found]
         self.assertEqual(severities, sorted(severities))
-        families = {entry.defect.family for entry in find.by_features({"offload"})}
+        families = {defect.family for defect in find.by_features({"offload"})}
         self.assertEqual(families, {"FSDP1", "FSDP2"})
 
 
@@ -135,7 +135,7 @@ class TestChanges(TestCase):
     def test_all_versions_add_up(self):
         """What came and was not repaired later is what the last version has and the first has not."""
         versions = registry.versions()
-        has: list[set[str]] = [{id for id in registry.ids() if registry.entry(id).defect.is_in(versions[0])}]
+        has: list[set[str]] = [{id for id in registry.ids() if registry.defect(id).is_in(versions[0])}]
         for older, newer in itertools.pairwise(versions):
             step = changes.between(older, newer)
             has.append(has[-1] - {defect.id for defect in step.repaired} | {defect.id for defect in step.came})
@@ -152,11 +152,11 @@ class TestPage(TestCase):
     def test_every_defect_has_its_part(self):
         page = versions_page.render()
         self.assertEqual(sorted(re.findall(r'<details class=file id="(\w+)"', page)), registry.ids())
-        entry = registry.entry("fsdp2_partial_group_loses_gradients")  # came in 2.12, repaired in 2.13
-        part = page.partition(f'id="{entry.defect.id}"')[2].partition("<details class=file")[0]
+        defect = registry.defect("fsdp2_partial_group_loses_gradients")  # came in 2.12, repaired in 2.13
+        part = page.partition(f'id="{defect.id}"')[2].partition("<details class=file")[0]
         marks = re.findall(r'data-title="([\d.]+)" title="torch [\d.]+ has the defect"', part)
         self.assertEqual(marks, ["2.12"])
-        self.assertIn(html.escape(texts.script(entry)), part)
+        self.assertIn(html.escape(texts.script(defect)), part)
         self.assertIn("fully_shard(a)", part)
         self.assertIn('data-state="silently wrong" data-features="FSDP2|Wrapping"', part)
 
@@ -192,7 +192,7 @@ class TestCommand(TestCase):
             status, out, _ = outputs("--using", "FSDP2, tp")
         self.assertEqual(status, 0)
         printed = re.findall(r"^(\w+) \(", out, re.MULTILINE)
-        has = [e for e in find.by_features({"fsdp2", "tp"}) if e.defect.expected("2.14.0") is Answer.PRESENT]
+        has = [each for each in find.by_features({"fsdp2", "tp"}) if each.expected("2.14.0") is Answer.PRESENT]
         self.assertEqual(printed, ids(has))
         self.assertNotIn("fsdp2_uneven_rows_with_tp_are_reordered", printed)
 

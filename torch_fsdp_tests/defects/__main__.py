@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.defects import find, registry
-from torch_fsdp_tests.defects.registry import Answer, Consequence
+import torch
+
+from torch_fsdp_tests.defects import changes, find, registry, texts, trial, versions_page
+from torch_fsdp_tests.defects.registry import Answer, Consequence, Refused
+from torch_fsdp_tests.defects.trial import Finding
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
@@ -69,104 +73,68 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
     host.exit_on_signals()
-    options = parse(argv)
+    try:
+        return _answer(parse(argv))
+    except (Refused, accelerator.ConfigurationError) as error:
+        print(f"torch_fsdp_tests.defects: {error}", file=sys.stderr)
+        return 2
+
+
+def _answer(options: argparse.Namespace) -> int:
+    """Do what was asked. Returns the exit status."""
     if options.find or options.using is not None:
         return _find(options)
     if options.between:
-        return _between(*(".".join(version.split(".")[:2]) for version in options.between))
+        print(changes.text(*(".".join(version.split(".")[:2]) for version in options.between)))
+        return 0
     if options.html:
-        return _write_page(Path(options.html))
-    try:
-        if options.show or options.issue:
-            return _one(options)
-        ids = registry.matching(options.ids or ["*"])
-    except LookupError as error:
-        return _complain(str(error))
+        path = Path(options.html)
+        if not path.parent.is_dir() or path.is_dir():
+            raise Refused(f"{path} is not a file in a folder that exists")
+        write_text(path, versions_page.render())
+        return 0
+    if options.show:
+        print(texts.script(registry.defect(options.show)), end="")
+        return 0
+    if options.issue:
+        (finding,) = trial.try_all([registry.defect(options.issue).id], 1)
+        print(texts.issue(finding), end="")
+        return 0
+    defects = list(map(registry.defect, registry.matching(options.ids or ["*"])))
     if options.markdown:
-        from torch_fsdp_tests.defects import texts
-
         print(texts.table())
         return 0
-    defects = [registry.entry(id).defect for id in ids]
-    chosen = [
-        defect
-        for defect in defects
-        if options.family in (None, defect.family) and options.consequence in (None, defect.consequence.value)
-    ]
-    if not chosen:
-        return _complain("none of these defects has this family and this consequence; --list shows all")
+    family, consequence = options.family, options.consequence
+    defects = [each for each in defects if family in (None, each.family)]
+    defects = [each for each in defects if consequence in (None, each.consequence.value)]
+    if not defects:
+        raise Refused("none of these defects has this family and this consequence; --list shows all")
     if options.list:
-        from torch_fsdp_tests.defects import texts
-
-        print(texts.listing(chosen))
+        print(texts.listing(defects))
         return 0
-    return _try(options, [defect.id for defect in chosen])
+    return _try(options, [defect.id for defect in defects])
 
 
 def _find(options: argparse.Namespace) -> int:
-    import torch
-
-    from torch_fsdp_tests.defects import texts
-
     if options.find:
         words = sys.stdin.read() if options.find == ["-"] else " ".join(options.find)
         if not words.strip():
-            return _complain("--find needs words or a traceback")
+            raise Refused("--find needs words or a traceback")
         found = (find.by_traceback if "\n" in words.strip() else find.by_words)(words)
-        found.sort(key=lambda entry: entry.defect.expected(torch.__version__) is not Answer.PRESENT)
+        found.sort(key=lambda defect: defect.expected(torch.__version__) is not Answer.PRESENT)
     else:
-        used = options.using.lower().replace(" ", "").split(",")
-        if complaint := find.unknown_feature(used):
-            return _complain(complaint)
+        found = find.by_features(options.using.lower().replace(" ", "").split(","))
         expected = {Answer.PRESENT, Answer.UNDECIDED}
-        found = [each for each in find.by_features(used) if each.defect.expected(torch.__version__) in expected]
-    for entry in found:
-        print(f"{texts.answer(entry, torch.__version__)}\n")
+        found = [defect for defect in found if defect.expected(torch.__version__) in expected]
+    for defect in found:
+        print(f"{texts.answer(defect, torch.__version__)}\n")
     what = "fits" if len(found) == 1 else "fit"
     print(f"{plural(len(found), 'known defect')} {what}" + "; --show ID prints a script for one" * bool(found))
     return 0 if found else 1
 
 
-def _between(older: str, newer: str) -> int:
-    from torch_fsdp_tests.defects import changes
-
-    if refusal := changes.refusal(older, newer):
-        return _complain(refusal)
-    print(changes.text(older, newer))
-    return 0
-
-
-def _write_page(path: Path) -> int:
-    from torch_fsdp_tests.defects import versions_page
-
-    if not path.parent.is_dir() or path.is_dir():
-        return _complain(f"{path} is not a file in a folder that exists")
-    write_text(path, versions_page.render())
-    return 0
-
-
-def _one(options: argparse.Namespace) -> int:
-    from torch_fsdp_tests.defects import texts, trial
-
-    entry = registry.entry(options.show or options.issue)
-    if options.show:
-        print(texts.script(entry), end="")
-    else:
-        (finding,) = trial.try_all([entry.defect.id], 1)
-        print(texts.issue(entry, finding), end="")
-    return 0
-
-
 def _try(options: argparse.Namespace, ids: list[str]) -> int:
-    import torch
-
-    from torch_fsdp_tests.defects import texts, trial
-    from torch_fsdp_tests.device import accelerator
-
-    try:
-        device = accelerator.current()
-    except accelerator.ConfigurationError as error:
-        return _complain(str(error))
+    device = accelerator.current()
     facts = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -199,7 +167,7 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
     return 1 if unexpected or (options.fail_on == "present" and is_present) else 0
 
 
-def _as_json(finding: Any) -> dict[str, Any]:
+def _as_json(finding: Finding) -> dict[str, Any]:
     defect = finding.defect
     return {
         "id": defect.id,
@@ -218,18 +186,13 @@ def _as_json(finding: Any) -> dict[str, Any]:
     }
 
 
-def _save(findings: Sequence[Any], version: str) -> None:
+def _save(findings: Sequence[Finding], version: str) -> None:
     """Store the answers for this version of torch, without the name of its build, beside those of other defects."""
     recorded, of_version = registry.recorded(), version.partition("+")[0]
     known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}
     answers = known | {each.defect.id: each.answer.value for each in findings}
     data = {**recorded, "seen": {**recorded["seen"], of_version: answers}}
     registry.SEEN.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _complain(sentence: str) -> int:
-    print(f"torch_fsdp_tests.defects: {sentence}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

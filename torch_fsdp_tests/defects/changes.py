@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import Defect
-from torch_fsdp_tests.defects.texts import worst_first
+from torch_fsdp_tests.defects.registry import Defect, Refused
 from torch_fsdp_tests.installed_torch import torch_facts
 
 
@@ -26,9 +25,14 @@ class Changes(NamedTuple):
 
 
 def between(older: str, newer: str) -> Changes:
-    """What changed between two of ``registry.versions()``."""
+    """What changed between two of ``registry.versions()``. Raises :class:`Refused` for others."""
     known = registry.versions()
-    defects = worst_first([registry.entry(id).defect for id in registry.ids()])
+    for version in (older, newer):
+        if version not in known:
+            raise Refused(f"the registry knows torch {known[0]} to {known[-1]}, and not {version}")
+    if known.index(older) >= known.index(newer):
+        raise Refused(f"{older} is not older than {newer}")
+    defects = registry.defects()
     facts = [
         (f"torch {'.'.join(map(str, fact.since))} {fact.says}.", fact)
         for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
@@ -56,12 +60,3 @@ def _line(defect: Defect, older: str) -> str:
     is_new = defect.since in known and known.index(defect.since) > known.index(older)
     note = f" (before {defect.since} it cannot show)" * is_new
     return f"{defect.id}  {defect.consequence.value}: {defect.title}{note}"
-
-
-def refusal(older: str, newer: str) -> str:
-    """Why these cannot be compared, or an empty string. Both are versions without a patch release, such as ``2.9``."""
-    known = registry.versions()
-    for version in (older, newer):
-        if version not in known:
-            return f"the registry knows torch {known[0]} to {known[-1]}, and not {version}"
-    return "" if known.index(older) < known.index(newer) else f"{older} is not older than {newer}"

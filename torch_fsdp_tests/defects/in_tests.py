@@ -28,7 +28,7 @@ class KnownDefect:
 
     @functools.cached_property
     def _defect(self) -> Defect:
-        return registry.entry(self.id).defect
+        return registry.defect(self.id)
 
     def is_expected(self) -> bool:
         """Whether this torch has the defect, or may have it, and the device under test shows it.
@@ -84,7 +84,7 @@ class torch_defect:
     def __init__(self, *ids: str, when: bool = True) -> None:
         for id in ids:
             if id not in registry.ids():
-                raise LookupError(registry.unknown(id))
+                raise registry.unknown(id)
         self._known = [KnownDefect(id) for id in ids] if when else []
 
     def __call__(self, test: Test) -> Test:

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"
 NO_WAY_ROUND = "none is known"
 FRAME = re.compile(r"in \w+")  # the part of an error that names a function
+
+
+class Refused(LookupError):
+    """What was asked for does not exist. The message says so in a sentence."""
 
 
 class Consequence(enum.Enum):
@@ -86,8 +90,12 @@ class Defect:
     upstream: tuple[str, ...] = ()
     arguable: str = ""
     fails_with: tuple[str, ...] = ("AssertionError",)
-    id: str = ""  # the name of its module
-    title: str = ""  # the first line of its module
+    # What its module says beside these facts, as :func:`defect` adds it.
+    id: str = ""  # the name of the module
+    title: str = ""  # its first line
+    explanation: str = ""  # what is wrong and why
+    source: str = ""
+    reproduce: Callable[..., tuple[Any, Any]] = lambda: (None, None)  # can go the way round if it takes ``way_round``
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -118,52 +126,48 @@ class Defect:
         return nearest.pop() if len(nearest) == 1 else Answer.UNDECIDED
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A defect, and the module that reproduces it. If ``reproduce`` takes ``way_round``, it can go the way round."""
-
-    defect: Defect
-    explanation: str  # what is wrong and why
-    source: str
-    reproduce: Callable[..., tuple[Any, Any]]
-
-    @property
-    def can_go_round(self) -> bool:
-        return "way_round" in inspect.signature(self.reproduce).parameters
-
-
 def ids() -> list[str]:
     """The ids of all defects, in alphabetical order."""
     return sorted(path.stem for path in KNOWN.glob("*.py") if path.stem != "__init__")
 
 
 @functools.cache
-def entry(id: str) -> Entry:
-    """Return one defect. Raises ``LookupError`` for an unknown id, and names similar ones. Imports torch."""
+def defect(id: str) -> Defect:
+    """Return one defect. Raises :class:`Refused` for an unknown id, and names similar ones. Imports torch."""
     if id not in ids():
-        raise LookupError(unknown(id))
+        raise unknown(id)
     module = importlib.import_module(f"{__package__}.known.{id}")
     title, _, explanation = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
-    defect = dataclasses.replace(module.DEFECT, id=id, title=title.rstrip("."))
-    return Entry(defect, explanation.strip(), inspect.getsource(module), module.reproduce)
+    said = {"title": title.rstrip("."), "explanation": explanation.strip(), "source": inspect.getsource(module)}
+    return dataclasses.replace(module.DEFECT, id=id, reproduce=module.reproduce, **said)
+
+
+def defects() -> list[Defect]:
+    """All defects, the worst first."""
+    return worst_first(map(defect, ids()))
+
+
+def worst_first(defects: Iterable[Defect]) -> list[Defect]:
+    """By consequence, then by id."""
+    return sorted(defects, key=lambda defect: (defect.consequence.severity, defect.id))
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
-    """The ids that match these names and globs. Raises ``LookupError`` for one that matches nothing."""
+    """The ids that match these names and globs. Raises :class:`Refused` for one that matches nothing."""
     matches: dict[str, None] = {}
     for pattern in patterns:
         hits = fnmatch.filter(ids(), pattern)
         if not hits:
-            raise LookupError(unknown(pattern))
+            raise unknown(pattern)
         matches.update(dict.fromkeys(hits))
     return list(matches)
 
 
-def unknown(id: str) -> str:
+def unknown(id: str) -> Refused:
     """The error for an unknown id, which names similar ones."""
     near = difflib.get_close_matches(id, ids(), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
-    return f"there is no defect {id!r}: {hint}"
+    return Refused(f"there is no defect {id!r}: {hint}")
 
 
 @functools.cache

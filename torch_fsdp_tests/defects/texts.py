@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import Answer, Defect, Entry
+from torch_fsdp_tests.defects.registry import Answer, Defect
 from torch_fsdp_tests.defects.trial import Finding
 
 
@@ -45,9 +45,8 @@ def counts(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{numbers[answer]} {answer.value}" for answer in Answer)
 
 
-def answer(entry: Entry, torch_version: str) -> str:
+def answer(defect: Defect, torch_version: str) -> str:
     """What somebody has to know who may have met the defect."""
-    defect = entry.defect
     has = {Answer.PRESENT: "has it", Answer.ABSENT: "does not have it", Answer.UNDECIDED: "may have it"}
     here = has.get(defect.expected(torch_version), "does not have what is broken")
     lines = [
@@ -71,29 +70,24 @@ def history(defect: Defect) -> str:
     return f"{since}, {f'repaired in {versions[ends]}' if ends < len(versions) else f'not repaired in {versions[-1]}'}"
 
 
-def worst_first(defects: Sequence[Defect]) -> list[Defect]:
-    """By consequence, then by id."""
-    return sorted(defects, key=lambda defect: (defect.consequence.severity, defect.id))
-
-
 def listing(defects: Sequence[Defect]) -> str:
     """A table of ids, families, consequences and titles."""
     width = max((len(defect.id) for defect in defects), default=0)
     return "\n".join(
         f"{defect.id:{width}}  {defect.family}  {defect.consequence.value:18}  {defect.title}"
-        for defect in worst_first(defects)
+        for defect in registry.worst_first(defects)
     )
 
 
-def script(entry: Entry) -> str:
+def script(defect: Defect) -> str:
     """A script that needs only torch (and the defect's package), and runs with ``python`` or under ``torchrun``."""
     from torch_fsdp_tests.defects import launch
 
-    doc, own_imports, body = _split(registry.without_registry(entry.source))
+    doc, own_imports, body = _split(registry.without_registry(defect.source))
     _, imports, helper = _split(inspect.getsource(launch))
     lines = sorted({*own_imports, *imports} - {"from __future__ import annotations"}, key=_order)
     merged = "\n\n".join("\n".join(group) for _, group in itertools.groupby(lines, key=lambda line: _order(line)[0]))
-    end = f'if __name__ == "__main__":\n    launch(reproduce, world_size={entry.defect.world_size})\n'
+    end = f'if __name__ == "__main__":\n    launch(reproduce, world_size={defect.world_size})\n'
     return f"{doc}\n\n{merged}\n\n\n{body}\n\n\n{helper}\n\n\n{end}"
 
 
@@ -110,11 +104,11 @@ def _order(line: str) -> tuple[bool, bool, str]:
     return re.match(r"(import|from) torch", line) is not None, line.startswith("from"), line
 
 
-def issue(entry: Entry, finding: Finding) -> str:
+def issue(finding: Finding) -> str:
     """A text for torch's issue tracker, in Markdown. Collecting torch's environment for it takes seconds."""
     from torch.utils import collect_env
 
-    defect = entry.defect
+    defect = finding.defect
     who = "" if finding.rank is None else f" (rank {finding.rank})"
     related = f"\nRelated: {', '.join(defect.upstream)}\n" if defect.upstream else ""
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
@@ -125,8 +119,8 @@ def issue(entry: Entry, finding: Finding) -> str:
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )
     return (
-        f"# {defect.title}\n\n## What happens\n\n{entry.explanation}\n{arguable}{way_round}{related}\n"
-        f"## Reproduction\n\n```python\n{script(entry)}```\n\n{result}\n\n"
+        f"# {defect.title}\n\n## What happens\n\n{defect.explanation}\n{arguable}{way_round}{related}\n"
+        f"## Reproduction\n\n```python\n{script(defect)}```\n\n{result}\n\n"
         f"## Where\n\n`{defect.where}`\n\n## Environment\n\n```\n{collect_env.get_pretty_env_info()}\n```\n"
     )
 
@@ -139,7 +133,7 @@ def table() -> str:
     seen = registry.recorded()["seen"]
     versions = sorted(seen, key=lambda version: [int(part) for part in version.split(".")])
     rows = ["| defect | family | consequence | " + " | ".join(versions) + " |", "|---" * (3 + len(versions)) + "|"]
-    for defect in worst_first([registry.entry(id).defect for id in registry.ids()]):
+    for defect in registry.defects():
         marks = [MARK.get(seen[version].get(defect.id, ""), " ") for version in versions]
         arguable = " (arguable)" if defect.arguable else ""
         title = f"{defect.title}{arguable}<br>`{defect.id}`"

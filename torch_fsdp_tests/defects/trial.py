@@ -62,7 +62,7 @@ def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iter
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
-                defect = registry.entry(waiting.pop(0)).defect
+                defect = registry.defect(waiting.pop(0))
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
@@ -87,7 +87,7 @@ def _import_what_ranks_need(ids: Sequence[str]) -> None:
     """Import what forked ranks need, so that they import nothing. No tensor is computed here or at import."""
     forkserver.preload(torch_facts.PRELOADED)
     for id in ids:
-        registry.entry(id)
+        registry.defect(id)
 
 
 def _obstacle(defect: Defect, device: Accelerator) -> str:
@@ -113,12 +113,12 @@ class Reproduction:
     @classmethod
     def _serve_rank(cls, assignment: Assignment) -> None:
         accelerator.expect(assignment.world_size)
-        device, entry = accelerator.current(), registry.entry(str(assignment.test))
+        device, defect = accelerator.current(), registry.defect(str(assignment.test))
         answer: list[Any] = []
 
         def reproduce() -> None:
             meeting, count = f"file://{assignment.file_name}", assignment.world_size
-            program = functools.partial(entry.reproduce, **cls.options)
+            program = functools.partial(defect.reproduce, **cls.options)
             try:
                 found, right = launch.run_rank(assignment.index, count, meeting, program, device.type, device.backend)
             except NotImplementedError as error:

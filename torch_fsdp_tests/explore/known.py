@@ -48,7 +48,7 @@ def lacking() -> list[str]:
 def present() -> list[str]:
     """The known defects that the installed torch has, and that programs can show."""
     absent = (Answer.ABSENT, Answer.CANNOT_BE_TRIED)
-    return [id for id in REWRITINGS if registry.entry(id).defect.expected(torch.__version__) not in absent]
+    return [id for id in REWRITINGS if registry.defect(id).expected(torch.__version__) not in absent]
 
 
 def possible(program: Program) -> Program:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from torch_fsdp_tests.defects import texts
-from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Answer, Consequence, Defect, Entry
+from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Answer, Consequence, Defect
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.explore import code, layers
 from torch_fsdp_tests.explore.program import LAYERS, Program
@@ -19,21 +19,17 @@ _SEQUENTIAL = "nn.Sequential(OrderedDict({parts}))"
 
 def script(program: Program, result: Result) -> str:
     """A script that needs only torch, and says what it finds and what is right."""
-    return texts.script(_entry(program, result))
+    return texts.script(_defect(program, result))
 
 
 def issue(program: Program, result: Result) -> str:
     """A text for torch's issue tracker, in Markdown, like that of a defect of the registry."""
-    entry = _entry(program, result)
-    return texts.issue(
-        entry,
-        Finding(
-            entry.defect, Answer.PRESENT, Answer.PRESENT, rank=result.rank, found=_found(result), right=_right(result)
-        ),
-    )
+    present, defect = Answer.PRESENT, _defect(program, result)
+    found, right = _found(result), _right(result)
+    return texts.issue(Finding(defect, present, present, rank=result.rank, found=found, right=right))
 
 
-def _entry(program: Program, result: Result) -> Entry:
+def _defect(program: Program, result: Result) -> Defect:
     """The finding in the form of a defect of the registry."""
     body = f"{_definitions(program, result)}\n\n\n{_reproduction(program, result)}\n"
     used = _names(ast.parse(body))
@@ -41,9 +37,17 @@ def _entry(program: Program, result: Result) -> Entry:
     family = "FSDP1" if program.api == "fsdp1" else "FSDP2"
     title = f"{family}: {_found(result)}"
     place = result.place or "unknown"
-    defect = Defect(family, Consequence.ERROR, place, "", NO_WAY_ROUND, world_size=program.world_size, title=title)
-    explanation = f"{program.listing()}\n\n{result.detail}"
-    return Entry(defect, explanation, f'"""{title}"""\n\n{imports}\n\n\n{body}', lambda *_: (None, None))
+    return Defect(
+        family,
+        Consequence.ERROR,
+        place,
+        features="",
+        way_round=NO_WAY_ROUND,
+        world_size=program.world_size,
+        title=title,
+        explanation=f"{program.listing()}\n\n{result.detail}",
+        source=f'"""{title}"""\n\n{imports}\n\n\n{body}',
+    )
 
 
 def _found(result: Result) -> str:
