@@ -23,7 +23,7 @@ MARKS = {
 def render() -> str:
     """The page, which needs no other file."""
     versions = registry.versions()
-    defects = texts.worst_first([registry.entry(id).defect for id in registry.ids()])
+    defects = registry.defects()
     used = {short for defect in defects for short in defect.uses}
     present = [consequence for consequence in Consequence if any(each.consequence is consequence for each in defects)]
     filters = page.filters(
@@ -72,15 +72,14 @@ def _defects(defects: list[Defect], versions: list[str]) -> str:
 
 
 def _mark(answer: Answer, version: str) -> str:
-    mark, kind, means = MARKS.get(answer, ("?", "warn", "may have it"))  # as for an entry that is new
+    mark, kind, means = MARKS.get(answer, ("?", "warn", "may have it"))  # as for a new defect
     return f'<span class="{kind}" data-title="{version}" title="torch {version} {means}">{mark}</span>'
 
 
 def _defect(defect: Defect, versions: list[str]) -> str:
-    entry = registry.entry(defect.id)
     names = [feature.name for feature in FEATURES if feature.short in defect.uses]
     marks = "".join(_mark(defect.expected(f"{version}.0"), version) for version in versions)
-    about = f"{page.prose(defect.title)}<div class='dim small'>{escape(', '.join(names))}</div>"
+    about = page.above(page.prose(defect.title), escape(", ".join(names)))
     head = f"<span class=what>{about}</span><span class='versions small'>{marks}</span>"
     upstream = [f'<a href="{escape(url)}">{escape(url.partition("github.com/")[2])}</a>' for url in defect.upstream]
     facts = {
@@ -93,8 +92,8 @@ def _defect(defect: Defect, versions: list[str]) -> str:
         "Name": page.code(defect.id),
     }
     shown = page.facts((title, value) for title, value in facts.items() if value)
-    explanation = "".join(f"<p>{page.prose(paragraph)}</p>" for paragraph in entry.explanation.split("\n\n"))
-    script = page.folded("Script", page.pre(texts.script(entry)))
+    explanation = "".join(f"<p>{page.prose(paragraph)}</p>" for paragraph in defect.explanation.split("\n\n"))
+    script = page.folded("Script", page.pre(texts.script(defect)))
     attributes = f'class=file id="{defect.id}" {page.item(defect.consequence.value, names, is_test=True)}'
     return page.folded(head, f"<div class=inside>{explanation}{shown}{script}</div>", attributes=attributes)
 

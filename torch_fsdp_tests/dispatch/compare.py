@@ -165,10 +165,9 @@ def _runs(before: Report, after: Report) -> str:
     sides = (before, after)
     columns = [{"verdict": html_report.verdict(side)[0], **html_report.facts(side)} for side in sides]
     counts = [html_report.counts(side) for side in sides]
+    shown = {state: words for state, words in html_report.TOTALS.items() if any(count[state] for count in counts)}
     for facts, count, side in zip(columns, counts, sides):
-        facts |= {
-            words: f"{count[state]}" for state, words in html_report.TOTALS.items() if any(c[state] for c in counts)
-        }
+        facts |= {words: str(count[state]) for state, words in shown.items()}
         facts |= {"wall time": page.seconds(side["seconds"]), "files": str(len(side["files"]))}
     rows = []
     for title in dict.fromkeys(itertools.chain(*columns)):
@@ -209,15 +208,8 @@ def _ranks(before: Report, after: Report) -> str:
     rows = []
     for rank in rank_times(pairs_of(before, after)):
         times = f'<span class="{"warn" if rank.is_slower() else ""}">{rank.times:.2f}</span>'
-        rows.append(
-            [
-                page.text(name_of(rank, after)),
-                page.seconds(rank.was),
-                page.seconds(rank.now),
-                times,
-                f"{rank.others:.2f}",
-            ]
-        )
+        seconds = page.seconds(rank.was), page.seconds(rank.now)
+        rows.append([page.text(name_of(rank, after)), *seconds, times, f"{rank.others:.2f}"])
     return page.table(columns, rows)
 
 
@@ -235,7 +227,7 @@ def _time(test: Test) -> str:
 def _table(differing: Sequence[Difference], with_times: bool) -> str:
     rows = []
     for each in differing:
-        name = f"{page.code(each.name)}<div class='dim small'>{escape(each.file)}</div>"
+        name = page.above(page.code(each.name), escape(each.file))
         results = [each.was, each.now]
         cells = [_time(test) if test else "" for test in results] if with_times else []
         state = html_report.state_of(each.now or each.was or {})
@@ -267,11 +259,9 @@ def render(before: Report, after: Report) -> str:
     head = f"<div class=kind>Two FSDP test reports</div><h1>{page.text(title)}</h1>{_lead(differing)}"
     if files := files_gone(before, after):
         head += page.names("Only in the earlier report, and not compared", files)
-    states = dict.fromkeys(html_report.state_of(each.now or each.was or {}) for each in differing)
+    states = {html_report.state_of(each.now or each.was or {}) for each in differing}
     about = {name for each in differing for name in html_report.names_of_features(each.file, each.name)}
-    filters = page.filters(
-        [state for state in html_report.STATES if state in states], [f.name for f in FEATURES if f.name in about]
-    )
+    filters = html_report.filters(states, about)
     told = "".join(f"<p>{page.text(words)}</p>" for words in about_times(before, after))
     parts = [
         Section("Runs", _runs(before, after)),

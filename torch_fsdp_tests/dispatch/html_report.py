@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -73,6 +73,11 @@ def mark(state: str) -> str:
     return f'<span class="mark {kind}" title="{state}">{character}</span>'
 
 
+def tests_in(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each result of a report, with its file."""
+    return ((file, test) for file in data["files"] for test in file["tests"])
+
+
 def _state_of_file(file: Mapping[str, Any]) -> str:
     if file["failed"]:
         return "failed"
@@ -101,6 +106,11 @@ def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = Fals
     return page.item(state_of(test), names_of_features(file["file"], test["test"]), is_test)
 
 
+def _row(file: Mapping[str, Any], test: Mapping[str, Any], *cells: str) -> Row:
+    """A row about a test: its name above that of its file, and what is said about it."""
+    return Row([page.above(page.code(test["test"]), escape(_name(file))), *cells], _item(file, test))
+
+
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
@@ -115,12 +125,12 @@ def verdict(data: Mapping[str, Any]) -> tuple[str, str]:
 
 def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
     """Return the number of tests in each of ``STATES``."""
-    return collections.Counter(state_of(test) for file in data["files"] for test in file["tests"])
+    return collections.Counter(state_of(test) for _, test in tests_in(data))
 
 
 def _lead(data: Mapping[str, Any]) -> str:
     """Return the verdict in sentences."""
-    count = collections.Counter(map(state_of, itertools.chain(*map(_tests_of, data["files"]))))
+    count = collections.Counter(state_of(test) for _, test in tests_in(data) if test["scope"] == Scope.TEST)
     failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
     outside = counts(data)["failed"] - failed
     if failed:
@@ -185,7 +195,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
     if data.get("device_count"):
         device = plural(data["device_count"], f"{device} device")
         device += ", shared by several ranks" * bool(data["shared"])
-    sizes = sorted({test["world_size"] for file in data["files"] for test in file["tests"]} - {None})
+    sizes = sorted({test["world_size"] for _, test in tests_in(data)} - {None})
     ranks = " to ".join(map(str, dict.fromkeys([*sizes[:1], *sizes[-1:]])))
     if data["ranks"] and sizes != [data["ranks"]]:
         ranks = f"{ranks}{', ' * bool(ranks)}{data['ranks']} by default"
@@ -225,7 +235,7 @@ def title(data: Mapping[str, Any]) -> str:
 
 def _head(data: Mapping[str, Any]) -> str:
     words, kind = verdict(data)
-    ways = collections.Counter(t["outcome"] for f in data["files"] for t in f["tests"] if State(t["outcome"]).is_bad)
+    ways = collections.Counter(test["outcome"] for _, test in tests_in(data) if State(test["outcome"]).is_bad)
     counts = ", ".join(f"{escape(way)}: {count}" for way, count in ways.most_common())
     return (
         f"<div class=kind>FSDP test report</div><h1>{page.text(title(data))}: <span class={kind}>{words}</span></h1>"
@@ -234,6 +244,12 @@ def _head(data: Mapping[str, Any]) -> str:
         + (page.names("Files not started", data["not_started"]) if data["not_started"] else "")
         + page.facts((title, page.text(value)) for title, value in facts(data).items())
     )
+
+
+def filters(states: Collection[str], features: Collection[str]) -> str:
+    """The filter of a page with these states and features, in their usual order."""
+    names = [feature.name for feature in FEATURES if feature.name in features]
+    return page.filters([state for state in STATES if state in states], names)
 
 
 # --- what was tested --------------------------------------------------------------------------------------------------
@@ -268,8 +284,7 @@ def grouped(rows: Iterable[Mapping[str, Any]], cells: Any) -> list[Row]:
 
 
 def feature_name(row: Mapping[str, Any]) -> str:
-    name = page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"])
-    return f"{name}<div class='dim small'>{escape(row['about'])}</div>"
+    return page.above(page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"]), escape(row["about"]))
 
 
 def _sought(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
@@ -327,11 +342,8 @@ def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
         tests = [name.partition("::")[::2] for name in defect["tests"]]
         about = dict.fromkeys(name for test in tests for name in names_of_features(*test))
         shown = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
-        cells = [
-            f"{page.prose(defect['title'])}<div class='dim small'>{page.code(defect['id'])} {links}</div>",
-            escape(defect["consequence"]),
-            shown,
-        ]
+        name = page.above(page.prose(defect["title"]), f"{page.code(defect['id'])} {links}")
+        cells = [name, escape(defect["consequence"]), shown]
         rows.append(Row(cells, page.item("known defect", about)))
     return page.table([("defect", ""), ("consequence", "c"), ("shown by", "c")], rows, stack=True)
 
@@ -382,20 +394,17 @@ def _failures(data: Mapping[str, Any]) -> str:
 def _rounds(data: Mapping[str, Any]) -> str:
     """Show the tests that did not have the same outcome in all rounds, or that failed: in which rounds, and where."""
     rows = []
-    for file in data["files"]:
-        for test in file["tests"]:
-            record = test.get("rounds") or {"outcomes": {}, "failures": []}
-            outcomes = {outcome: count for outcome, count in record["outcomes"].items() if outcome != State.NOT_RUN}
-            if len(outcomes) < 2 and not record["failures"]:
-                continue
-            name = f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>"
-            counts = ", ".join(f"{page.text(outcome)}: {count}" for outcome, count in outcomes.items())
-            failures = [
-                [number(each["round"]), page.text(place(each)), page.text(each["reason"])]
-                for each in record["failures"]
-            ]
-            table = page.table([("round", "n"), ("where", "c"), ("what happened first", "")], failures)
-            rows.append(Row([name, counts, table], _item(file, test)))
+    for file, test in tests_in(data):
+        record = test.get("rounds") or {"outcomes": {}, "failures": []}
+        outcomes = {outcome: count for outcome, count in record["outcomes"].items() if outcome != State.NOT_RUN}
+        if len(outcomes) < 2 and not record["failures"]:
+            continue
+        counts = ", ".join(f"{page.text(outcome)}: {count}" for outcome, count in outcomes.items())
+        failures = [
+            [number(each["round"]), page.text(place(each)), page.text(each["reason"])] for each in record["failures"]
+        ]
+        table = page.table([("round", "n"), ("where", "c"), ("what happened first", "")], failures)
+        rows.append(_row(file, test, counts, table))
     return page.table([("test", ""), ("rounds", "c"), ("failures", "")], rows, stack=True)
 
 
@@ -419,13 +428,11 @@ def _hosts(data: Mapping[str, Any]) -> str:
 def _known_failures(data: Mapping[str, Any]) -> str:
     """Show the tests that failed as a list says: its reason, and how they failed."""
     listed = {entry["test"]: entry["listed"] for entry in data["known_failures"]}
-    rows = []
-    for file in data["files"]:
-        for test in file["tests"]:
-            if test["outcome"] == State.KNOWN_FAILURE:
-                full = f"{file['file']}::{test['test']}"
-                name = f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>"
-                rows.append(Row([name, page.text(listed.get(full, "")), page.text(test["reason"])], _item(file, test)))
+    rows = [
+        _row(file, test, page.text(listed.get(f"{file['file']}::{test['test']}", "")), page.text(test["reason"]))
+        for file, test in tests_in(data)
+        if test["outcome"] == State.KNOWN_FAILURE
+    ]
     return page.table([("test", ""), ("listed as", ""), ("how it failed", "")], rows, stack=True)
 
 
@@ -454,7 +461,7 @@ def _skips(data: Mapping[str, Any]) -> str:
 def _notes(data: Mapping[str, Any]) -> str:
     """Show what does not change the verdict: leaks, stale entries of lists, and what is unusual about torch."""
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
-    notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
+    notes += [(f"{_name(file)}::{test['test']}", note) for file, test in tests_in(data) for note in test["notes"]]
     notes += [("lists", remark) for remark in data["list_remarks"]]
     notes += [("torch", difference) for difference in data["unlike_release"]]
     rows = [[page.code(about), page.text(note)] for about, note in dict.fromkeys(notes)]
@@ -511,27 +518,17 @@ def _timeline(data: Mapping[str, Any]) -> str:
 def _spread(test: Mapping[str, Any]) -> str:
     """Show the seconds of a test, and over several rounds between which seconds half of them took."""
     spread = (test.get("rounds") or {}).get("seconds")
-    more = f"<div class='dim small'>{spread['low']:.1f} to {spread['high']:.1f} s</div>" if spread else ""
-    return f"{page.seconds(test['seconds'])}{more}"
+    seconds = page.seconds(test["seconds"])
+    return page.above(seconds, f"{spread['low']:.1f} to {spread['high']:.1f} s") if spread else seconds
 
 
 def _slowest(data: Mapping[str, Any]) -> str:
-    tests = [(file, test) for file in data["files"] for test in file["tests"] if test["seconds"] > 0]
-    slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
-    longest = max((test["seconds"] for _, test in slowest), default=0.0)
-    rows = [
-        Row(
-            [
-                f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>",
-                number(test["subtests"]),
-                number(test["world_size"] or 0),
-                _spread(test),
-                page.bar(test["seconds"], longest),
-            ],
-            _item(file, test),
-        )
-        for file, test in slowest
-    ]
+    slowest = sorted(tests_in(data), key=lambda item: -item[1]["seconds"])[:_SLOWEST]
+    rows = []
+    for file, test in slowest:
+        if test["seconds"] > 0:
+            numbers = number(test["subtests"]), number(test["world_size"] or 0)
+            rows.append(_row(file, test, *numbers, _spread(test), page.bar(test["seconds"], slowest[0][1]["seconds"])))
     return page.table([("test", ""), ("subtests", "n wide"), ("ranks", "n wide"), ("time", "n"), ("", "b")], rows)
 
 
@@ -575,8 +572,6 @@ def _tests(data: Mapping[str, Any]) -> str:
 def render(data: Mapping[str, Any]) -> str:
     """Render the page of a run, from its ``report.json``."""
     present = counts(data)
-    names = {row["name"] for row in data["features"]}
-    filters = page.filters([state for state in STATES if present[state]], [f.name for f in FEATURES if f.name in names])
     parts = [
         Section("Features", _features(data)),
         Section("Capabilities", _capabilities(data)),
@@ -593,4 +588,7 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Slowest tests", _slowest(data), holds_items=True),
         Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), holds_items=True),
     ]
-    return page.document(f"{title(data)}: {verdict(data)[0]}", [_head(data), page.sections(parts, filters)])
+    return page.document(
+        f"{title(data)}: {verdict(data)[0]}",
+        [_head(data), page.sections(parts, filters(present, {row["name"] for row in data["features"]}))],
+    )

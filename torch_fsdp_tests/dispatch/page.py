@@ -69,6 +69,11 @@ def item(state: str = "", features: Iterable[str] = (), is_test: bool = False) -
     return " ".join(f'data-{name}="{escape(value)}"' for name, value in attributes.items() if value)
 
 
+def above(upper: str, lower: str) -> str:
+    """Something above what is said about it in small letters, both in HTML."""
+    return f"{upper}<div class='dim small'>{lower}</div>"
+
+
 HOLDER = "data-holder"  # the attribute of an element that is hidden together with the last item in it
 
 
@@ -99,15 +104,12 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str] | Row
 def _row(columns: Sequence[tuple[str, str]], row: Row, stack: bool) -> str:
     if len(row.cells) == 1:
         return f'<tr class="group" {row.attributes}><th colspan={len(columns)}>{row.cells[0]}</th></tr>'
-    cells = [
-        f'<td class="{kind}"{_title(title, cell) if stack and kind.startswith("n") else ""}>{cell}</td>'
-        for (title, kind), cell in zip(columns, row.cells, strict=True)
-    ]
+    cells = []
+    for (title, kind), cell in zip(columns, row.cells, strict=True):
+        is_titled = stack and kind.startswith("n") and cell
+        named = f' data-title="{escape(title)}"' if is_titled else ""
+        cells.append(f'<td class="{kind}"{named}>{cell}</td>')
     return f"<tr{f' {row.attributes}' if row.attributes else ''}>{''.join(cells)}</tr>"
-
-
-def _title(title: str, cell: str) -> str:
-    return f' data-title="{escape(title)}"' if cell else ""
 
 
 def bar(value: float, longest: float) -> str:
@@ -116,11 +118,8 @@ def bar(value: float, longest: float) -> str:
 
 def parts(counts: Mapping[str, int]) -> str:
     """A bar that shows the parts of a whole, each with its class."""
-    return (
-        "<span class=parts aria-hidden=true>"
-        + "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
-        + "</span>"
-    )
+    shown = "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
+    return f"<span class=parts aria-hidden=true>{shown}</span>"
 
 
 def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
@@ -131,14 +130,11 @@ def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
 
 def facts(facts: Iterable[tuple[str, str]]) -> str:
     """The facts about a run: titles, and values in HTML. A long value has a line of its own."""
-    return (
-        "<dl class=facts>"
-        + "".join(
-            f"<div{' class=long' * (len(value) > 90)}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
-            for title, value in facts
-        )
-        + "</dl>"
+    html = "".join(
+        f"<div{' class=long' * (len(value) > 90)}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
+        for title, value in facts
     )
+    return f"<dl class=facts>{html}</dl>"
 
 
 def filters(states: Iterable[str], features: Iterable[str] = (), things: str = "tests", kinds: str = "states") -> str:
