@@ -45,27 +45,21 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     words += ["-i", f"{file}{inside}"]
     if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
         words += ["--seed", str(run.seed)]
-    for option, value in (("device", run.device), ("backend", run.backend), ("ranks", run.ranks)):
-        value = value or facts.get(option)
-        if value is not None:
-            words += [f"--{option}", str(value)]
-    if run.devices is not None:
-        words += ["--devices", ",".join(run.devices)]
-    for option, path in (
-        ("disabled-tests", run.disabled),
-        ("slow-tests", run.slow),
-        ("known-failures", run.known_failures),
-    ):
-        if path is not None:
-            words += [f"--{option}", installation.short_path(path)]
-    if run.timeout is not None:
-        words += ["--timeout", f"{run.timeout:g}"]
-    if run.strict_defects:
-        words += ["--strict-defects"]
-    if run.strict_names:
-        words += ["--strict-names"]
-    if run.check_streams:
-        words += ["--check-streams"]
+    lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow, "--known-failures": run.known_failures}
+    options = {
+        "--device": run.device or facts.get("device"),
+        "--backend": run.backend or facts.get("backend"),
+        "--ranks": run.ranks or facts.get("ranks"),
+        "--devices": None if run.devices is None else ",".join(run.devices),
+        **{option: path and installation.short_path(path) for option, path in lists.items()},
+        "--timeout": None if run.timeout is None else f"{run.timeout:g}",
+        "--strict-defects": run.strict_defects,
+        "--strict-names": run.strict_names,
+        "--check-streams": run.check_streams,
+    }
+    for option, value in options.items():
+        if value is not None and value is not False:
+            words += [option] if value is True else [option, str(value)]
     if run.arguments:
         words += ["--", *run.arguments]
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
@@ -280,20 +274,17 @@ class Console:
         if self._status:
             self._write(self._status)
 
-    def _reasons(self, headline: str, rows: Iterable[Mapping[str, Any]], what: str) -> None:
-        skipped = sorted((row for row in rows if row[what]), key=lambda row: -int(row[what]))
-        for number, row in enumerate(skipped):
-            if number == 0:
-                self.say(headline)
-            self.say(f"  {row[what]:5d}  {next(iter(row['reason'].strip().splitlines()), 'no reason given')}")
-
     def _say_skips(self, rows: Sequence[Mapping[str, Any]]) -> None:
         kinds: collections.Counter[str] = collections.Counter()
         for row in rows:
             kinds[row["kind"]] += row["tests"]
         counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common() if count)
-        self._reasons(f"skipped ({counts}), by reason:", rows, "tests")
-        self._reasons("skipped subtests of tests that ran, by reason:", rows, "subtests")
+        for what, skipped in (("tests", f"skipped ({counts})"), ("subtests", "skipped subtests of tests that ran")):
+            reasons = sorted((row for row in rows if row[what]), key=lambda row: -int(row[what]))
+            if reasons:
+                self.say(f"{skipped}, by reason:")
+            for row in reasons:
+                self.say(f"  {row[what]:5d}  {next(iter(row['reason'].strip().splitlines()), 'no reason given')}")
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Print everything that follows after all files. The closing line comes last."""
