@@ -1,14 +1,16 @@
 """The verdict on each host of a launched run, from numbers alone."""
 
+import sys
 import unittest
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from little_results import file_of
+
 from torch_fsdp_tests.dispatch import hosts
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
-from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -44,11 +46,6 @@ def verdicts(*tests: TestResult) -> dict[str, tuple[str, int, int, int, int]]:
         told.take(test)
     names = ("verdict", "passed", "failed", "crashed", "silent")
     return {name: tuple(host[each] for each in names) for name, host in told.to_json().items()}
-
-
-def a_file(test: TestResult) -> FileResult:
-    job = Job(ShardedTest(TestRun("test_x")), 0)
-    return FileResult((Attempt(job, Ending(How.EXITED, 0), (test,), 0.0, 1.0),))
 
 
 class TestVerdicts(unittest.TestCase):
@@ -96,9 +93,9 @@ class TestVerdicts(unittest.TestCase):
         ):
             with self.subTest(ranks):
                 results = Results(RunTests(Path(), Path(), repeat=2), hosts=two_hosts(), rounds=Rounds())
-                results.take(a_file(a_test(*ranks)))
+                results.take(file_of(a_test(*ranks)))
                 self.assertEqual(results.exit_code(), expected)
-                results.take(a_file(a_test()))  # another round
+                results.take(file_of(a_test()))  # another round
                 self.assertEqual(results.exit_code(), expected)
 
     def test_in_words(self):

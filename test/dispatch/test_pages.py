@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from little_results import MACHINE, a_file, a_report, a_test, two_hosts
 from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.defects import versions_page
-from torch_fsdp_tests.dispatch import compare, features, html_report, report
+from torch_fsdp_tests.dispatch import compare, html_report
 from torch_fsdp_tests.tools.mutants import report as mutants
 from torch_fsdp_tests.tools.mutants.findings import Outcome
-from torch_fsdp_tests.verdict import RankResult, State, tally
+from torch_fsdp_tests.verdict import RankResult, State
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -30,87 +31,9 @@ QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
-MACHINE = {"cpu": "Abacus 9", "instruction_sets": "AVX2", "blas": "mkl", "threads": 2, "memory": 5.5}
 LIMIT = 120  # seconds for one start of Chromium on a busy machine
+PROBE = Path(__file__).parent / "inputs" / "probe.html"  # looks at pages in frames, and says in its title what it sees
 LONG = "x" * 300  # without a place for a line break
-
-
-def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, Any]:
-    """A test in the format of ``report.json``."""
-    empty: dict[str, Any] = {
-        "phase": None,
-        "flaky": False,
-        "seconds": 0.5,
-        "rounds": None,
-        "rank_seconds": None,
-        "rank_cpu": None,
-        "subtests": 0,
-        "subtests_skipped": {},
-        "skip_kinds": {},
-        "reason": "",
-    }
-    lists: dict[str, Any] = {"requirements_not_met": [], "ranks": [], "notes": [], "text": "", "repeat": ""}
-    return {"test": name, "scope": "test", "outcome": outcome.value, "world_size": 2, **empty, **lists, **more}
-
-
-def a_file(name: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]:
-    failed = any(State(test["outcome"]).is_bad for test in tests)
-    attempt = {
-        "ending": {"how": "exited", "detail": 0},
-        "began": 0.0,
-        "ended": 9.5,
-        "slots": [0],
-        "failed": failed,
-        "notes": [],
-    }
-    attempts = [attempt | {"facts": {}, "output": ""}]
-    about = {"shard_id": 1, "num_shards": 1, "estimate": 3.0, "failed": failed, "attempts": attempts}
-    return {"file": name, "tests": list(tests), **about, **more}
-
-
-def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A ``report.json`` of these files."""
-    outcomes = [State(test["outcome"]) for file in files for test in file["tests"]]
-    counts = tally(outcomes)
-    failed = counts[State.FAILED]
-    return {
-        "version": report.VERSION,
-        "suite": {"version": "0.1.0", "commit": "abc1234"},
-        "date": "2026-01-02T03:04:05+00:00",
-        "system": "Linux 6.1, x86_64",
-        "host": "machine-1",
-        "machine": MACHINE,
-        "selection": "",
-        "torch": "2.13.0",
-        "python": "3.11.7",
-        "device": "cpu",
-        "backend": "gloo",
-        "ranks": 4,
-        "shared": False,
-        "device_count": 0,
-        "capabilities": ["fork"],
-        "cores": 2,
-        "seed": 1234,
-        "shard": 1,
-        "num_shards": 1,
-        "seconds": 20.0,
-        "rounds": None,
-        "slots": ["slot 1", "slot 2"],
-        "exit_code": int(bool(failed)),
-        "not_started": [],
-        "passed": counts[State.PASSED],
-        "failed": failed,
-        "skipped": counts[State.SKIPPED],
-        "known_failures": [],
-        "known_defects": [],
-        "repaired_defects": [],
-        "unlike_release": [],
-        "skips": [],
-        "list_remarks": [],
-        "features": features.summary(files),
-        "files": list(files),
-        **more,
-    }
 
 
 @functools.cache
@@ -149,12 +72,6 @@ def varied() -> dict[str, Any]:
     skips = [{"kind": "device", "reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
     more = {"known_defects": [defect, worse], "skips": skips, "list_remarks": [f"a remark {LONG}"]}
     return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
-
-
-def two_hosts() -> dict[str, Any]:
-    well = {"verdict": "ok", "passed": 1, "silent": 0, "failed": 0, "crashed": 0, "began": 0, "share": 0.5}
-    bad = {**well, "verdict": "suspect", "began": 1, "ranks": [2], "machine": MACHINE}
-    return {"host-a": {**well, "ranks": [0, 1], "machine": MACHINE}, "host-b": bad}
 
 
 def earlier() -> dict[str, Any]:
@@ -473,69 +390,6 @@ class TestComparison(unittest.TestCase):
             )
 
 
-PROBE = """<!doctype html><title>waiting</title><body style="margin:0"><script>
-const asked = %s, told = [];
-
-function wide(frame) {
-  const limit = frame.documentElement.clientWidth;
-  for (const folded of frame.querySelectorAll("details")) folded.open = true;
-  return [...frame.querySelectorAll("body *")]
-    .filter((element) => element.getBoundingClientRect().right > limit + 1 && !element.closest(".scroll, pre"))
-    .map((element) => `${element.tagName} ${element.className}: ${element.textContent.slice(0, 60)}`).slice(0, 5);
-}
-
-// Words of tables that are cut in two by a line break. Names in code may be.
-function broken(frame) {
-  const found = [], range = frame.createRange();
-  for (const cell of frame.querySelectorAll("td, th")) {
-    const walker = frame.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
-    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-      for (const word of node.parentElement.closest("code, pre") ? [] : node.data.matchAll(/\\b[a-z]{2,12}\\b/gi)) {
-        range.setStart(node, word.index);
-        range.setEnd(node, word.index + word[0].length);
-        if (range.getClientRects().length > 1) found.push(word[0]);
-      }
-    }
-  }
-  return found;
-}
-
-async function seek(frame, wanted) {
-  const bar = frame.querySelector(".filter");
-  for (const field of bar.querySelectorAll("[name]")) field.value = wanted[field.name] || "";
-  bar.dispatchEvent(new Event("input"));
-  await new Promise((resolve) => setTimeout(resolve, 300));
-  const shown = [...frame.querySelectorAll("[data-item=test]")].filter((item) => item.checkVisibility());
-  return {
-    says: bar.querySelector("output").textContent,
-    shown: shown.map((item) => item.querySelector("code").textContent.slice(0, 40)),
-    sections: [...frame.querySelectorAll("section")].filter((part) => part.checkVisibility()).map((part) => part.id),
-  };
-}
-
-async function look({page, width, wanted}) {
-  const holder = document.createElement("iframe");
-  holder.width = width;
-  holder.height = 800;
-  const loaded = new Promise((resolve) => { holder.onload = resolve; });
-  holder.srcdoc = page;
-  document.body.append(holder);
-  await loaded;
-  const frame = holder.contentDocument, root = frame.documentElement;
-  const found = {filter: !frame.querySelector(".filter").hidden, sought: []};
-  for (const each of wanted) found.sought.push(await seek(frame, each));
-  frame.querySelector(".filter button").click();
-  found.cleared = frame.querySelector(".filter output").textContent;
-  return {...found, wide: wide(frame), broken: broken(frame), width: root.clientWidth, scrolls: root.scrollWidth};
-}
-
-(async () => {
-  for (const each of asked) told.push(await look(each));
-  document.title = JSON.stringify(told);
-})().catch((error) => { document.title = JSON.stringify(String(error)); });
-</script>"""
-
-
 @unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")
 class TestInChromium(unittest.TestCase):
     """Without it, pages could be wider than a phone, and their filter could show other tests than it says."""
@@ -554,7 +408,7 @@ class TestInChromium(unittest.TestCase):
     def look(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What a script sees on pages in frames of some width. A window itself cannot be as narrow as a phone."""
         data = json.dumps(asked).replace("</", "<\\/")
-        title = re.search("<title>(.*?)</title>", self.dump(PROBE % data), re.S)
+        title = re.search("<title>(.*?)</title>", self.dump(PROBE.read_text().replace("ASKED", data)), re.S)
         told = json.loads(html.unescape(title[1])) if title else None
         self.assertIsInstance(told, list)
         return told or []

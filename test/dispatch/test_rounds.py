@@ -7,26 +7,18 @@ import sys
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from little_results import file_of
 from trees import FAIL, PASS, TreeCase, body, fits, schema
 
 from torch_fsdp_tests.dispatch import html_report, options, rounds
-from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import FEW, MOST_SECONDS, Rounds, Times
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import RankResult, State
 from torch_fsdp_tests.verdict.stream import TestResult
-
-RUN = RunTests(Path("test"), Path("test"), repeat=3, keep_going=True)
-
-
-def a_file(*tests: TestResult, name: str = "test_x", output: str = "", **more: Any) -> FileResult:
-    job = Job(ShardedTest(TestRun(name)), 0)
-    return FileResult((Attempt(job, Ending(How.EXITED, 0), tests, 0.0, 1.0, output=output, **more),))
 
 
 def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
@@ -80,7 +72,7 @@ class TestFold(unittest.TestCase):
         rank = RankResult(3, State.ERROR, said="error", exception="E", message="lost", at=1.0, host="host-b")
         failed = TestResult("T.test_1", State.ERROR, seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
         for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
-            kept, file = folded(*(a_file(test, output=test.outcome.value) for test in order))
+            kept, file = folded(*(file_of(test, output=test.outcome.value) for test in order))
             record = kept.record(file, "T.test_1").to_json()
             with self.subTest(order=order):
                 self.assertEqual(file.tests(), [failed])
@@ -103,13 +95,15 @@ class TestFold(unittest.TestCase):
             ("crashed", "failed", "crashed"),
         ):
             with self.subTest(first=first, second=second):
-                _, file = folded(*(a_file(TestResult("T.test_1", State(state))) for state in (first, second)))
+                _, file = folded(*(file_of(TestResult("T.test_1", State(state))) for state in (first, second)))
                 self.assertEqual([test.outcome.value for test in file.tests()], [expected])
 
     def test_failures_of_different_rounds_are_all_kept(self):
         one, two = (TestResult(f"T.test_{number}", State.FAILED) for number in (1, 2))
         well = [TestResult(f"T.test_{number}", State.PASSED) for number in (1, 2)]
-        kept, file = folded(a_file(*well), a_file(one, well[1], output="first"), a_file(well[0], two, output="second"))
+        kept, file = folded(
+            file_of(*well), file_of(one, well[1], output="first"), file_of(well[0], two, output="second")
+        )
         self.assertEqual(file.tests(), [one, two])
         self.assertEqual(file.attempts[0].output, "--- round 2 ---\nfirst\n--- round 3 ---\nsecond")
         self.assertEqual(kept.failed, 2)
@@ -117,15 +111,15 @@ class TestFold(unittest.TestCase):
     def test_a_failure_is_news_only_once(self):
         kept = Rounds()
         kept.number = 1
-        self.assertTrue(kept.take(a_file(TestResult("T.test_1", State.FAILED))))
-        self.assertFalse(kept.take(a_file(TestResult("T.test_1", State.FAILED))))
-        self.assertTrue(kept.take(a_file(TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR))))
+        self.assertTrue(kept.take(file_of(TestResult("T.test_1", State.FAILED))))
+        self.assertFalse(kept.take(file_of(TestResult("T.test_1", State.FAILED))))
+        self.assertTrue(kept.take(file_of(TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR))))
 
     def test_a_thousand_rounds_are_no_more_than_a_few(self):
         kept = Rounds()
         for kept.number in range(1, 1001):
             note = f"process {kept.number} was left"
-            kept.take(a_file(TestResult("T.test_1", State.FAILED, seconds=1.0), output="x" * 100, notes=(note,)))
+            kept.take(file_of(TestResult("T.test_1", State.FAILED, seconds=1.0), output="x" * 100, notes=(note,)))
         (file,) = kept.files
         record = kept.record(file, "T.test_1")
         self.assertEqual((record.failed, len(record.failures)), (1000, FEW))
@@ -143,8 +137,8 @@ class TestFold(unittest.TestCase):
         self.assertEqual(Times().to_json(), {})
 
     def test_when_no_other_round_begins(self):
-        passed, failed = a_file(TestResult("T.test_1", State.PASSED)), a_file(TestResult("T.test_1", State.FAILED))
-        nothing = a_file(TestResult("T.test_1", State.SKIPPED))
+        passed, failed = file_of(TestResult("T.test_1", State.PASSED)), file_of(TestResult("T.test_1", State.FAILED))
+        nothing = file_of(TestResult("T.test_1", State.SKIPPED))
         for file, keep_going, more, expected in (
             (passed, False, {}, False),
             (failed, True, {}, False),

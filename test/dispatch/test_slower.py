@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_pages import a_file, a_report, a_test, two_hosts
+from little_results import a_file, a_report, a_test, two_hosts
 
 from torch_fsdp_tests.dispatch import compare, html_report, slower
 
