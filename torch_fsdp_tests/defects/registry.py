@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import enum
@@ -197,15 +196,3 @@ def _known(id: str) -> dict[tuple[int, ...], Answer]:
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
-
-
-def without_registry(source: str) -> str:
-    """The source of a defect's module without what only this project needs: its facts, and their import."""
-    tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
-    for node in reversed(tree.body):
-        ours = isinstance(node, ast.ImportFrom) and (node.module or "").startswith(__package__.partition(".")[0])
-        facts = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFECT"
-        if ours or facts:
-            del lines[node.lineno - 1 : node.end_lineno]
-    return "".join(lines)

@@ -14,6 +14,8 @@ from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Defect
 from torch_fsdp_tests.defects.trial import Finding
 
+_OWN = __name__.partition(".")[0]  # the package
+
 
 def line(finding: Finding) -> str:
     """The line for one finding."""
@@ -83,7 +85,7 @@ def script(defect: Defect) -> str:
     """A script that needs only torch (and the defect's package), and runs with ``python`` or under ``torchrun``."""
     from torch_fsdp_tests.defects import launch
 
-    doc, own_imports, body = _split(registry.without_registry(defect.source))
+    doc, own_imports, body = _split(defect.source)
     _, imports, helper = _split(inspect.getsource(launch))
     lines = sorted({*own_imports, *imports} - {"from __future__ import annotations"}, key=_order)
     merged = "\n\n".join("\n".join(group) for _, group in itertools.groupby(lines, key=lambda line: _order(line)[0]))
@@ -92,11 +94,19 @@ def script(defect: Defect) -> str:
 
 
 def _split(source: str) -> tuple[str, list[str], str]:
-    """The docstring of a module, its imports with each on one line, and what follows them."""
+    """The docstring of a module, its imports with each on one line, and what follows them.
+
+    What only the registry needs is left out: its own names, and the facts, which stand below the imports.
+    """
     lines, (doc, *nodes) = source.splitlines(), ast.parse(source).body
-    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-    rest = "\n".join(lines[imports[-1].end_lineno :]).strip()
-    return "\n".join(lines[: doc.end_lineno]), [ast.unparse(node) for node in imports], rest
+    head = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) or _holds_facts(node)]
+    imports = [ast.unparse(node) for node in head if not _holds_facts(node)]
+    rest = "\n".join(lines[head[-1].end_lineno :]).strip()
+    return "\n".join(lines[: doc.end_lineno]), [line for line in imports if _OWN not in line], rest
+
+
+def _holds_facts(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFECT"
 
 
 def _order(line: str) -> tuple[bool, bool, str]:

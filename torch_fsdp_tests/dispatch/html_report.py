@@ -147,18 +147,15 @@ def _lead(data: Mapping[str, Any]) -> str:
             f"{plural(outside, 'failure')} happened outside of tests: in a fixture, or in a file that could not run."
         )
         sentences.insert(int(bool(failed)), words)
-    if count["known failure"]:
-        sentences.append(f"{plural(count['known failure'], 'test')} failed, as the list of known failures says.")
-    if count["known defect"]:
-        tests, defects = plural(count["known defect"], "test"), plural(len(data["known_defects"]), "known defect")
-        sentences.append(f"{tests} showed {defects} of this torch, as expected.")
-    if count["flaky"]:
-        sentences.append(f"{plural(count['flaky'], 'test')} passed only when run again.")
-    if count["skipped"]:
-        were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
-        sentences.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
-    if count["not run"]:
-        sentences.append(f"{plural(count['not run'], 'test')} did not run, because the file or the run ended first.")
+    were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
+    deeds = {
+        "known failure": "failed, as the list of known failures says",
+        "known defect": f"showed {plural(len(data['known_defects']), 'known defect')} of this torch, as expected",
+        "flaky": "passed only when run again",
+        "skipped": f"{were} skipped; {their} given below",
+        "not run": "did not run, because the file or the run ended first",
+    }
+    sentences += [f"{plural(count[state], 'test')} {deed}." for state, deed in deeds.items() if count[state]]
     if (rounds := data.get("rounds")) is not None:
         complete = plural(rounds["complete"], "complete round")
         sentences.append(f"This is the sum of {complete}: of each test the worst outcome counts.")

@@ -166,20 +166,17 @@ class Section:
     def id(self) -> str:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
-    @property
-    def heading(self) -> str:
-        return escape(self.title) + (f"<span class=count> {self.count}</span>" if self.count is not None else "")
+    def __str__(self) -> str:
+        count = "" if self.count is None else f"<span class=count> {self.count}</span>"
+        holder = f" {HOLDER}" * self.holds_items
+        return f'<section id="{self.id}"{holder}><h2>{escape(self.title)}{count}</h2>{self.content}</section>'
 
 
 def sections(sections: Iterable[Section], before: str = "") -> str:
     """The sections that have something to show, below a list of them. ``before`` stands between the two."""
     full = [section for section in sections if section.content]
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in full)
-    return f'<nav aria-label="Sections">{links}</nav>{before}' + "".join(
-        f'<section id="{section.id}"{f" {HOLDER}" * section.holds_items}>'
-        f"<h2>{section.heading}</h2>{section.content}</section>"
-        for section in full
-    )
+    return f'<nav aria-label="Sections">{links}</nav>{before}{"".join(map(str, full))}'
 
 
 def document(title: str, body: Iterable[str]) -> str:
