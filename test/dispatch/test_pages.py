@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from little_results import MACHINE, a_file, a_report, a_test, two_hosts
+from little_results import MACHINE, a_file, a_report, a_test, report_of, two_hosts
 from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.defects import versions_page
@@ -165,16 +165,13 @@ class TestContent(unittest.TestCase):
 
     def test_sentences_about_the_results_of_a_run(self):
         for data, words in (
+            (report_of(a_test("T.test_1"), a_test("T.test_2")), "All 2 tests passed."),
             (
-                a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2"))),
-                "All 2 tests passed.",
-            ),
-            (
-                a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2", State.SKIPPED))),
+                report_of(a_test("T.test_1"), a_test("T.test_2", State.SKIPPED)),
                 "The test that ran passed. 1 test was skipped; its reason is given below.",
             ),
             (
-                a_report(a_file("test_x", *map(a_test, ("T.test_1", "T.test_2")), a_test("T.t", State.KNOWN_DEFECT))),
+                report_of(*map(a_test, ("T.test_1", "T.test_2")), a_test("T.t", State.KNOWN_DEFECT)),
                 "All 2 tests that should pass passed. 1 test showed ",
             ),
             (a_report(exit_code=5), "No test was executed, so this run proves nothing."),
@@ -263,7 +260,7 @@ class TestComparison(unittest.TestCase):
     def test_kinds_of_differences(self):
         def kind(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
             tests = (a_test("T.test_1", **was), a_test("T.test_1", **now))
-            return [each.kind for each in compare.differences(*(a_report(a_file("test_x", test)) for test in tests))]
+            return [each.kind for each in compare.differences(*(report_of(test) for test in tests))]
 
         ok, bad, skip, defect, known = (
             {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
@@ -299,7 +296,7 @@ class TestComparison(unittest.TestCase):
                 self.assertEqual(kind(was, now), [wanted] if wanted else [])
 
     def test_tests_that_are_gone_or_new_are_named(self):
-        reports = (a_report(a_file("test_x", a_test("T.test_1"), a_test(name))) for name in ("T.test_old", "T.test_2"))
+        reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))
         self.assertEqual(
             sorted(map(str, compare.differences(*reports))), ["gone: test_x::T.test_old", "new: test_x::T.test_2"]
         )
@@ -343,7 +340,7 @@ class TestComparison(unittest.TestCase):
     def test_a_new_test_that_fails_is_newly_failing(self):
         """This is so in a file that the earlier report does not have, too."""
         new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
-        reports = (a_report(a_file("test_x", a_test("T.test_1"))), a_report(a_file("test_x", a_test("T.test_1")), new))
+        reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
         self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
         self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
         page = compare.render(*reports)

@@ -502,27 +502,8 @@ class TestConsole(TreeCase):
 class TestCoverage(TreeCase):
     """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
 
-    def test_forked_processes_that_leave_at_once_are_measured(self):
-        lines = [
-            "def inside():", "    return 1", "def never():", "    return 2",
-            "def inside_a_fork():", "    os._exit(inside())",
-            "class TestX(unittest.TestCase):", "    def test_x(self):", "        pid = os.fork()",
-            "        pid or inside_a_fork()", "        os.waitpid(pid, 0)",
-        ]  # fmt: skip
-        self.check(
-            {"test_x": "\n".join(lines) + "\n"}, ["--coverage"], passed=1, says=["coverage: python -m coverage report"]
-        )
-        import coverage as library
-
-        data = library.CoverageData(str(self.root / "test-reports/.coverage"))
-        data.read()
-        (file,) = (file for file in data.measured_files() if file.endswith("/test/test_x.py"))
-        covered = {lines[number - 2].strip() for number in data.lines(file) or () if 2 <= number < 2 + len(lines)}
-        self.assertLessEqual({"return 1", "os._exit(inside())", "os.waitpid(pid, 0)"}, covered)
-        self.assertNotIn("return 2", covered)
-        self.assertEqual([path.name for path in self.tree.glob(".coverage*")], [])
-
-    def test_of_torch_only_fsdp_and_its_state_dicts_are_measured(self):
+    def test_what_is_measured(self):
+        """Forked processes that leave at once are, and of torch only FSDP and its state dicts."""
         distributed = self.root / "torch/distributed"
         measured = {
             "fsdp/api.py",
@@ -534,16 +515,26 @@ class TestCoverage(TreeCase):
         for name in (*measured, "checkpoint/planner.py", "tensor/api.py", "utils.py"):
             (distributed / name).parent.mkdir(parents=True, exist_ok=True)
             (distributed / name).write_text("pass\n")
-        runs = (
-            f"import pathlib, runpy; [runpy.run_path(str(p)) for p in pathlib.Path({str(distributed)!r}).rglob('*.py')]"
-        )
-        self.check({"test_x": body(runs)}, ["--coverage"], passed=1)
+        lines = [
+            "def inside():", "    return 1", "def never():", "    return 2",
+            "def inside_a_fork():", "    os._exit(inside())",
+            "class TestX(unittest.TestCase):", "    def test_x(self):", "        pid = os.fork()",
+            "        pid or inside_a_fork()", "        os.waitpid(pid, 0)", "        import pathlib, runpy",
+            f"        [runpy.run_path(str(p)) for p in pathlib.Path({str(distributed)!r}).rglob('*.py')]",
+        ]  # fmt: skip
+        says = ["coverage: python -m coverage report"]
+        self.check({"test_x": "\n".join(lines) + "\n"}, ["--coverage"], passed=1, says=says)
         import coverage as library
 
         data = library.CoverageData(str(self.root / "test-reports/.coverage"))
         data.read()
         files = {Path(file) for file in data.measured_files()}
         self.assertEqual({str(f.relative_to(distributed)) for f in files if distributed in f.parents}, measured)
+        (file,) = (file for file in files if file.parts[-2:] == ("test", "test_x.py"))
+        covered = {lines[number - 2].strip() for number in data.lines(str(file)) or () if 2 <= number < 2 + len(lines)}
+        self.assertLessEqual({"return 1", "os._exit(inside())", "os.waitpid(pid, 0)"}, covered)
+        self.assertNotIn("return 2", covered)
+        self.assertEqual([path.name for path in self.tree.glob(".coverage*")], [])
 
 
 class TestCoverageAbsent(unittest.TestCase):

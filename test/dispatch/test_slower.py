@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from little_results import a_file, a_report, a_test, two_hosts
+from little_results import a_test, report_of, two_hosts
 
 from torch_fsdp_tests.dispatch import compare, html_report, slower
 
@@ -24,7 +24,7 @@ def kinds(was: dict[str, Any], now: dict[str, Any], *others: tuple[float, float]
     for number, seconds in enumerate(others):
         for side, value in zip(sides, seconds, strict=True):
             side.append(test_of(value, name=f"T.other_{number}"))
-    differing = compare.differences(*(a_report(a_file("test_x", *tests)) for tests in sides))
+    differing = compare.differences(*(report_of(*tests) for tests in sides))
     return [each.kind for each in differing if each.name == "T.test_1"]
 
 
@@ -54,7 +54,7 @@ class TestSlower(unittest.TestCase):
         self.assertEqual(kinds(test_of(2.0), test_of(8.0), *twice), ["slower"])
         self.assertEqual(kinds(test_of(4.0), test_of(4.0), *twice), ["faster"])
         tests = [[test_of(seconds, name=f"T.test_{number}") for number in range(20)] for seconds in (1.0, 2.0)]
-        reports = [a_report(a_file("test_x", *side)) for side in tests]
+        reports = [report_of(*side) for side in tests]
         words = "the tests took 2.00 times as long as before (median)"
         self.assertIn(words, compare.lines(*reports)[1])
         self.assertIn(words, compare.render(*reports))
@@ -62,15 +62,15 @@ class TestSlower(unittest.TestCase):
 
     def test_words_have_the_spread(self):
         sides = test_of(1.0, 0.02, 40), test_of(1.5, 0.03, 30)
-        _, words = compare.lines(*(a_report(a_file("test_x", test)) for test in sides))
+        _, words = compare.lines(*(report_of(test) for test in sides))
         spread = "1.00s (0.98-1.02s, 40 rounds), now 1.50s (1.47-1.53s, 30 rounds)"
         self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
-        page = html_report.render(a_report(a_file("test_x", test_of(1.0, 0.2, 40))))
+        page = html_report.render(report_of(test_of(1.0, 0.2, 40)))
         self.assertIn("1.0 s<div class='dim small'>0.8 to 1.2 s</div>", page)
 
     def test_a_straggler_is_named(self):
         was, now = test_of(1.0, rank_cpu=[2.0, 2.0, 2.0]), test_of(3.0, rank_cpu=[2.2, 2.2, 4.0])
-        reports = a_report(a_file("test_x", was)), a_report(a_file("test_x", now), hosts=two_hosts())
+        reports = report_of(was), report_of(now, hosts=two_hosts())
         used = "used 2.00 times the CPU time of before (2.0s, now 4.0s), the other ranks 1.10 times"
         _, rank, test = compare.lines(*reports)
         self.assertEqual(rank, f"rank 2 on host-b {used}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import io
 import os
 import re
 import runpy
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import unittest.mock
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +46,21 @@ def leftovers(folder: str) -> list[str]:
     """
     names = [name for name in os.listdir(folder) if not name.startswith("torchinductor")]
     return [name for name in names if not Path(folder, name, "_remote_module_non_scriptable.py").exists()]
+
+
+def outputs(main: Callable[[Sequence[str]], int], *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of a command that runs in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        unittest.mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+    ):
+        try:
+            status = main(arguments)
+        except SystemExit as leaving:
+            status = host.exit_status(leaving)
+    return status, out.getvalue(), err.getvalue()
 
 
 def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,10 @@
 """The registry of torch's defects: its command, its scripts, each defect when repaired, and the suite's tests."""
 
 import ast
-import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
-import io
 import json
 import os
 import re
@@ -19,14 +18,18 @@ from pathlib import Path
 import torch
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
-from torch_fsdp_tests.defects import __main__ as command
 from torch_fsdp_tests.defects import launch, registry, texts, trial
+from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.ranks import Assignment
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent / "inputs" / "repaired"))
@@ -39,23 +42,15 @@ of_this_source = unittest.skipUnless(
 )
 
 
-def outputs(*arguments: str) -> tuple[str | int | None, str, str]:
-    """Return the exit status, stdout and stderr of the command, which runs in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status: str | int | None = command.main(arguments)
-        except SystemExit as leaving:
-            status = leaving.code
-    return status, out.getvalue(), err.getvalue()
-
-
 def named_in_tests() -> set[str]:
     """The ids of the defects that tests of FSDP show, as a whole or in a block."""
     paths = sorted((ROOT / "test" / "distributed").rglob("test_*.py"))
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_defect"]
     return {ast.literal_eval(id) for call in calls for id in call.args}
+
+
+command = functools.partial(outputs, main)
 
 
 class TestRegistry(TestCase):
@@ -147,7 +142,7 @@ class TestCommand(TestCase):
 
     def test_all_defects(self):
         """On the torch under test, every answer is the expected one, within its time."""
-        status, out, err = outputs("--json")
+        status, out, err = command("--json")
         self.assertEqual(status, 0, out + err)
         answers = json.loads(out)["defects"]
         self.assertEqual(sorted(answer["id"] for answer in answers), registry.ids())
@@ -163,7 +158,7 @@ class TestCommand(TestCase):
             defect, answer, Answer.PRESENT, found={"weight": 0.75}, right={"weight": 1.5}, seconds=2.25
         )
         with unittest.mock.patch.object(trial, "try_all", lambda ids, at_a_time: iter([finding])):
-            status, out, err = outputs(*arguments)
+            status, out, err = command(*arguments)
         self.assertEqual(err, "")
         return status, out
 
@@ -193,7 +188,7 @@ class TestCommand(TestCase):
         self.assertIn(f"not as expected: {SHOWN} is absent, but present was expected", out)
 
     def test_selection(self):
-        status, out, _ = outputs("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
+        status, out, _ = command("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
         hangs = [id for id in registry.ids() if registry.defect(id).consequence is Consequence.HANG]
         self.assertIn("fsdp2_inf_norm_of_empty_shard_hangs", hangs)
         wanted = [id for id in hangs if registry.defect(id).family == "FSDP2"]
@@ -213,7 +208,7 @@ class TestCommand(TestCase):
         }
         for arguments, words in cases.items():
             with self.subTest(arguments=arguments):
-                status, _, err = outputs(*arguments)
+                status, _, err = command(*arguments)
                 self.assertEqual(status, 2)
                 self.assertIn(words, err)
 

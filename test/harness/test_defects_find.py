@@ -1,8 +1,7 @@
 """From words, a traceback or the features in use to the defects that fit, and what versions of torch changed."""
 
-import contextlib
+import functools
 import html
-import io
 import itertools
 import re
 import sys
@@ -11,14 +10,14 @@ import unittest.mock
 from pathlib import Path
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import __main__ as command
 from torch_fsdp_tests.defects import changes, find, registry, texts, versions_page
+from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import INPUTS
+from runs import INPUTS, outputs
 
 # Those of defects are named after them, and were printed by the scripts of --show. Those of users' mistakes begin with
 # "user_"; that of a GPU's memory and that of NCCL's watchdog were put together by hand.
@@ -26,17 +25,11 @@ TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebac
 SHOWN = "fsdp2_group_is_gathered_for_one_output"
 
 
+command = functools.partial(outputs, main)
+
+
 def ids(defects: list[registry.Defect]) -> list[str]:
     return [defect.id for defect in defects]
-
-
-def outputs(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-    """The exit status, stdout and stderr of the command, which runs in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with unittest.mock.patch.object(sys, "stdin", io.StringIO(stdin)):
-            status = command.main(arguments)
-    return status, out.getvalue(), err.getvalue()
 
 
 class TestAnswers(TestCase):
@@ -163,7 +156,7 @@ class TestPage(TestCase):
     def test_it_is_written(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "defects.html")
-            self.assertEqual(outputs("--html", str(path)), (0, "", ""))
+            self.assertEqual(command("--html", str(path)), (0, "", ""))
             self.assertEqual(path.read_text(encoding="utf-8"), versions_page.render())
 
 
@@ -171,7 +164,7 @@ class TestCommand(TestCase):
     """Without it, ``--find`` and ``--using`` could find something and not print it, or pass over a wrong argument."""
 
     def test_traceback_on_standard_input(self):
-        status, out, _ = outputs("--find", "-", stdin=TRACEBACKS["fsdp2_ignored_parameters_break_foreach"])
+        status, out, _ = command("--find", "-", stdin=TRACEBACKS["fsdp2_ignored_parameters_break_foreach"])
         self.assertEqual(status, 0)
         self.assertTrue(out.startswith("fsdp2_ignored_parameters_break_foreach (error): "), out)
         self.assertTrue(out.endswith("\n1 known defect fits; --show ID prints a script for one\n"), out)
@@ -181,15 +174,15 @@ class TestCommand(TestCase):
         cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
         for version, gone in cases.items():
             with self.subTest(version), unittest.mock.patch("torch.__version__", version):
-                printed = re.findall(r"^(\w+) \(", outputs("--find", "setStorage: sizes")[1], re.MULTILINE)
+                printed = re.findall(r"^(\w+) \(", command("--find", "setStorage: sizes")[1], re.MULTILINE)
                 self.assertEqual(printed[-1], gone)
 
     def test_nothing_fits(self):
-        self.assertEqual(outputs("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
+        self.assertEqual(command("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
 
     def test_using_prints_what_this_torch_has(self):
         with unittest.mock.patch("torch.__version__", "2.14.0"):
-            status, out, _ = outputs("--using", "FSDP2, tp")
+            status, out, _ = command("--using", "FSDP2, tp")
         self.assertEqual(status, 0)
         printed = re.findall(r"^(\w+) \(", out, re.MULTILINE)
         has = [each for each in find.by_features({"fsdp2", "tp"}) if each.expected("2.14.0") is Answer.PRESENT]
@@ -209,7 +202,7 @@ class TestCommand(TestCase):
             ("--find", " "): "--find needs words or a traceback",
         }.items():
             with self.subTest(arguments=arguments):
-                status, out, err = outputs(*arguments)
+                status, out, err = command(*arguments)
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(words, err)
                 self.assertEqual(err.count("\n"), 1)
