@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Defect
 from torch_fsdp_tests.defects.trial import Finding
+from torch_fsdp_tests.dispatch.listing import columns
 
 _OWN = __name__.partition(".")[0]  # the package
 
@@ -74,11 +75,10 @@ def history(defect: Defect) -> str:
 
 def listing(defects: Sequence[Defect]) -> str:
     """A table of ids, families, consequences and titles."""
-    width = max((len(defect.id) for defect in defects), default=0)
-    return "\n".join(
-        f"{defect.id:{width}}  {defect.family}  {defect.consequence.value:18}  {defect.title}"
-        for defect in registry.worst_first(defects)
-    )
+    rows = [
+        (each.id, each.family, f"{each.consequence.value:18}", each.title) for each in registry.worst_first(defects)
+    ]
+    return "\n".join(columns(rows))
 
 
 def script(defect: Defect) -> str:

@@ -18,7 +18,7 @@ from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.dispatch.listing import plural, seconds
+from torch_fsdp_tests.dispatch.listing import plural, seconds, several
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
@@ -209,7 +209,8 @@ class Console:
             else:
                 self._outcomes(results)
         elif file.is_flaky:
-            self._first_failure(file)
+            first = file.attempts[0]
+            self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
         elif self._run.show_output:
             self.say(f"{file.attempts[-1].output.rstrip()}\n")
 
@@ -222,11 +223,6 @@ class Console:
         for test in tests:
             if test.outcome.is_bad:
                 self.say(f"{test.outcome.value}: {test.name}{f': {clean(test.reason)}' if test.reason else ''}")
-
-    def _first_failure(self, file: FileResult) -> None:
-        """Show the first failure of a file that passed when it was repeated."""
-        first = file.attempts[0]
-        self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
 
     def _failure(self, file: FileResult) -> None:
         on = machine.in_one_line(file.attempts[-1].facts.get("machine", {}))
@@ -308,9 +304,8 @@ class Console:
         if not_run := counts[State.NOT_RUN]:
             self.say(f"{plural(not_run, 'test')} not reached")
         if results.not_started:
-            names = ", ".join(results.not_started[:SHOWN])
-            more = f" and {len(results.not_started) - SHOWN} more" if len(results.not_started) > SHOWN else ""
-            self.say(f"{plural(len(results.not_started), 'file')} not started: {names}{more}")
+            names = several(results.not_started, SHOWN)
+            self.say(f"{plural(len(results.not_started), 'file')} not started: {names}")
         for words in (*hosts.lines(results.hosts.to_json()), *remarks):
             self.say(words)
         for defect in results.repaired_defects():

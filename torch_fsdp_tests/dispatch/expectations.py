@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,9 +123,9 @@ def read_disabled(path: Path) -> tuple[list[Entry], list[str]]:
         *number, url, listed = value
         issue = str(number[0] if number else str(url).rpartition("/")[2])
         platforms = [platform for platform in map(str, listed) if platform]
-        unknown |= {platform: key for platform in platforms if platform not in _PLATFORMS}
-        known = [platform for platform in platforms if platform in _PLATFORMS]
-        if not known or any(_PLATFORMS[platform]() for platform in known):
+        known = [platform for platform in platforms if platform in _SYSTEMS | _BUILDS]
+        unknown |= {platform: key for platform in platforms if platform not in known}
+        if not known or any(map(_is_here, known)):
             reason = f"issue {issue}" if issue else ""
             entries.append(Entry(_upstream_name(path, key), "disable", reason, str(url), upstreams=True))
     remarks = [
@@ -184,27 +184,15 @@ def _upstream_name(path: Path, key: str) -> str:
     return f"*::{match[2]}::{match[1]}"
 
 
-def _system(name: str) -> Callable[[], bool]:
-    return lambda: sys.platform.startswith(name)
+# The platforms in upstream's lists: systems, with the beginning of ``sys.platform`` there,
+_SYSTEMS = {"linux": "linux", "mac": "darwin", "macos": "darwin", "win": "win32", "windows": "win32"}
+# and kinds of builds, with what can be read from the installed torch. CI names them in a variable.
+_BUILDS = {"rocm": "hip", "xpu": "xpu", "asan": "", "dynamo": "", "dynamo_wrapped": "", "inductor": "", "slow": ""}
 
 
-def _build(variable: str, built_for: str = "") -> Callable[[], bool]:
-    """A kind of build. CI names it in a variable; some kinds can be read from the installed torch."""
-    return lambda: os.environ.get(f"PYTORCH_TEST_WITH_{variable}") == "1" or devices.torch_is_built_for(built_for)
-
-
-# The platforms in upstream's lists, and how to find out whether this machine is one of them.
-_PLATFORMS: Mapping[str, Callable[[], bool]] = {
-    "linux": _system("linux"),
-    "mac": _system("darwin"),
-    "macos": _system("darwin"),
-    "win": _system("win32"),
-    "windows": _system("win32"),
-    "rocm": _build("ROCM", "hip"),
-    "xpu": _build("XPU", "xpu"),
-    "asan": _build("ASAN"),
-    "dynamo": _build("DYNAMO"),
-    "dynamo_wrapped": _build("DYNAMO"),
-    "inductor": _build("INDUCTOR"),
-    "slow": _build("SLOW"),
-}
+def _is_here(platform: str) -> bool:
+    """Whether this is one of the platforms above."""
+    if platform in _SYSTEMS:
+        return sys.platform.startswith(_SYSTEMS[platform])
+    variable = f"PYTORCH_TEST_WITH_{platform.removesuffix('_wrapped').upper()}"
+    return os.environ.get(variable) == "1" or devices.torch_is_built_for(_BUILDS[platform])

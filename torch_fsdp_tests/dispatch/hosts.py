@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.listing import columns, plural, several
 from torch_fsdp_tests.verdict import RankResult, State, by_cause, ranks_in_words
 from torch_fsdp_tests.verdict.stream import TestResult
 
@@ -134,10 +134,8 @@ def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The table as text, what differs between the hosts, and why one is not well. Empty for a single host."""
     if len(hosts) < 2:
         return []
-    table = rows(hosts)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    text = [f"  {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in table]
-    return ["hosts:", *text, *(f"  {words}" for words in differences(hosts)), *conclusions(hosts)]
+    table = [*columns(rows(hosts)), *differences(hosts)]
+    return ["hosts:", *(f"  {words}" for words in table), *conclusions(hosts)]
 
 
 def differences(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -150,12 +148,7 @@ def _by_text(texts: Mapping[str, str]) -> Iterable[str]:
     names: dict[str, list[str]] = {}
     for name, text in texts.items():
         names.setdefault(text, []).append(name)
-    return (f"{text} on {_several(its)}" for text, its in names.items())
-
-
-def _several(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    return (f"{text} on {several(its, 3)}" for text, its in names.items())
 
 
 def conclusions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.listing import columns
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import State, rank_rows, tell
@@ -99,8 +100,6 @@ def _tag(outcome: State) -> str | None:
 def _element(tag: str, test: TestResult) -> ET.Element:
     """Return the result of a test, with one entry for each rank if it had ranks."""
     element = ET.Element(tag, {"message": clean(test.reason or test.outcome.value), "type": test.outcome.value})
-    rows = rank_rows(test.ranks)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    table = columns(rank_rows(test.ranks))
     element.text = clean("\n".join([*table, *[""] * bool(table), tell(test.ranks, test.text)]))
     return element

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.listing import columns, plural
 from torch_fsdp_tests.verdict import State
 
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
@@ -90,9 +90,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """The lines for a terminal."""
-        rows = [TITLES, *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines = columns([TITLES, *(row.cells() for row in self.rows)])
         lines += [f"failed on {row.label}: {name}" for row in self.rows for name, _ in _failures(row)]
         lines += [f"tests that execute only on {_listed(on)}: {len(tests)}" for on, tests in self.executes_only.items()]
         return lines + self._remarks()
