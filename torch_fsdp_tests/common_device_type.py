@@ -33,17 +33,6 @@ ALSO_FOR_VARIABLE = "PYTORCH_TESTING_DEVICE_FOR_CUSTOM"
 Names = str | Iterable[str] | None
 
 
-class DeviceTypeTestBase:
-    """What an instantiated class knows about its device, in addition to its generic class."""
-
-    device_type: str = ""
-
-    @classmethod
-    def get_primary_device(cls) -> str:
-        """The device of rank 0 as text. It has index 0, or no index if devices have none (``cpu``)."""
-        return str(accelerator.current().device(0))
-
-
 def instantiate_device_type_tests(
     generic_test_class: type,
     scope: MutableMapping[str, Any],
@@ -88,7 +77,7 @@ def instantiate_device_type_tests(
     # Loaders ignore None. The inherited tests would lack their arguments, and they cannot be deleted from the generic
     # class, because other classes may have been made from it.
     namespace |= dict.fromkeys(generic_tests)
-    made = type(name, (DeviceTypeTestBase, generic_test_class), namespace)
+    made = type(name, (generic_test_class,), namespace)
     for attribute, test in generic_tests.items():
         for variant_name, variant in _variants(attribute, test, generic_test_class, made):
             add_test(made, variant_name, variant if reason is None else unittest.skip(reason)(variant))

@@ -14,13 +14,12 @@ import shlex
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from torch_fsdp_tests.common_utils.flags import device_under_test, has_devices
+from torch_fsdp_tests.common_utils.flags import TEST_WITH_SLOW, device_under_test, has_devices
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.verdict import Reason, SkipKind
 
 COMPILE_LIMIT = 60  # seconds; a cold compiler on a loaded machine takes a few
 
@@ -64,31 +63,19 @@ def why_no_device_compiler() -> str | None:
     return why_no_host_compiler()  # triton builds the launcher of each kernel with it
 
 
-def has_device_compiler(device_type: str) -> bool:
-    return has_devices(device_type) and why_no_device_compiler() is None
-
-
-def _gpu_type() -> str:
-    # This is upstream's fallback too: test files build device strings from it before they skip.
-    device = device_under_test()
-    return "cuda" if device is None or device.is_host else device.type
-
-
-_ANSWERS: dict[str, Callable[[], object]] = {
-    "HAS_CPU": lambda: why_no_host_compiler() is None,
-    "HAS_TRITON": lambda: why_no_device_compiler() is None,
-    "HAS_GPU": lambda: why_no_device_compiler() is None,
-    "HAS_GPU_AND_TRITON": lambda: why_no_device_compiler() is None,
-    "HAS_CUDA": lambda: has_device_compiler("cuda"),
-    "HAS_CUDA_AND_TRITON": lambda: has_device_compiler("cuda"),
-    "HAS_XPU": lambda: has_device_compiler("xpu"),
-    "HAS_XPU_AND_TRITON": lambda: has_device_compiler("xpu"),
-    "HAS_MULTIGPU": lambda: why_no_device_compiler() is None and torch.accelerator.device_count() > 1,
-    "GPU_TYPE": _gpu_type,
-}
+def why_no_inductor() -> str | None:
+    """The reason why a test cannot compile with inductor for the device under test, or None."""
+    if not accelerator.current().is_host:
+        return why_no_device_compiler()
+    if not TEST_WITH_SLOW:
+        words = "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"
+        return Reason(words, SkipKind.SLOW)
+    return why_no_host_compiler()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ANSWERS:
-        return _ANSWERS[name]()
+    if name == "HAS_GPU":
+        return why_no_device_compiler() is None
+    if name == "HAS_CUDA":
+        return has_devices("cuda") and why_no_device_compiler() is None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,23 +20,20 @@ from torch_fsdp_tests.common_utils import TestCase
 
 
 @contextlib.contextmanager
-def preserve_log_state() -> Iterator[None]:
-    """Start with torch's default log settings, and restore the previous ones afterwards."""
+def log_settings(settings: str) -> Iterator[None]:
+    """Log as with ``TORCH_LOGS=<settings>``, in this process and in those that the block starts.
+
+    The previous settings are restored afterwards.
+    """
     before = torch_logs._get_log_state()
     torch_logs._set_log_state(torch_logs.LogState())
     try:
-        yield
+        with unittest.mock.patch.dict(os.environ, {"TORCH_LOGS": settings}):
+            torch_logs._init_logs()
+            yield
     finally:
         torch_logs._set_log_state(before)
         torch_logs._init_logs()
-
-
-@contextlib.contextmanager
-def log_settings(settings: str) -> Iterator[None]:
-    """Log as with ``TORCH_LOGS=<settings>``, in this process and in those that the block starts."""
-    with preserve_log_state(), unittest.mock.patch.dict(os.environ, {"TORCH_LOGS": settings}):
-        torch_logs._init_logs()
-        yield
 
 
 class LoggingTestCase(TestCase):
@@ -75,22 +72,17 @@ LogContext = Callable[[], contextlib.AbstractContextManager[None]]
 
 def logs_to_string(module: str, log_option: str) -> tuple[io.StringIO, LogContext]:
     """Return a stream, and a function whose context enables the artifact and writes ``module``'s logs of it there."""
-    (stream,), context = multiple_logs_to_string(module, log_option)
-    return stream, context
-
-
-def multiple_logs_to_string(module: str, *log_options: str) -> tuple[list[io.StringIO], LogContext]:
-    """Like :func:`logs_to_string`, for several artifacts with a stream each."""
-    streams = [io.StringIO() for _ in log_options]
+    stream = io.StringIO()
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        with log_settings(",".join(log_options)), contextlib.ExitStack() as stack:
-            for stream, option in zip(streams, log_options, strict=True):
-                logger = torch._logging.getArtifactLogger(module, option)
-                handler = logging.StreamHandler(stream)
-                logger.addHandler(handler)
-                stack.callback(logger.removeHandler, handler)
-            yield
+        with log_settings(log_option):
+            logger = torch._logging.getArtifactLogger(module, log_option)
+            handler = logging.StreamHandler(stream)
+            logger.addHandler(handler)
+            try:
+                yield
+            finally:
+                logger.removeHandler(handler)
 
-    return streams, context
+    return stream, context

@@ -16,9 +16,14 @@ DEFAULT_TIMEOUT = 120  # seconds
 LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
+# A test fails if torch does not have a defect, or a repair, that its version should have.
 STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"
+# A test is an error, and not skipped, if torch lacks a private name or cannot answer a question about it. Otherwise a
+# torch that renames half of FSDP could pass by skipping half of the tests.
 STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
+# A test fails if it leaves something behind.
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
+# A test fails if its streams do not wait for each other where they share memory.
 CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
@@ -121,27 +126,9 @@ def default_ranks(devices: int) -> int:
     return max(devices, 2) if devices else USUAL_RANKS
 
 
-def strict_defects(environment: Mapping[str, str]) -> bool:
-    """Whether a test fails if torch does not have a defect, or a repair, that its version should have."""
-    return environment.get(STRICT_DEFECTS_VARIABLE) == "1"
-
-
-def strict_names(environment: Mapping[str, str]) -> bool:
-    """Whether a test is an error, and not skipped, if torch lacks a private name or cannot answer a question about it.
-
-    Then a torch that renames half of FSDP cannot pass by skipping half of the tests.
-    """
-    return environment.get(STRICT_NAMES_VARIABLE) == "1"
-
-
-def strict_leaks(environment: Mapping[str, str]) -> bool:
-    """Whether a test fails if it leaves something behind."""
-    return environment.get(STRICT_LEAKS_VARIABLE) == "1"
-
-
-def check_streams(environment: Mapping[str, str]) -> bool:
-    """Whether a test fails if its streams do not wait for each other where they share memory."""
-    return environment.get(CHECK_STREAMS_VARIABLE) == "1"
+def is_on(variable: str, environment: Mapping[str, str]) -> bool:
+    """Whether a switch is exactly ``1``. Upstream's ``PYTORCH_TEST_*`` are read in this way, too."""
+    return environment.get(variable) == "1"
 
 
 def whole(variable: str, text: str, most: int) -> int:

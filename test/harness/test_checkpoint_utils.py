@@ -1,24 +1,20 @@
-"""The shared directory and the log level of checkpoint tests, over processes, threads, and a single rank."""
+"""The shared directory of checkpoint tests, over processes, threads, and a single rank."""
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.ranks import Outcome
 from torch_fsdp_tests.verdict import State
 
@@ -105,24 +101,6 @@ class TestSharedDirectory(MultiProcessTestCase):
         dist.barrier()
         self.assertFalse(os.path.exists(os.path.dirname(instance.temp_dir)))
 
-    def test_a_checkpoint_written_by_all_is_read_by_all(self):
-        self.init()
-        test = self
-
-        class Checkpoint(Method):
-            @with_temp_dir
-            def save_and_load(self):
-                state = {"tensor": torch.arange(4.0), f"own {test.rank}": torch.tensor([float(test.rank)])}
-                dcp.save(state, checkpoint_id=self.temp_dir)
-                loaded = {key: torch.full_like(value, -1.0) for key, value in state.items()}
-                loaded[f"own {1 - test.rank}"] = torch.zeros(1)
-                dcp.load(loaded, checkpoint_id=self.temp_dir)
-                return loaded
-
-        loaded = Checkpoint().save_and_load()
-        wanted = {"tensor": torch.arange(4.0), "own 0": torch.tensor([0.0]), "own 1": torch.tensor([1.0])}
-        self.assertEqual(loaded, wanted)
-
     def test_threads_share_a_folder_that_is_removed(self):
         paths: list[Any] = [None] * 3
         names: list[Any] = [None] * 3
@@ -150,59 +128,6 @@ class TestAlone(TestCase):
         self.assertNotEqual(first.temp_dir, second.temp_dir)
         for instance in (first, second):
             self.assertFalse(os.path.exists(os.path.dirname(instance.temp_dir)))
-
-
-class TestLogging(TestCase):
-    """Without it, a test could leave a logger at another level, and the output of later tests would change."""
-
-    logger = logging.getLogger("torch_fsdp_tests.some_logger")
-
-    def setUp(self):
-        super().setUp()
-        self.logger.setLevel(logging.ERROR)
-
-    def test_level_is_raised_and_put_back(self):
-        @with_checkpoint_logging(logger_name=self.logger.name, level=logging.DEBUG)
-        def inside(fail):
-            self.assertEqual(self.logger.level, logging.DEBUG)
-            if fail:
-                raise LookupError
-            return "returned"
-
-        self.assertEqual(inside(False), "returned")
-        self.assertEqual(self.logger.level, logging.ERROR)
-        with self.assertRaises(LookupError):
-            inside(True)
-        self.assertEqual(self.logger.level, logging.ERROR)
-
-    def test_bare_form_means_the_checkpoint_logger(self):
-        @with_checkpoint_logging
-        def inside():
-            return logging.getLogger("torch.distributed.checkpoint").level
-
-        before = logging.getLogger("torch.distributed.checkpoint").level
-        self.assertEqual(inside(), logging.INFO)
-        self.assertEqual(logging.getLogger("torch.distributed.checkpoint").level, before)
-
-    def test_threads_that_overlap_put_back_the_first_level(self):
-        # The first rank to enter leaves first. If each one restored what it found, the raised level would stay.
-        first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
-
-        @with_checkpoint_logging(logger_name=self.logger.name)
-        def inside(signal, awaited):
-            signal.set()
-            self.assertTrue(awaited.wait(10))
-
-        def first():
-            inside(first_in, second_in)
-            first_out.set()
-
-        thread = threading.Thread(target=first, daemon=True)
-        thread.start()
-        self.assertTrue(first_in.wait(10))
-        inside(second_in, first_out)
-        thread.join(10)
-        self.assertEqual(self.logger.level, logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import (
 from torch_fsdp_tests.installed_torch import torch_facts
 
 TOKENS = (4, 8)  # batch and sequence
-EXPERTS = {"num_experts": 2}
 
 
 def transformer(**kwargs: Any) -> Transformer:
@@ -107,16 +106,12 @@ class TestParallelModels(DTensorTestBase):
 
     @with_comms
     def test_tensor_parallelism(self):
-        values = [(False, False, {}), (True, True, {}), (True, False, {"weight_tying": False}), (False, True, EXPERTS)]
+        values = [(False, {}), (True, {}), (True, {"weight_tying": False})]
         self.run_subtests({"values": values}, lambda values: self._test_tensor_parallelism(*values))
 
-    def _test_tensor_parallelism(
-        self, use_seq_parallel: bool, local_output_for_attn: bool, kwargs: dict[str, Any]
-    ) -> None:
+    def _test_tensor_parallelism(self, use_seq_parallel: bool, kwargs: dict[str, Any]) -> None:
         plain = transformer(**kwargs)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel, local_output_for_attn)
-        heads = 1 if local_output_for_attn else 4
-        self.assertEqual(parallel.layers[0].attention.n_heads, heads)
+        parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel)
         self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, kwargs.get("weight_tying", True))
         self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
         self.compare(plain, parallel, local=lambda x: x)
@@ -132,12 +127,9 @@ class TestParallelModels(DTensorTestBase):
     @needs(torch_facts.CONCATENATES_MESHES)
     @with_comms
     def test_expert_and_tensor_parallelism(self):
-        self.run_subtests({"use_seq_parallel": [False, True]}, self._test_expert_and_tensor_parallelism)
-
-    def _test_expert_and_tensor_parallelism(self, use_seq_parallel: bool) -> None:
         mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
         plain = transformer(num_experts=4)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], use_seq_parallel, ep_mesh=mesh["ep"])
+        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], False, ep_mesh=mesh["ep"])
         weight = parallel.layers[0].expert_layer.experts.w2
         self.assertEqual(tuple(weight.to_local().shape), (2, 16, 32))
         half = slice(0, 2) if self.rank < 2 else slice(2, 4)
@@ -149,6 +141,9 @@ class TestParallelModels(DTensorTestBase):
             Transformer.parallelize(nn.Linear(1, 1), self.mesh, False)
         with self.assertRaisesRegex(ValueError, "give a mesh"):
             Transformer.parallelize(transformer(), None, False)
+        for ep_mesh, use_seq_parallel in ((None, False), (self.mesh, True)):
+            with self.assertRaisesRegex(ValueError, "experts need"):
+                Transformer.parallelize(transformer(num_experts=4), self.mesh, use_seq_parallel, ep_mesh)
 
 
 class TestProcesses(DTensorTestBase):

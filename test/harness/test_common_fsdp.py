@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -28,7 +27,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from torch_fsdp_tests import common_fsdp
 from torch_fsdp_tests.common_fsdp import (
@@ -47,7 +45,6 @@ from torch_fsdp_tests.common_fsdp import (
     NestedWrappedModuleWithDelay,
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
-    check_sharded_parity,
     compiled,
     compiled_fsdp_test,
     delays,
@@ -408,95 +405,6 @@ class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
         return 4
 
 
-class TestShardedParity(TwoRanks):
-    """Without it, the comparison of FSDP2 with its reference could pass whatever FSDP2 does."""
-
-    def pair(self, **kwargs: Any) -> tuple[MLP, MLP]:
-        torch.manual_seed(0)
-        reference = MLP(5, **kwargs).to(self.device)  # 20 rows split evenly, 5 do not
-        sharded = copy.deepcopy(reference)
-        fully_shard(sharded)
-        return reference, sharded
-
-    def differs(self, reference: nn.Module, sharded: nn.Module, message: str, **kwargs: Any) -> None:
-        with self.assertRaisesRegex(AssertionError, message):
-            check_sharded_parity(self, reference, sharded, **kwargs)
-
-    def test_equal_modules_pass(self):
-        reference, sharded = self.pair()
-        check_sharded_parity(self, reference, sharded)
-        self.backward(reference, sharded)
-        check_sharded_parity(self, reference, sharded)
-
-    def backward(self, reference: nn.Module, sharded: nn.Module) -> None:
-        x = torch.full((2, 5), float(self.rank + 1), device=self.device)
-        for module in (reference, sharded):
-            module(x).sum().backward()
-        for param in reference.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= 2
-
-    def test_parameters_that_only_one_module_has(self):
-        reference, sharded = self.pair()
-        fewer, sharded_fewer = self.pair(bias=False)
-        self.differs(fewer, sharded, r"of the sharded module only: \['in_proj.bias', 'out_proj.bias'\]")
-        self.differs(reference, sharded_fewer, r"of the replicated module only: \['in_proj.bias', 'out_proj.bias'\]")
-        self.differs(nn.Identity(), nn.Identity(), "nothing was compared")
-
-    def test_names_and_order(self):
-        reference, sharded = self.pair()
-        wrapped = nn.Sequential(reference)
-        self.differs(wrapped, sharded, "of the replicated module only")
-        check_sharded_parity(self, reference, nn.Sequential(sharded), prefixes_to_ignore=("0.",))
-        turned = nn.Module()
-        turned.out_proj, turned.in_proj = reference.out_proj, reference.in_proj
-        self.differs(turned, sharded, "differ in order")
-
-    def test_values_on_the_rank_that_holds_them(self):
-        reference, sharded = self.pair()
-        with torch.no_grad():
-            # Each rank's own shard, in its last row. The other ranks' shards do not change.
-            sharded.in_proj.weight.to_local()[-1, 0] += 1
-        self.differs(reference, sharded, r"parameter 'in_proj.weight', local shard")
-
-    def test_replica_that_drifted_on_one_rank(self):
-        reference, sharded = self.pair()
-        with torch.no_grad():
-            reference.out_proj.bias += self.rank
-        if self.rank == 0:
-            check_sharded_parity(self, reference, sharded)
-        else:
-            self.differs(reference, sharded, "parameter 'out_proj.bias'")
-
-    def test_gradients(self):
-        reference, sharded = self.pair()
-        self.backward(reference, sharded)
-        kept = reference.in_proj.bias.grad
-        reference.in_proj.bias.grad = None
-        self.differs(
-            reference, sharded, "gradient of 'in_proj.bias': the sharded module has one, the replicated module"
-        )
-        reference.in_proj.bias.grad = kept + 1
-        self.differs(reference, sharded, "gradient of 'in_proj.bias', local shard")
-        reference.in_proj.bias.grad, sharded.in_proj.bias.grad = kept, None
-        self.differs(
-            reference, sharded, "gradient of 'in_proj.bias': the replicated module has one, the sharded module"
-        )
-
-    def test_layouts(self):
-        reference, sharded = self.pair()
-        self.differs(
-            reference, reference, "parameter 'in_proj.weight' is a Parameter in the sharded module, not a DTensor"
-        )
-        mesh = init_device_mesh(accelerator.current().type, (1, 2), mesh_dim_names=("dp", "tp"))
-        twice = copy.deepcopy(reference)
-        weight = distribute_tensor(twice.in_proj.weight.detach(), mesh, [Shard(0), Shard(0)])
-        twice.in_proj.weight = nn.Parameter(weight)
-        self.differs(reference, twice, "another order")
-        wider = MLP(5, dim_multiplier=2).to(self.device)
-        self.differs(wider, sharded, r"parameter 'in_proj.weight' has the shape \(20, 5\), .* \(10, 5\)")
-
-
 class TestStates(TwoRanks):
     """Without it, tests of state dicts could compare a state with itself, or change it."""
 
@@ -642,7 +550,7 @@ class TestCompiled(TwoRanks):
     def test_both_modes_run_and_the_name_comes_back(self):
         for fail_in, ran in ((None, 2), (FullyShardMode.COMPILED_COMPUTE, 2), (FullyShardMode.EAGER, 1)):
             self.modes = []
-            with mock.patch.object(compiled, "_why_not_compiled", lambda: None):
+            with mock.patch.object(compiled, "why_no_inductor", lambda: None):
                 with self.assertRaises(ZeroDivisionError) if fail_in else mock.MagicMock():
                     self.body(fail_in=fail_in)
             expected = [(FullyShardMode.EAGER, []), (FullyShardMode.COMPILED_COMPUTE, [MLP])]
@@ -652,7 +560,7 @@ class TestCompiled(TwoRanks):
 
     def test_only_eager_mode_runs_without_a_compiler(self):
         self.modes = []
-        with mock.patch.object(compiled, "_why_not_compiled", lambda: "no compiler here"):
+        with mock.patch.object(compiled, "why_no_inductor", lambda: "no compiler here"):
             with self.assertWarnsRegex(UserWarning, "only the eager mode ran: no compiler here"):
                 self.body()
         self.assertEqual([mode for mode, _ in self.modes], [FullyShardMode.EAGER])

@@ -20,7 +20,7 @@ LAYERS = [
     {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
     {"device.substitutes", "common_distributed"},
     {"distributed"},
-    {"common_fsdp"},
+    {"common_fsdp", "fsdp.shards"},
     {"fsdp"},
     {"distributed.common_state_dict"},  # upstream's place for everything above
 ]

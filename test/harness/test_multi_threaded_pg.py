@@ -20,13 +20,13 @@ from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed.multi_threaded_pg import (
+from torch_fsdp_tests.ranks import Outcome
+from torch_fsdp_tests.ranks.threaded_pg import (
     CollectiveTimeout,
     Mismatch,
     PeerFailed,
     ThreadLocalWorld,
 )
-from torch_fsdp_tests.ranks import Outcome
 from torch_fsdp_tests.verdict import State
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

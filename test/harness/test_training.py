@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import unittest
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import collectives, combinations
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
@@ -96,8 +98,30 @@ class TestRecordedCollectives(FSDPTest):
         self.assertEqual(len(calls), 6)  # nothing is recorded after the context
 
 
+def turned(model: Any) -> nn.Module:
+    """The layers of an MLP in the other order."""
+    layers: Any = nn.Module()
+    layers.out_proj, layers.in_proj = model.out_proj, model.in_proj
+    return layers
+
+
+# How two models may differ. Each function changes a plain model or its sharded copy, or returns two other models. The
+# key is what a failure says.
+DIFFERENCES: dict[str, Callable[[Any, Any], Any]] = {
+    "parameter out_proj.weight": lambda plain, sharded: sharded.out_proj.weight.detach().to_local()[-1].add_(1),
+    "gradient out_proj.weight": lambda plain, sharded: sharded.out_proj.weight.grad.to_local()[0].add_(1),
+    "gradient out_proj.bias": lambda plain, sharded: setattr(sharded.out_proj.bias, "grad", None),
+    "gradient in_proj.bias": lambda plain, sharded: setattr(plain.in_proj.bias, "grad", None),
+    "parameter in_proj.weight": lambda plain, sharded: (plain, plain),
+    "parameter in_proj.weight is laid out as": lambda plain, sharded: (MLP(3, dim_multiplier=2), sharded),
+    "different parameters": lambda plain, sharded: (plain, nn.Sequential(sharded)),
+    "'in_proj.weight' != 'out_proj.weight'": lambda plain, sharded: (turned(plain), sharded),
+    "nothing was compared": lambda plain, sharded: (nn.Identity(), nn.Identity()),
+}
+
+
 class TestParity(TrainingMixin, FSDPTestMultiThread):
-    """Without it, ``check_parity`` could accept a sharded model that differs from its reference."""
+    """Without it, a comparison of parameters could accept a sharded model that differs from its reference."""
 
     world_size = 2
 
@@ -117,27 +141,24 @@ class TestParity(TrainingMixin, FSDPTestMultiThread):
         check_parity(self, model, model, rtol=0, atol=0)
         check_gradients(self, ref_model, model)
         check_full(self, ref_model, model)
+        check_sharded_parity(self, ref_model, nn.Sequential(model), prefixes_to_ignore=("0.",))
 
     @skip_if_lt_x_gpu(1)
-    @subtests(change=["parameter", "gradient", "no gradient", "names", "plain model", "nothing"])
-    def test_other(self, change):
+    @subtests(check=[check_parity, check_sharded_parity], words=list(DIFFERENCES))
+    def test_other(self, check, words):
         """Any difference fails the comparison."""
+        pair = self._pair()
+        other = DIFFERENCES[words](*pair)
+        with self.assertRaisesRegex(AssertionError, words):
+            check(self, *(other if isinstance(other, tuple) else pair))
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(check=[check_parity, check_sharded_parity])
+    def test_replica_that_drifted_on_one_rank(self, check):
         ref_model, model = self._pair()
-        param = model.out_proj.weight
-        if change == "parameter":
-            param.to_local().detach()[0] += 1
-        elif change == "gradient":
-            param.grad.to_local()[0] += 1
-        elif change == "no gradient":
-            param.grad = None
-        elif change == "names":
-            model = nn.Sequential(model)
-        elif change == "plain model":
-            model = ref_model
-        else:
-            ref_model, model = nn.Identity(), nn.Identity()
-        with self.assertRaises(AssertionError):
-            check_parity(self, ref_model, model)
+        ref_model.out_proj.bias.detach().add_(self.rank)
+        with self.assertRaisesRegex(AssertionError, "out_proj.bias") if self.rank else contextlib.nullcontext():
+            check(self, ref_model, model)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
     get_timeout,
 )
-from torch_fsdp_tests.common_distributed.continuous import MultiProcContinuousTest
+from torch_fsdp_tests.common_distributed.continuous import DeviceContinuousTest, MultiProcContinuousTest
 from torch_fsdp_tests.common_distributed.modules import SaveForwardInputsModel, SaveForwardInputsModule
 from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase

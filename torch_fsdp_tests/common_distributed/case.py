@@ -23,6 +23,7 @@ import torch
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
+from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
 from torch_fsdp_tests.common_utils.testcase import subtest_words
 from torch_fsdp_tests.device import accelerator
@@ -136,7 +137,7 @@ def raise_verdict(verdict: Verdict) -> None:
 
 def _checked_streams() -> contextlib.AbstractContextManager[None]:
     """The race detector around a test in a rank, if the setting says so."""
-    if not settings.check_streams(os.environ):
+    if not settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):
         return contextlib.nullcontext()
     from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
 
@@ -253,8 +254,8 @@ class RankTestCase(TestCase):
 
     def _name_leaks(self, group: RankGroup) -> None:
         leaks = group.take_leaks()
-        if leaks and state.strict():
-            words = f"{'; '.join(leaks)} ({state.STRICT_VARIABLE} makes this a failure)"
+        if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
+            words = f"{'; '.join(leaks)} ({settings.STRICT_LEAKS_VARIABLE} makes this a failure)"
             raise_verdict(Verdict(State.LEFT_BEHIND, words))
         state.notes.add(self.id(), leaks)
 
@@ -284,6 +285,10 @@ class RankTestCase(TestCase):
                 broken = broken or error
         if broken is not None:
             raise broken
+
+    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
+        """See :func:`.subtests.run_subtests`."""
+        run_subtests(self, *args, **kwargs)
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

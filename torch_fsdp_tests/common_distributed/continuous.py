@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed, state
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device import accelerator, substitutes
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_SHARE,
     Assignment,
@@ -179,6 +179,21 @@ class MultiProcContinuousTest(RankTestCase):
         self.rank = cls.rank
         set_rng_seed()
         self._run_body(test_name, **kwargs)
+
+
+class DeviceContinuousTest(MultiProcContinuousTest):
+    """Every rank has its device and the backend under test, and what :mod:`.device.substitutes` replaces."""
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return accelerator.current().backend
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        device = accelerator.current()
+        device.bind(rank)
+        substitutes.install(device)
+        super()._init_pg(rank, world_size, rdvz_file)
 
 
 @contextlib.contextmanager

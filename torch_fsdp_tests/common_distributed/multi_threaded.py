@@ -173,7 +173,7 @@ class MultiThreadedTestCase(RankTestCase):
         """Start the ranks of the current test. Raises the same exceptions as
         :meth:`MultiProcessTestCase._spawn_processes`.
         """
-        if settings.check_streams(os.environ):
+        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):
             raise Skipped(Reason("ranks that are threads share the patches of the race detector", SkipKind.DEVICE))
         world_size = int(self.world_size)
         self._ask_requirements(world_size)

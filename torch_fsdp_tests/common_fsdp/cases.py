@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed import (
-    MultiProcContinuousTest,
+    DeviceContinuousTest,
     MultiProcessTestCase,
     MultiThreadedTestCase,
     ranks_of,
-    run_subtests,
 )
 from torch_fsdp_tests.common_fsdp import substitutes
 from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin, moderate_steps
@@ -95,22 +94,10 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
             dist.destroy_process_group()
 
 
-class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
+class FSDPTestContinuous(FSDPTestMixin, DeviceContinuousTest):
     """Like :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class. A failure ends the
     ranks, and the next test gets new ones.
     """
-
-    @classmethod
-    def backend_str(cls) -> str:
-        """The backend under test."""
-        return accelerator.current().backend
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        device = accelerator.current()
-        device.bind(rank)
-        substitutes.install(device)
-        super()._init_pg(rank, world_size, rdvz_file)
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
@@ -141,10 +128,6 @@ class FSDPTestMultiThread(MultiThreadedTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._spawn_threads()
-
-    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
-        """See :func:`.common_distributed.run_subtests`."""
-        run_subtests(self, *args, **kwargs)
 
     def perThreadSetUp(self) -> None:
         """In each rank, install the substitutes of :mod:`.substitutes`, and discard compiled code."""

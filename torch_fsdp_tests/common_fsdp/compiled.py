@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,15 +11,13 @@ from typing import Any, TypeVar
 import torch.distributed.fsdp
 from torch import nn
 
-from torch_fsdp_tests.common_utils import flags
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.inductor_utils import why_no_inductor
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict import events
 
 from .modes import FullyShardMode
 from .patches import swapped
 
-_triton = torch_names.module("torch.utils._triton")
 _inductor_config = torch_names.module("torch._inductor.config")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -39,16 +35,6 @@ def fully_shard_with_compiled_compute(
     if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
         module.compile()
     return sharded
-
-
-def _why_not_compiled() -> str | None:
-    """The reason why the compiled mode does not run for the device under test, or None."""
-    if not accelerator.current().is_host:
-        return None if _triton.has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
-    if not flags.TEST_WITH_SLOW:
-        return "a C++ compiler takes half a minute for each test; PYTORCH_TEST_WITH_SLOW=1 runs it"
-    compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
-    return None if any(map(shutil.which, compilers)) else "Inductor needs a C++ compiler for the CPU"
 
 
 def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
@@ -86,7 +72,7 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
                     raise AssertionError(
                         f"{func.__module__} has no global {_PATCHED_NAME!r}, so this test would run eagerly twice"
                     )
-                elif (reason := _why_not_compiled()) is not None:
+                elif (reason := why_no_inductor()) is not None:
                     warnings.warn(f"only the eager mode ran: {reason}")
                 else:
                     run_compiled(*args, **kwargs)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests.fsdp.shards import shard_of
+
+Parts = dict[str, torch.Tensor]
 
 
 def check_sharded_parity(
@@ -20,57 +25,44 @@ def check_sharded_parity(
 
     Raises ``AssertionError`` that names the parameter and what differs. Differs from upstream's: every rank compares
     with its own replica, so that replicas that drifted apart are noticed. A missing gradient is named, and modules
-    without parameters are an error. As upstream's, it refuses the placements (Shard(0), Shard(0)): FSDP shards the
-    shards of tensor parallelism, and ``distribute_tensor`` does it the other way round.
+    without parameters are an error. Parameters may be sharded over several dimensions of a mesh, the last one first.
     """
-    replicated = dict(replicated_module.named_parameters())
-    sharded = {_without(prefixes_to_ignore, name): param for name, param in sharded_module.named_parameters()}
-    _check_names(cls, list(replicated), list(sharded))
-    parts = {}
-    for name, reference in replicated.items():
-        param = sharded[name]
-        what = f"parameter {name!r}"
-        parts[f"{what}, local shard"] = _local_parts(cls, what, reference, param, param)
-        if (reference.grad is None) != (param.grad is None):
-            without, with_one = ("replicated", "sharded") if reference.grad is None else ("sharded", "replicated")
-            cls.fail(f"gradient of {name!r}: the {with_one} module has one, the {without} module has none")
-        if reference.grad is not None:
-            what = f"gradient of {name!r}"
-            parts[f"{what}, local shard"] = _local_parts(cls, what, reference.grad, param.grad, param)
+    sharded = {}
+    for name, param in sharded_module.named_parameters():
+        for prefix in prefixes_to_ignore:
+            name = name.replace(prefix, "")
+        sharded[name] = param
+    found, expected = local_parts(cls, dict(replicated_module.named_parameters()), sharded)
     # All at once: some gradients may be zero, but not all values. A rank may have no part of any parameter.
-    found, expected = ({what: pair[side] for what, pair in parts.items()} for side in (0, 1))
     cls.assertEqual(found, expected, may_be="empty")
 
 
-def _without(prefixes: tuple[str, ...], name: str) -> str:
-    for prefix in prefixes:
-        name = name.replace(prefix, "")
-    return name
+def local_parts(
+    test: Any,
+    refs: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    what: tuple[str, ...] = ("parameter", "gradient"),
+) -> tuple[Parts, Parts]:
+    """This rank's parts of an FSDP2 model's parameters and gradients, and the same parts of another model's.
 
-
-def _check_names(cls: Any, replicated: list[str], sharded: list[str]) -> None:
-    if not replicated and not sharded:
-        cls.fail("neither module has a parameter, so nothing was compared")
-    missing = [name for name in replicated if name not in sharded]
-    extra = [name for name in sharded if name not in replicated]
-    if missing or extra:
-        cls.fail(f"parameters of the replicated module only: {missing}; of the sharded module only: {extra}")
-    if replicated != sharded:
-        cls.fail(f"the modules' parameters differ in order: {replicated} and {sharded}")
-
-
-def _local_parts(
-    cls: Any, what: str, reference: torch.Tensor, sharded: Any, param: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local shard of ``sharded``, and that of ``reference`` under the placements of the DTensor ``param``."""
-    if not isinstance(sharded, DTensor):
-        cls.fail(f"{what} is a {type(sharded).__name__} in the sharded module, not a DTensor")
-    mesh, placements = param.device_mesh, param.placements
-    if placements == (Shard(0), Shard(0)):
-        cls.fail(f"{what} has the placements {placements}, which distribute_tensor lays out in another order")
-    if sharded.placements != placements or sharded.device_mesh != mesh:
-        cls.fail(f"{what} has the placements {sharded.placements}, its parameter {placements}")
-    if sharded.shape != reference.shape:
-        cls.fail(f"{what} has the shape {tuple(sharded.shape)}, in the replicated module {tuple(reference.shape)}")
-    expected = distribute_tensor(reference.detach(), mesh, placements, src_data_rank=None).to_local()
-    return sharded.to_local().detach(), expected
+    Fails the test if the models differ in names, layouts or missing gradients. The other model is a plain one, or an
+    FSDP2 model too.
+    """
+    test.assertEqual(list(params), list(refs), "the models have different parameters")
+    test.assertGreater(len(refs), 0, "neither model has a parameter, so nothing was compared")
+    found: Parts = {}
+    expected: Parts = {}
+    for name, param in params.items():
+        for kind in what:
+            whole, tensor = ((each if kind == "parameter" else each.grad) for each in (refs[name], param))
+            if whole is None or tensor is None:
+                test.assertIs(tensor, whole, f"{kind} {name}")
+                continue
+            test.assertIsInstance(tensor, DTensor, f"{kind} {name}")
+            layout = tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
+            wanted = whole.shape, whole.dtype, param.placements, param.device_mesh
+            if layout != wanted:
+                test.fail(f"{kind} {name} is laid out as {layout}, not as {wanted}")
+            shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
+            found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
+    return found, expected

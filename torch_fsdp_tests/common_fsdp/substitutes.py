@@ -14,7 +14,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.substitutes import install, uninstall  # noqa: F401
 from torch_fsdp_tests.installed_torch import torch_names
 
-_fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 
 

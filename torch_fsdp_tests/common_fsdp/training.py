@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fsdp_tests.common_distributed import run_subtests
+from torch_fsdp_tests.common_distributed import RankTestCase
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -28,11 +28,6 @@ from .states import _zero_model
 
 _fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.common_utils import TestCase as _Base
-else:
-    _Base = object
 
 LARGEST_LOSS = 1e3  # a mistake of a thousandth is still larger than float32's rounding of it
 LARGEST_VALUE = 1e3  # of a parameter after a step
@@ -91,7 +86,7 @@ def _check_step(optim: torch.optim.Optimizer, *_: object) -> None:
         raise AssertionError(f"an optimizer step leaves parameters whose largest values are {largest_values}")
 
 
-class FSDPTestMixin(_Base):
+class FSDPTestMixin(RankTestCase):
     """What all FSDP test cases share, whether their ranks exist for one test or for many."""
 
     process_group: Any
@@ -104,10 +99,6 @@ class FSDPTestMixin(_Base):
 
     def _check_forward_prefetch(self, fsdp_model: FSDP, forward_prefetch: bool) -> None:
         self.assertEqual(forward_prefetch, fsdp_model.forward_prefetch)
-
-    def run_subtests(self, *args: Any, **kwargs: Any) -> Any:
-        """See :func:`torch_fsdp_tests.common_distributed.run_subtests`."""
-        return run_subtests(self, *args, **kwargs)
 
     def _assert_on_host(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -194,11 +185,7 @@ class FSDPTestMixin(_Base):
         num_iters: int = 2,
         save_model: bool = True,
         cpu_offload: CPUOffload = CPUOffload(),  # noqa: B008
-        backward_prefetch: BackwardPrefetch | None = None,
-        sharding_strategy: ShardingStrategy | None = None,
         mixed_precision: MixedPrecision | None = None,
-        forward_prefetch: bool = False,
-        use_orig_params: bool = False,
         enable_sharded_grad_scaler: bool = False,
         use_pure_fp16: bool = False,
         init_kwargs: dict[str, Any] | None = None,
@@ -230,21 +217,25 @@ class FSDPTestMixin(_Base):
         if use_pure_fp16:
             plain = plain.half()  # before DDP wraps it: if it is converted afterwards, DDP averages nothing
         reference = (ref_init_fn or data_parallel)(plain)
-        sharded = self._init_sharded(
-            model_class,
-            fsdp_init_mode,
-            device_init_mode,
-            init_kwargs or {},
-            {
-                **fsdp_kwargs,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "sharding_strategy": sharding_strategy,
-                "mixed_precision": mixed_precision,
-                "forward_prefetch": forward_prefetch,
-                "use_orig_params": use_orig_params,
-            },
-        )
+        fsdp_kwargs = {
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": None,  # FSDP's own default prefetches
+            "mixed_precision": mixed_precision,
+            **fsdp_kwargs,
+        }
+        try:
+            sharded = model_class.init(
+                self.process_group,
+                fsdp_init_mode,
+                device_init_mode,
+                fsdp_kwargs,
+                deterministic=True,
+                **(init_kwargs or {}),
+            )
+        except Exception as error:
+            raise ValueError(f"{model_class.__name__} cannot be built with FSDP: {error}") from error
+        if not isinstance(sharded, FSDP):
+            sharded = FSDP(sharded, self.process_group, **fsdp_kwargs)
         if use_pure_fp16:
             sharded = sharded.half()  # after FSDP has made its flat parameters
         if device_init_mode is DEVICEInitMode.DEVICE_AFTER:
@@ -297,22 +288,6 @@ class FSDPTestMixin(_Base):
             atol=None if loss_is_exact else rounding,
         )
         self._assert_same_parameters(sharded, reference, rounding)
-
-    def _init_sharded(
-        self,
-        model_class: type[FSDPTestModel],
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        init_kwargs: dict[str, Any],
-        fsdp_kwargs: dict[str, Any],
-    ) -> nn.Module:
-        try:
-            model = model_class.init(
-                self.process_group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic=True, **init_kwargs
-            )
-        except Exception as error:
-            raise ValueError(f"{model_class.__name__} cannot be built with FSDP: {error}") from error
-        return model if isinstance(model, FSDP) else FSDP(model, self.process_group, **fsdp_kwargs)
 
     def _assert_same_parameters(self, sharded: nn.Module, reference: nn.Module, rounding: float | None) -> None:
         """Compare the unsharded parameters with those of the reference, which has the model under ``module``.

@@ -15,30 +15,20 @@ from torch_fsdp_tests.common_utils.flags import (
     FILE_SCHEMA,
     IS_LINUX,
     IS_MACOS,
-    IS_SANDCASTLE,
     IS_WINDOWS,
     MI200_ARCH,
-    TEST_WITH_AOT_EAGER,
     TEST_WITH_DEV_DBG_ASAN,
     TEST_WITH_ROCM,
     TEST_WITH_SLOW,
-    TEST_WITH_TORCHDYNAMO,
-    TEST_WITH_TORCHINDUCTOR,
     HardwareClassification,
 )
 from torch_fsdp_tests.common_utils.main import (
     run_tests,
 )
-from torch_fsdp_tests.common_utils.network import (
-    ADDRESS_IN_USE,
-    find_free_port,
-    retry_on_connect_failures,
-)
+from torch_fsdp_tests.common_utils.network import find_free_port
 from torch_fsdp_tests.common_utils.parametrization import (
     _TestParametrizer,
-    compose_parametrize_fns,
     decorateIf,
-    dtype_name,
     instantiate_parametrized_tests,
     parametrize,
     subtest,
@@ -48,10 +38,6 @@ from torch_fsdp_tests.common_utils.seed import (
     set_rng_seed,
 )
 from torch_fsdp_tests.common_utils.skips import (
-    SwapTensorsGuard,
-    isRocmArchAnyOf,
-    lazy_skip_if,
-    set_default_dtype,
     skip_but_pass_in_sandcastle_if,
     skipIfHpu,
     skipIfRocm,
@@ -59,17 +45,12 @@ from torch_fsdp_tests.common_utils.skips import (
     skipIfTorchDynamo,
     skipIfXpu,
     slowTest,
-    swap,
     wrapSwapTensorsTest,
     xfailIf,
 )
 from torch_fsdp_tests.common_utils.sleep import (
     device_sleep,
     get_cycles_per_ms,
-)
-from torch_fsdp_tests.common_utils.state import (
-    SavedState,
-    saved_state,
 )
 from torch_fsdp_tests.common_utils.testcase import (
     TestCase,

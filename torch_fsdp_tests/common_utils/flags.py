@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
 
 FILE_SCHEMA = "file:///" if sys.platform == "win32" else "file://"
@@ -23,27 +24,9 @@ IS_WINDOWS = sys.platform == "win32"
 IS_MACOS = sys.platform == "darwin"
 
 
-def environment_flag(variable: str) -> bool:
-    """Whether the variable is exactly ``1``. All of upstream's ``PYTORCH_TEST_*`` switches are read in this way."""
-    return os.environ.get(variable) == "1"
-
-
-# Unlike the other switches, CI is on with any text, because services set it to "true".
-IS_SANDCASTLE = (
-    environment_flag("SANDCASTLE") if "SANDCASTLE" in os.environ else os.environ.get("TW_JOB_USER") == "sandcastle"
-)
-
-TEST_WITH_DEV_DBG_ASAN = environment_flag("PYTORCH_TEST_WITH_DEV_DBG_ASAN")
-TEST_WITH_ROCM = environment_flag("PYTORCH_TEST_WITH_ROCM")
-TEST_WITH_SLOW = environment_flag("PYTORCH_TEST_WITH_SLOW")
-TEST_WITH_TORCHINDUCTOR = environment_flag("PYTORCH_TEST_WITH_INDUCTOR")
-TEST_WITH_AOT_EAGER = environment_flag("PYTORCH_TEST_WITH_AOT_EAGER")
-TEST_WITH_TORCHDYNAMO = (
-    environment_flag("PYTORCH_TEST_WITH_DYNAMO")
-    if "PYTORCH_TEST_WITH_DYNAMO" in os.environ
-    else TEST_WITH_TORCHINDUCTOR or TEST_WITH_AOT_EAGER
-)
-
+TEST_WITH_DEV_DBG_ASAN = settings.is_on("PYTORCH_TEST_WITH_DEV_DBG_ASAN", os.environ)
+TEST_WITH_ROCM = settings.is_on("PYTORCH_TEST_WITH_ROCM", os.environ)
+TEST_WITH_SLOW = settings.is_on(settings.SLOW_VARIABLE, os.environ)
 
 # ROCm architecture names, for skipIfRocmArch and its kin.
 MI200_ARCH = ("gfx90a",)
@@ -89,24 +72,8 @@ def has_devices(device_type: str, at_least: int = 1) -> bool:
     return device is not None and device.type == device_type and device.count >= at_least
 
 
-def _has_accelerators(at_least: int) -> bool:
-    device = device_under_test()
-    return device is not None and device.count >= at_least
-
-
-def _accelerator_type() -> str | None:
-    device = device_under_test()
-    return None if device is None or device.is_host else device.type
-
-
 ABOUT_DEVICE: dict[str, Callable[[], object]] = {
     "TEST_CUDA": lambda: has_devices("cuda"),
     "TEST_HPU": lambda: has_devices("hpu"),
     "TEST_XPU": lambda: has_devices("xpu"),
-    "TEST_MPS": lambda: has_devices("mps"),
-    "TEST_PRIVATEUSE1": lambda: has_devices(privateuse1_name()),
-    "TEST_PRIVATEUSE1_DEVICE_TYPE": privateuse1_name,
-    "TEST_ACCELERATOR": lambda: _has_accelerators(1),
-    "TEST_MULTIACCELERATOR": lambda: _has_accelerators(2),
-    "ACCELERATOR_TYPE": _accelerator_type,
 }

@@ -26,13 +26,6 @@ from .seed import save_rng_state
 # torch sets these itself when its compiler is first used, and sets them again if they are missing.
 TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
-STRICT_VARIABLE = settings.STRICT_LEAKS_VARIABLE
-
-
-def strict() -> bool:
-    """Whether a leak fails its test. Otherwise it is only reported."""
-    return settings.strict_leaks(os.environ)
-
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
@@ -41,10 +34,6 @@ class Watched:
     name: str
     read: Callable[[], Any]
     restore: Callable[[Any], object]
-
-    def describe(self, before: Any, after: Any) -> str:
-        """A description of the change, which follows the name of the test."""
-        return f"left {self.name} at {after!r} instead of {before!r}"
 
 
 def _flag(owner: object, attribute: str, name: str) -> Watched:
@@ -159,7 +148,7 @@ class SavedState:
             if after is _UNREADABLE:
                 changes.append(f"left {watched.name} in a state that torch refuses to read")
                 continue
-            changes.append(watched.describe(before, after))
+            changes.append(f"left {watched.name} at {after!r} instead of {before!r}")
             watched.restore(before)
         self._restore_rng()
         return changes
@@ -195,8 +184,9 @@ def saved_state() -> Iterator[list[str]]:
 def undo_leaks(test: unittest.TestCase, before: SavedState) -> None:
     """Undo and report what a test left changed. With the strict setting, fail it. This is to be its last clean-up."""
     leaks = before.restore()
-    if leaks and strict():
-        error = test.failureException(f"the test {' and '.join(leaks)} ({STRICT_VARIABLE}=1 makes a leak a failure)")
+    if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
+        remark = f"{settings.STRICT_LEAKS_VARIABLE}=1 makes a leak a failure"
+        error = test.failureException(f"the test {' and '.join(leaks)} ({remark})")
         setattr(error, VERDICT, Verdict(State.LEFT_BEHIND, " and ".join(leaks)))
         raise error
     notes.add(test.id(), leaks)

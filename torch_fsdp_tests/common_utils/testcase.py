@@ -149,7 +149,7 @@ class TestCase(expecttest.TestCase):
         return not self._known_defects or any(defect.explains(exception) for defect in self._known_defects)
 
     def _addUnexpectedSuccess(self, result: unittest.TestResult) -> None:
-        if not self._known_defects or settings.strict_defects(os.environ):
+        if not self._known_defects or settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
             super()._addUnexpectedSuccess(result)
             return
         self._record_defects()
@@ -169,7 +169,7 @@ class TestCase(expecttest.TestCase):
                 facts["places"] += [block.place] * bool(block.place)
         if known or missed:
             events.record(known_defects=list(known.values()), repaired_defects=list(missed.values()))
-        if missed and not self._known_defects and settings.strict_defects(os.environ):
+        if missed and not self._known_defects and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
             words = "; ".join(f"{id} did not show at {', '.join(facts['places'])}" for id, facts in missed.items())
             error = self.failureException(words)
             setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
@@ -194,15 +194,8 @@ class TestCase(expecttest.TestCase):
         y: Any,
         msg: str | Callable[[str], str] | None = None,
         *,
-        atol: float | None = None,
-        rtol: float | None = None,
-        equal_nan: bool = True,
-        exact_dtype: bool = True,
-        exact_device: bool = False,
-        exact_layout: bool = False,
-        exact_stride: bool = False,
-        exact_is_coalesced: bool = False,
         may_be: str | tuple[str, ...] = (),
+        **how: Any,
     ) -> None:
         """Fail unless ``x`` (actual) equals ``y`` (expected), element by element in nested containers.
 
@@ -211,6 +204,9 @@ class TestCase(expecttest.TestCase):
         number can be compared with a tensor of one element, and a sequence with a tensor. DTensors must have the same
         placements and mesh, and their local shards are compared without a collective. Everything else is compared with
         ``==``.
+
+        ``how`` has the tolerances ``atol`` and ``rtol``, and the switches ``equal_nan`` and ``exact_*``, of
+        :class:`.Closeness`.
 
         In this suite's tests of FSDP a comparison also fails if it proves nothing: if ``x`` and ``y`` are one object or
         share their memory ("same"), have no elements ("empty"), only zeros ("zero"), numbers below the tolerance
@@ -223,23 +219,12 @@ class TestCase(expecttest.TestCase):
         ``may_be`` has an unknown word, and ``TypeError`` if a DTensor is compared with another tensor.
         """
         __tracebackhide__ = True
-        how = Closeness(
-            atol=atol,
-            rtol=rtol,
-            least_atol=self.precision,
-            least_rtol=self.rel_tol,
-            equal_nan=equal_nan,
-            exact_dtype=exact_dtype,
-            exact_device=exact_device,
-            exact_layout=exact_layout,
-            exact_stride=exact_stride,
-            exact_is_coalesced=exact_is_coalesced,
-        )
+        closeness = Closeness(least_atol=self.precision, least_rtol=self.rel_tol, **how)
         allowed = vacuous.kinds(may_be)
         compared = list(pairs(x, y))
-        text = describe(differences(compared, how))
+        text = describe(differences(compared, closeness))
         if not text and vacuous.is_judged(type(self)):
-            text = vacuous.complaint(x, y, compared, how, allowed)
+            text = vacuous.complaint(x, y, compared, closeness, allowed)
         if not text:
             return
         if callable(msg):
@@ -248,20 +233,11 @@ class TestCase(expecttest.TestCase):
             text = f"{text}\n{msg}" if self.longMessage else str(msg)
         raise self.failureException(text)
 
-    def assertNotEqual(
-        self,
-        x: Any,
-        y: Any,
-        msg: str | None = None,
-        *,
-        atol: float | None = None,
-        rtol: float | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def assertNotEqual(self, x: Any, y: Any, msg: str | None = None, **how: Any) -> None:
         """Fail if :meth:`assertEqual` with the same arguments would pass."""
         __tracebackhide__ = True
         try:
-            self.assertEqual(x, y, atol=atol, rtol=rtol, **{**kwargs, "may_be": tuple(vacuous.KINDS)})
+            self.assertEqual(x, y, **{**how, "may_be": tuple(vacuous.KINDS)})
         except self.failureException:
             return
         self.fail(self._formatMessage(msg, f"{x!r} == {y!r}"))

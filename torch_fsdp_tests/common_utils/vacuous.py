@@ -115,9 +115,7 @@ def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str,
 def _largest(tensor: torch.Tensor) -> float:
     """The largest absolute value of a tensor with elements. It is NaN if one of them is."""
     if tensor.layout is not torch.strided:
-        tensor = tensor.values() if tensor.is_nested else tensor.to_dense()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+        tensor = tensor.to_dense()
     if not tensor.is_floating_point() and not tensor.is_complex():
         tensor = tensor.to(torch.int64)
     elif tensor.element_size() == 1:

@@ -197,11 +197,10 @@ _OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
-    for other in ("gloo",):
-        if other != backend and dist.is_backend_available(other):
-            if "shared_device" in _probe(device_type, other)["capabilities"]:
-                return other
-    return None
+    other = "gloo"
+    if other == backend or not dist.is_backend_available(other):
+        return None
+    return other if "shared_device" in _probe(device_type, other)["capabilities"] else None
 
 
 def _checked_backend(device_type: str, backend: str | None) -> str:

@@ -165,7 +165,7 @@ def install(orders: Orders) -> Run:
     """Make every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
     events.check_calls()
-    if settings.strict_leaks(os.environ):
+    if settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
         # By its name, because it imports torch. Without the setting a file that does not need torch is spared that.
         importlib.import_module("torch_fsdp_tests.common_utils.state").check_every_test()
     runner: Any = unittest.TextTestRunner

@@ -1,14 +1,12 @@
-"""Decorators for tests of torch.distributed.checkpoint: a directory that all ranks share, and a more verbose log."""
+"""A directory that all ranks of a test of torch.distributed.checkpoint share."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,46 +57,3 @@ def _shared_directory() -> Iterator[str]:
             if len(os.listdir(base)) == size + 1:
                 # Two ranks may both be last. The second one finds less to remove, or nothing.
                 shutil.rmtree(base, ignore_errors=True)
-
-
-def with_checkpoint_logging(
-    func: TestMethod | None = None,
-    logger_name: str = "torch.distributed.checkpoint",
-    level: int = logging.INFO,
-) -> Any:
-    """Run a test method with the logger `logger_name` at `level`, and restore its level.
-
-    With or without arguments: `@with_checkpoint_logging` or `@with_checkpoint_logging(level=logging.DEBUG)`, of which
-    upstream has the first form only. Loggers belong to the process: among ranks that are threads the first one in
-    raises the level, and the last one out puts it back.
-    """
-    if func is None:
-        return functools.partial(with_checkpoint_logging, logger_name=logger_name, level=level)
-
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _log_level(logging.getLogger(logger_name), level):
-            return func(*args, **kwargs)
-
-    return wrapper
-
-
-_levels_lock = threading.Lock()
-_levels: dict[str, tuple[int, int]] = {}  # logger name: how many are inside, and the level before the first
-
-
-@contextmanager
-def _log_level(logger: logging.Logger, level: int) -> Iterator[None]:
-    with _levels_lock:
-        inside, before = _levels.get(logger.name, (0, logger.level))
-        _levels[logger.name] = inside + 1, before
-        logger.setLevel(level)
-    try:
-        yield
-    finally:
-        with _levels_lock:
-            inside, before = _levels.pop(logger.name)
-            if inside > 1:
-                _levels[logger.name] = inside - 1, before
-            else:
-                logger.setLevel(before)

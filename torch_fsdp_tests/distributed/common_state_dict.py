@@ -6,7 +6,7 @@ Replaces ``torch/testing/_internal/distributed/common_state_dict.py``. Names are
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import of_all_ranks
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.common_utils import TestCase as _Base
-else:
-    _Base = object
 
 _HOST = torch.device("cpu")
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}  # for comparisons after a round trip, bit for bit
@@ -88,7 +84,7 @@ def named_osd(model: nn.Module, optim: torch.optim.Optimizer, osd: StateDict | N
     return {"state": {numbered[number]: state for number, state in osd["state"].items()}, "param_groups": groups}
 
 
-class VerifyStateDictMixin(_Base):
+class VerifyStateDictMixin(TestCase):
     """Comparisons for a test case whose ranks all call them.
 
     Differs from upstream's: states of optimizers are gathered and compared with those of the plain model, while

@@ -1,14 +1,7 @@
 """Upstream's name for the process group whose ranks are threads, :mod:`torch_fsdp_tests.ranks.threaded_pg`."""
 
 from torch_fsdp_tests.ranks.threaded_pg import (  # noqa: F401
-    CollectiveError,
-    CollectiveTimeout,
-    Mismatch,
-    PeerFailed,
     ProcessLocalGroup,
-    ThreadedWork,
-    ThreadLocalWorld,
-    _create_threaded_pg,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,34 +33,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.sharded_states import moments, sharded_state_dicts, step_counts, train_on_share
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
-
-    class _Base(DTensorTestBase):
-        temp_dir: str
-else:
-    _Base = object
+from torch_fsdp_tests.fsdp.sharded_states import SimpleModel, moments, sharded_state_dicts, step_counts, train_on_share
 
 
-class UnevenLayers(nn.Module):
+class UnevenLayers(SimpleModel):
     """Layers of 5 x 3 and 3 x 5 with biases. Neither 2 nor 4 divides their rows, and some of 4 ranks have no rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net1 = nn.Linear(3, 5)
-        self.net2 = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net2(self.net1(x).tanh())
-
-    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Two rows for ``train_on_share``, in host memory."""
-        return torch.rand(2, 3, generator=generator)
+    sizes = (3, 5, 3)
 
 
 class Layout(NamedTuple):
@@ -291,8 +274,8 @@ def from_first_rank(value: Any) -> Any:
     return values[0]
 
 
-class HostBackendMixin(_Base):
-    """For a ``DTensorTestBase`` with collectives in host memory too, as for saving in a thread."""
+class HostBackendMixin(DTensorTestBase):
+    """A test case with collectives in host memory too, as for saving in a thread."""
 
     @property
     def backend(self) -> str:
@@ -301,8 +284,10 @@ class HostBackendMixin(_Base):
         return device.backend if device.is_host else f"cpu:gloo,{device.type}:{device.backend}"
 
 
-class LayoutsMixin(_Base):
-    """For a ``DTensorTestBase`` of four ranks with a temporary directory."""
+class LayoutsMixin(DTensorTestBase):
+    """For test cases of four ranks with a temporary directory."""
+
+    temp_dir: str
 
     def _check_goes_on(self, saved: str, loaded: str, **kwargs: Any) -> None:
         """Training that was saved in one of the :data:`LAYOUTS` continues in another.

@@ -11,10 +11,7 @@ from unittest import mock
 import torch
 
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, requires
-from torch_fsdp_tests.common_utils import flags
-from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
-from torch_fsdp_tests.verdict import Reason, SkipKind
+from torch_fsdp_tests.inductor_utils import why_no_inductor
 
 with contextlib.suppress(ImportError):  # before ranks are forked, because it takes seconds
     importlib.import_module("torch._inductor.compile_fx")
@@ -44,16 +41,6 @@ class CountingBackend:
     def count(self, name: str) -> int:
         """The number of nodes in all graphs whose target contains ``name``."""
         return sum(name in str(node.target) for node in self.nodes)
-
-
-def why_no_inductor() -> str | None:
-    """The reason why a test cannot compile with inductor here, or None."""
-    if not accelerator.current().is_host:
-        return why_no_device_compiler()
-    if not flags.TEST_WITH_SLOW:
-        words = "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"
-        return Reason(words, SkipKind.SLOW)
-    return why_no_host_compiler()
 
 
 requires_inductor = requires(why_no_inductor)

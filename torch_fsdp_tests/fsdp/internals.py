@@ -61,6 +61,47 @@ dynamo_config = torch_names.module("torch._dynamo.config")
 fake_tensors = torch_names.module("torch._subclasses.fake_tensor")
 
 
+# --- Attributes, each with a function that reads it of the object that is passed -------------------------------------
+
+
+def _reading(name: str, of: Callable[[Any], Any] = lambda owner: owner) -> Callable[[Any], Any]:
+    return lambda owner: attribute(of(owner), name)
+
+
+def state_of(module: nn.Module) -> State:
+    """The FSDP2 state of a module to which ``fully_shard`` was applied."""
+    return attribute(module, "_get_fsdp_state")()
+
+
+# Of an FSDP1 instance:
+handle = _reading("_handle")  # its handle, or None if it manages no parameters
+execution_order = _reading("_exec_order_data")  # a root's record of the order in which its units run
+tensor_extension = _reading("_fsdp_extension")  # it flattens and shards tensor subclasses, or is None
+# Of a flat parameter:
+gathered = _reading("_full_param_padded")  # the buffer for the whole, padded. Its storage is empty while it is sharded
+gathered_in_full_precision = _reading("_full_prec_full_param_padded")  # for ``summon_full_params`` in mixed precision
+local_shard = _reading("_local_shard")  # this rank's shard, in the precision of the optimizer
+low_precision_shard = _reading("_mp_shard")  # the same in the dtype of mixed precision; AttributeError if there is none
+parameters_in = _reading("_params")  # the original parameters, with ``use_orig_params``
+names_in = _reading("_fqns")  # the names of its parameters, relative to its module
+shapes_in = _reading("_shapes")  # the shapes of its parameters
+shard_infos = _reading("_shard_param_infos")  # for each of its parameters, the elements that are in this rank's shard
+sharded_size = _reading("_sharded_size")  # the shape of each rank's shard, padding included
+unsharded_size = _reading("_unpadded_unsharded_size")  # the shape of the whole, without padding
+padding_of = _reading("_shard_numel_padded")  # the number of padding elements at the end of this rank's shard
+# Of a state of FSDP1 or FSDP2:
+is_root = _reading("_is_root")  # None before its lazy initialization
+# Of a handle (FSDP1) or a parameter group (FSDP2):
+training_state = _reading("_training_state")
+# Of a module to which ``fully_shard`` was applied:
+comm_context = _reading("_comm_ctx", state_of)  # streams and pending collectives; a root shares it with those below
+iteration_context = _reading("_state_ctx", state_of)  # the state of this iteration; a root shares it with those below
+groups_in = _reading("_fsdp_param_groups", state_of)  # its parameter groups, several if it is on several meshes
+# Of a parameter group:
+forward_positions = _reading("_post_forward_indices")  # in the order of those forwards whose backward has not run
+pending_gather = _reading("_all_gather_result")  # the all-gather that has not been waited for, or None
+
+
 # --- The collectives that FSDP calls ----------------------------------------------------------------------------------
 
 
@@ -87,49 +128,14 @@ def handles(model: nn.Module) -> list[Handle]:
     return fsdp1_traversal._get_fsdp_handles(model)
 
 
-def handle(module: nn.Module) -> Handle | None:
-    """The handle of this FSDP1 instance, or None if it manages no parameters."""
-    return attribute(module, "_handle")
-
-
 def flat_params(model: nn.Module) -> list[FlatParam]:
     """All flat parameters of an FSDP1 model, the root's first."""
     return [each.flat_param for each in handles(model)]
 
 
-def fsdp_states(model: nn.Module) -> list[State]:
-    """The states of all FSDP1 instances of a model, the root's first."""
-    return fsdp1_traversal._get_fsdp_states(model)
-
-
-def gathered(flat_param: FlatParam) -> torch.Tensor:
-    """The buffer for the whole flat parameter, padded. Its storage is empty while the parameter is sharded."""
-    return attribute(flat_param, "_full_param_padded")
-
-
-def gathered_in_full_precision(flat_param: FlatParam) -> torch.Tensor:
-    """Like :func:`gathered`, but the buffer that ``summon_full_params`` fills under mixed precision."""
-    return attribute(flat_param, "_full_prec_full_param_padded")
-
-
 def is_gathered(flat_param: FlatParam) -> bool:
     """Whether the buffer of :func:`gathered` has memory now."""
     return gathered(flat_param).untyped_storage().size() > 0
-
-
-def local_shard(flat_param: FlatParam) -> torch.Tensor:
-    """This rank's shard of a flat parameter, in the precision of the optimizer."""
-    return attribute(flat_param, "_local_shard")
-
-
-def parameters_in(flat_param: FlatParam) -> tuple[nn.Parameter, ...]:
-    """The original parameters inside a flat parameter, with ``use_orig_params``."""
-    return attribute(flat_param, "_params")
-
-
-def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
-    """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` if there is none."""
-    return attribute(flat_param, "_mp_shard")
 
 
 def has_low_precision_shard(flat_param: FlatParam) -> bool:
@@ -146,59 +152,14 @@ def _has_optional(owner: Any, name: str) -> bool:
     return True
 
 
-def names_in(flat_param: FlatParam) -> tuple[str, ...]:
-    """The names of the parameters inside a flat parameter, relative to its module."""
-    return attribute(flat_param, "_fqns")
-
-
-def shapes_in(flat_param: FlatParam) -> tuple[torch.Size, ...]:
-    """The shapes of the parameters inside a flat parameter."""
-    return attribute(flat_param, "_shapes")
-
-
 def numel_of(flat_param: FlatParam) -> int:
     """The number of elements of all parameters inside a flat parameter, without padding."""
     return sum(shape.numel() for shape in shapes_in(flat_param))
 
 
-def shard_infos(flat_param: FlatParam) -> tuple[Any, ...]:
-    """For each parameter inside a flat parameter, the elements that are in this rank's shard."""
-    return attribute(flat_param, "_shard_param_infos")
-
-
 def set_shard_infos(flat_param: FlatParam, infos: Iterable[Any]) -> None:
     """Replace what :func:`shard_infos` returns."""
     set_attribute(flat_param, "_shard_param_infos", infos)
-
-
-def sharded_size(flat_param: FlatParam) -> torch.Size:
-    """The shape of each rank's shard, padding included."""
-    return attribute(flat_param, "_sharded_size")
-
-
-def unsharded_size(flat_param: FlatParam) -> torch.Size:
-    """The shape of the whole flat parameter, without padding."""
-    return attribute(flat_param, "_unpadded_unsharded_size")
-
-
-def padding_of(flat_param: FlatParam) -> int:
-    """The number of padding elements at the end of this rank's shard."""
-    return attribute(flat_param, "_shard_numel_padded")
-
-
-def execution_order(model: nn.Module) -> Any:
-    """An FSDP1 root's record of the order in which its units run."""
-    return attribute(model, "_exec_order_data")
-
-
-def is_root(state: State) -> bool | None:
-    """Whether an FSDP state is a root; None before its lazy initialization."""
-    return attribute(state, "_is_root")
-
-
-def training_state(owner: Handle | Group) -> Any:
-    """The training state of a handle (FSDP1) or of a parameter group (FSDP2)."""
-    return attribute(owner, "_training_state")
 
 
 def clean_name(name: str) -> str:
@@ -268,22 +229,12 @@ def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
         yield
 
 
-def tensor_extension(module: FSDP) -> Any:
-    """The extension with which an FSDP1 instance flattens and shards tensor subclasses, or None."""
-    return attribute(module, "_fsdp_extension")
-
-
 def dtensor_extensions() -> type:
     """The class of the extension that :func:`tensor_extension` returns for DTensors."""
     return tensor_parallel_fsdp.DTensorExtensions
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
-
-
-def state_of(module: nn.Module) -> State:
-    """The FSDP2 state of a module to which ``fully_shard`` was applied."""
-    return attribute(module, "_get_fsdp_state")()
 
 
 def group_of(module: nn.Module) -> Group:
@@ -298,11 +249,6 @@ def has_group(module: nn.Module) -> bool:
     return attribute(state_of(module), "_fsdp_param_group") is not None
 
 
-def groups_in(module: nn.Module) -> list[Group]:
-    """The parameter groups of one module. There are several if its parameters are on several meshes."""
-    return attribute(state_of(module), "_fsdp_param_groups")
-
-
 def groups_of(model: nn.Module) -> list[Group]:
     """The parameter groups of all modules below ``model``, each once, in the order of ``modules()``."""
     states = dict.fromkeys(state_of(module) for module in fsdp_modules(model))
@@ -315,29 +261,9 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, dist.fsdp.FSDPModule)]
 
 
-def comm_context(module: nn.Module) -> Any:
-    """The streams and pending collectives that a root shares with the modules below it."""
-    return attribute(state_of(module), "_comm_ctx")
-
-
-def iteration_context(module: nn.Module) -> Any:
-    """The state of the current iteration, which a root shares with the modules below it."""
-    return attribute(state_of(module), "_state_ctx")
-
-
 def initialize_lazily(module: nn.Module) -> None:
     """Run the lazy initialization of an FSDP2 root, which its first forward would run."""
     attribute(state_of(module), "_lazy_init")()
-
-
-def forward_positions(group: Group) -> list[int]:
-    """The positions of a group in the order of those forwards whose backward has not run."""
-    return attribute(group, "_post_forward_indices")
-
-
-def pending_gather(group: Group) -> Any:
-    """The all-gather of a group that has not been waited for, or None."""
-    return attribute(group, "_all_gather_result")
 
 
 def sharded_state(group: Group) -> str:
@@ -352,11 +278,6 @@ def gathered_bytes(group: Group) -> int:
         return 0
     parts = (getattr(whole, "_local_tensor", whole) for whole in wholes if whole is not None)  # of tensor parallelism
     return sum(local.untyped_storage().size() for local in parts)
-
-
-def composable_apis(module: nn.Module) -> list[str]:
-    """The names of the composable APIs that were applied to a module, such as ``fully_shard``, in their order."""
-    return list(composable_contract._get_registry(module) or ())
 
 
 def ddp_of(model: nn.Module) -> Any:

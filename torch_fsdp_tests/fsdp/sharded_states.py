@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.fsdp.training import backward
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase as _Base
-else:
-    _Base = object
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -50,21 +47,28 @@ class FourLayers(nn.Module):
 
 
 class SimpleModel(nn.Module):
-    """Linear layers from 5 to 8, 4 and 12 elements, with tanh between. 2 and 4 ranks divide their rows."""
+    """Linear layers ``net1`` to ``net3`` from 5 to 8, 4 and 12 elements, with tanh between. 2 and 4 ranks divide their
+    rows.
+    """
 
-    sizes = (5, 8, 4, 12)
+    sizes: tuple[int, ...] = (5, 8, 4, 12)
 
     def __init__(self) -> None:
         super().__init__()
-        self.net1, self.net2, self.net3 = (nn.Linear(*each) for each in zip(self.sizes, self.sizes[1:]))
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(self.sizes), 1):
+            self.add_module(f"net{number}", nn.Linear(inputs, outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # There is no ReLU here: if it were dead, its layer would not change.
-        return self.net3(self.net2(self.net1(x).tanh()).tanh())
+        first, *others = self.children()
+        x = first(x)
+        for layer in others:
+            x = layer(x.tanh())
+        return x
 
     def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """Four rows for :func:`train_on_share`, in host memory."""
-        return torch.rand(4, 5, generator=generator)
+        return torch.rand(4, self.sizes[0], generator=generator)
 
 
 class SimpleModelUneven(SimpleModel):
@@ -135,8 +139,8 @@ def parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> di
     return {**model.state_dict(), **moments(FSDP.optim_state_dict(model, optim))}
 
 
-class ShardedStatesMixin(_Base):
-    """For a ``DTensorTestBase`` that takes sharded state dicts."""
+class ShardedStatesMixin(DTensorTestBase):
+    """A test case that takes sharded state dicts."""
 
     def init_pg(self, *args: Any, **kwargs: Any) -> None:
         # FSDP's functions that set the type of state dicts give a deprecation warning on every call.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
+from torch_fsdp_tests.common_distributed import RankTestCase
+from torch_fsdp_tests.common_fsdp.parity import local_parts
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manual_seed
 from torch_fsdp_tests.device import accelerator
@@ -20,12 +21,6 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
-from torch_fsdp_tests.fsdp.shards import shard_of
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.common_distributed import RankTestCase as _Base
-else:
-    _Base = object
 
 # One step without earlier gradients, and one after each way to zero them, with moments from the steps before.
 ITERATIONS = 3
@@ -117,26 +112,10 @@ def check_parity(
     """Compare this rank's part of an FSDP2 model with the same shards of another model, all at once.
 
     The other model is a plain one, or an FSDP2 model too. Compares parameters and gradients, unless ``what`` names only
-    one of them. A gradient may be missing from both. The check is like ``check_sharded_parity``, but a hundred times as
-    fast, and works for every layout of FSDP. That includes FSDP shards of parameters under tensor parallelism, which
-    ``distribute_tensor`` does not support.
+    one of them. A gradient may be missing from both. The check is like ``check_sharded_parity``, but one comparison of
+    all parts takes as long as that of two.
     """
-    refs, params = named(ref_model), named(model)
-    test.assertEqual(list(params), list(refs))
-    found: dict[str, torch.Tensor] = {}
-    expected: dict[str, torch.Tensor] = {}
-    for name, param in params.items():
-        for kind in what:
-            whole, tensor = ((each if kind == "parameter" else each.grad) for each in (refs[name], param))
-            if whole is None or tensor is None:
-                test.assertIs(tensor, whole, f"{kind} {name}")
-                continue
-            test.assertIsInstance(tensor, DTensor, f"{kind} {name}")
-            layout = tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
-            if layout != (whole.shape, whole.dtype, param.placements, param.device_mesh):
-                test.fail(f"{kind} {name} is laid out as {layout}")
-            shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
-            found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
+    found, expected = local_parts(test, named(ref_model), named(model), what)
     _check_at_once(test, found, expected, **tolerance)
 
 
@@ -170,7 +149,7 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     test.assertEqual(found, {name: param.detach() for name, param in refs.items()})
 
 
-class TrainingMixin(_Base):
+class TrainingMixin(RankTestCase):
     """For a test case with ranks (threads or processes): models, data, and the comparison of two trainings."""
 
     def _mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:

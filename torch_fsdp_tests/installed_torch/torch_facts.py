@@ -62,7 +62,7 @@ class Fact:
         self.since, self.says, self.probe, self.repairs = since, says, probe, repairs
 
     def __bool__(self) -> bool:
-        if self.differs and settings.strict_defects(os.environ):
+        if self.differs and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
             raise TorchDiffers(f"{self.differs}. If the release itself is like this, correct torch_facts.py")
         return VERSION >= self.since if IS_RELEASE else self.seen
 

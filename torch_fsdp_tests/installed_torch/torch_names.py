@@ -96,16 +96,10 @@ def set_attribute(owner: Any, name: str, value: object) -> None:
 
 def patched(owner: Any, name: str, *replacement: Any, **kwargs: Any) -> Any:
     """Like ``mock.patch.object``, but raises :class:`NameIsGone` if torch has renamed the attribute."""
-    late = owner if isinstance(owner, _LateModule) else None
-    if late is not None:
-        getattr(late, name)
-    elif not hasattr(owner, name):
-        raise _gone(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}", _caller())
+    if not isinstance(owner, _LateModule) and not hasattr(owner, name):
+        asked_in = sys._getframe(1).f_code.co_filename
+        raise _gone(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}", asked_in)
     return mock.patch.object(owner, name, *replacement, **kwargs)
-
-
-def _caller() -> str:
-    return sys._getframe(2).f_code.co_filename
 
 
 def _gone(name: str, asked_in: str) -> NameIsGone:
@@ -116,7 +110,8 @@ def _gone(name: str, asked_in: str) -> NameIsGone:
 
 def name_is_gone(reason: str, kind: SkipKind = SkipKind.NAME) -> NameIsGone:
     """The error for a test that cannot run: a skip, or an error if ``--strict-names`` was given."""
-    return NameIsGone(reason) if settings.strict_names(os.environ) else _SkippedNameIsGone(Reason(reason, kind))
+    is_strict = settings.is_on(settings.STRICT_NAMES_VARIABLE, os.environ)
+    return NameIsGone(reason) if is_strict else _SkippedNameIsGone(Reason(reason, kind))
 
 
 @functools.cache

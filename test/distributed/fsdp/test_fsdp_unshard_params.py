@@ -100,7 +100,7 @@ class TestUnshardParamsBase(FSDPTest):
             self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
             self.assertEqual(flat_param.shape, internals.sharded_size(flat_param))
             self.assertIs(internals.training_state(handle), internals.fsdp1_common.HandleTrainingState.IDLE)
-        for state in internals.fsdp_states(model):
+        for state in internals.fsdp1_traversal._get_fsdp_states(model):
             self.assertIs(state.training_state, internals.fsdp1_common.TrainingState.IDLE)
 
     def _assert_no_grads(self, model: nn.Module) -> None:
@@ -196,7 +196,7 @@ class TestUnshardParamsBase(FSDPTest):
                     size = internals.sharded_size if handle.uses_sharded_strategy else internals.unsharded_size
                     self.assertEqual(handle.flat_param.shape, size(handle.flat_param))
 
-        roots = [state for state in internals.fsdp_states(model) if internals.is_root(state)]
+        roots = [state for state in internals.fsdp1_traversal._get_fsdp_states(model) if internals.is_root(state)]
         self.assertEqual(len(roots), 2)  # module.1 and module.2; the model itself is not in FSDP
         self._assert_resharded(model, mixed_precision)
 

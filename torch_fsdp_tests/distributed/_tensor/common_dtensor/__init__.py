@@ -19,7 +19,7 @@ from .cases import (
     skip_unless_torch_gpu,
     with_comms,
 )
-from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, Experts, TensorParallelForExpert
+from .experts import ExpertLayer, ExpertParallel, Experts
 from .layers import MLPModule, RMSNormPython
 from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,18 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fsdp_tests.common_distributed import (
-    MultiProcContinuousTest,
+    DeviceContinuousTest,
     MultiProcessTestCase,
+    RankTestCase,
     ranks_of,
     requires,
-    run_subtests,
 )
 from torch_fsdp_tests.device import accelerator, substitutes
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.common_utils import TestCase as _Base
-else:
-    _Base = object
 
 __unittest = True
 
@@ -43,10 +38,9 @@ def skip_unless_torch_gpu(method: Test) -> Test:
     return requires(lambda: accelerator.current().lacks_room_for(num_devices()))(method)
 
 
-class DTensorTestMixin(_Base):
+class DTensorTestMixin(RankTestCase):
     """What all DTensor test cases share."""
 
-    rank: int
     world_size: Any
 
     @property
@@ -67,10 +61,6 @@ class DTensorTestMixin(_Base):
     def mesh(self) -> DeviceMesh:
         """The mesh of :meth:`build_device_mesh`, which is built once per test. A test may assign its own."""
         return self.build_device_mesh()
-
-    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
-        """See :func:`torch_fsdp_tests.common_distributed.run_subtests`."""
-        run_subtests(self, *args, **kwargs)
 
     def _test_op_on_dtensor(self, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Fail unless the operator gives the same for DTensors and full tensors. All outputs must be DTensors."""
@@ -147,18 +137,7 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
     return decorator(eager_init) if callable(eager_init) else decorator
 
 
-class DTensorContinuousTestBase(DTensorTestMixin, MultiProcContinuousTest):
+class DTensorContinuousTestBase(DTensorTestMixin, DeviceContinuousTest):
     """Like :class:`DTensorTestBase`, but the ranks and their process group stay for all tests of the class."""
 
     device_type = DTensorTestMixin.device_type  # type: ignore[assignment]  # upstream's is a property here, too
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return accelerator.current().backend
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        device = accelerator.current()
-        device.bind(rank)
-        substitutes.install(device)
-        super()._init_pg(rank, world_size, rdvz_file)

@@ -1,4 +1,4 @@
-"""Expert layers, and three ways to distribute them over a mesh.
+"""Expert layers, and two ways to distribute them over a mesh.
 
 There is no router. Every expert gets every token, and a token's output is the mean over all experts, so that a parallel
 run can be compared exactly with a plain one.
@@ -65,16 +65,15 @@ def _converted(x: torch.Tensor, mesh: DeviceMesh, have: Placement, want: Placeme
     return moved.to_local(grad_placements=grad_placements)
 
 
-def _between(module: nn.Module, mesh: DeviceMesh, outside: tuple[Placement, Placement]) -> None:
-    """Gather the module's input from the first placement, and reduce its output to the second."""
-    have, want = outside
+def _between(module: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
+    """Gather the module's input from this placement, and reduce its output to it."""
 
     def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         (x,) = inputs
-        return (_converted(x, mesh, have, Replicate()),)
+        return (_converted(x, mesh, outside, Replicate()),)
 
     def add_up(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return _converted(output, mesh, Partial(), want)
+        return _converted(output, mesh, Partial(), outside)
 
     module.register_forward_pre_hook(gather)
     module.register_forward_hook(add_up)
@@ -87,20 +86,6 @@ def _distribute(experts: nn.Module, mesh: DeviceMesh, *styles: str) -> None:
         experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, placements)))
 
 
-class TensorParallelForExpert(ParallelStyle):
-    """Distribute the hidden units of :class:`Experts` over the mesh. Tokens are replicated or as given."""
-
-    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts or Replicate()
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, "hidden")
-        _between(module, device_mesh, (self.input_layouts or Replicate(), self.output_layouts))
-        return module
-
-
 class ExpertParallel(ParallelStyle):
     """Distribute whole experts over the mesh. Each rank gets the tokens of all ranks, and the outputs of its own
     tokens.
@@ -108,26 +93,22 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, "expert")
-        _between(module, device_mesh, (Shard(0), Shard(0)))
+        _between(module, device_mesh, Shard(0))
         return module
 
 
 class ExpertParallelWithTP(ParallelStyle):
-    """Both at once, for an :class:`ExpertLayer`: whole experts over ``ep_mesh``, their hidden units over ``tp_mesh``.
+    """Both at once, for an :class:`ExpertLayer`: whole experts over ``ep_mesh``, hidden units over ``tp_mesh``."""
 
-    ``tokens`` is the placement of one expert-parallel rank's tokens over ``tp_mesh`` (default: replicated).
-    """
-
-    def __init__(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, tokens: Placement | None = None) -> None:
+    def __init__(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__()
         self.ep_mesh = ep_mesh
         self.tp_mesh = tp_mesh
-        self.tokens = tokens or Replicate()
         self.ep_tp_mesh = DeviceMesh._concatenate([ep_mesh, tp_mesh])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, ExpertLayer)
         _distribute(module.experts, self.ep_tp_mesh, "expert", "hidden")
-        _between(module, self.ep_mesh, (Shard(0), Shard(0)))
-        _between(module.experts, self.tp_mesh, (self.tokens, self.tokens))
+        _between(module, self.ep_mesh, Shard(0))
+        _between(module.experts, self.tp_mesh, Replicate())
         return module

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, TensorParallelForExpert
+from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP
 
 Plan = dict[str, ParallelStyle]
 
@@ -62,9 +62,6 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **k
 class Attention(nn.Module):
     """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless the width is divisible by the number of
     heads.
-
-    ``n_heads`` is the number of heads in the projections that forward sees: under tensor parallelism with local outputs
-    that of one rank.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -156,51 +153,39 @@ class Transformer(nn.Module):
 
     @staticmethod
     def parallelize(
-        module: Transformer,
-        tp_mesh: DeviceMesh | None,
-        use_seq_parallel: bool,
-        local_output_for_attn: bool = False,
-        ep_mesh: DeviceMesh | None = None,
+        module: Transformer, tp_mesh: DeviceMesh | None, use_seq_parallel: bool, ep_mesh: DeviceMesh | None = None
     ) -> Transformer:
         """Apply tensor and expert parallelism over one-dimensional meshes, in place, and return the module.
 
-        With ``use_seq_parallel`` activations between the layers are sharded along the sequence. With
-        ``local_output_for_attn`` the attention projections give plain local tensors and each rank attends over its own
-        heads. Without ``ep_mesh`` experts are distributed over ``tp_mesh``. A tied weight stays tied. Raises
-        ``TypeError`` for another module and ``ValueError`` without any mesh.
+        With ``use_seq_parallel`` activations between the layers are sharded along the sequence, which experts do not
+        support. A tied weight stays tied. Raises ``TypeError`` for another module, and ``ValueError`` without any mesh
+        or for experts without ``ep_mesh``.
         """
         if not isinstance(module, Transformer):
             raise TypeError(f"this parallelizes a Transformer, not a {type(module).__name__}")
         if tp_mesh is None and ep_mesh is None:
             raise ValueError("give a mesh for tensor parallelism, for expert parallelism, or both")
         blocks = [layer for layer in module.layers if isinstance(layer, TransformerBlock)]
+        if any(block.has_experts for block in blocks) and (ep_mesh is None or use_seq_parallel):
+            raise ValueError("experts need a mesh for expert parallelism, and sequences that are not sharded")
         if tp_mesh is not None:
+            between = Shard(1) if use_seq_parallel else Replicate()
             parallelize_module(module, tp_mesh, _root_plan(use_seq_parallel))
             for block in blocks:
-                plan = _attention_plan(use_seq_parallel, local_output_for_attn)
-                if not block.has_experts:
-                    plan |= _feed_forward_plan(use_seq_parallel)
-                elif use_seq_parallel:
-                    plan["ffn_norm"] = SequenceParallel(use_local_output=True)  # experts take plain tensors
-                if block.has_experts and ep_mesh is None:
-                    tokens = _expert_tokens(use_seq_parallel)
-                    plan["expert_layer.experts"] = TensorParallelForExpert(input_layouts=tokens, output_layouts=tokens)
-                parallelize_module(block, tp_mesh, plan)
-                if local_output_for_attn:
-                    block.attention.n_heads = module.model_args.n_heads // tp_mesh.size()
+                parallelize_module(block, tp_mesh, _block_plan(block, between))
             # A tied weight is sharded twice in the same way: the embedding by rows of its table, the output by columns.
-            parallelize_module(module.output, tp_mesh, _output_style(use_seq_parallel))
+            output = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+            parallelize_module(module.output, tp_mesh, output)
             if module.model_args.weight_tying:
                 module.output.weight = module.tok_embeddings.weight
-        if ep_mesh is not None:
-            for block in blocks:
-                _spread_experts(block, ep_mesh, tp_mesh, use_seq_parallel)
+        for block in blocks:
+            if not block.has_experts or ep_mesh is None:
+                continue
+            if tp_mesh is None:
+                parallelize_module(block.expert_layer.experts, ep_mesh, ExpertParallel())
+            else:
+                parallelize_module(block.expert_layer, ep_mesh, ExpertParallelWithTP(ep_mesh, tp_mesh))
         return module
-
-
-def _between_blocks(use_seq_parallel: bool) -> Placement:
-    """The placement of activations of shape (batch, sequence, dim) between the layers."""
-    return Shard(1) if use_seq_parallel else Replicate()
 
 
 def _root_plan(use_seq_parallel: bool) -> Plan:
@@ -214,41 +199,14 @@ def _root_plan(use_seq_parallel: bool) -> Plan:
     return plan
 
 
-def _attention_plan(use_seq_parallel: bool, local_output_for_attn: bool) -> Plan:
-    plan: Plan = {
-        f"attention.{name}": ColwiseParallel(use_local_output=local_output_for_attn) for name in ("wq", "wk", "wv")
-    }
-    plan["attention.wo"] = RowwiseParallel(output_layouts=_between_blocks(use_seq_parallel))
-    if use_seq_parallel:
-        plan["attention"] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+def _block_plan(block: TransformerBlock, between: Placement) -> Plan:
+    """``between`` is the placement of activations of shape (batch, sequence, dim) between the layers."""
+    plan: Plan = {f"attention.{name}": ColwiseParallel(use_local_output=False) for name in ("wq", "wk", "wv")}
+    plan["attention.wo"] = RowwiseParallel(output_layouts=between)
+    if between == Shard(1):
+        plan["attention"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         plan["attention_norm"], plan["ffn_norm"] = SequenceParallel(), SequenceParallel()
-    return plan
-
-
-def _feed_forward_plan(use_seq_parallel: bool) -> Plan:
-    between = _between_blocks(use_seq_parallel)
-    return {
-        "feed_forward.w1": ColwiseParallel(input_layouts=between),
-        "feed_forward.w2": RowwiseParallel(output_layouts=between),
-    }
-
-
-def _expert_tokens(use_seq_parallel: bool) -> Placement:
-    """The placement of the experts' tokens. For them batch and sequence are one dimension."""
-    return Shard(0) if use_seq_parallel else Replicate()
-
-
-def _output_style(use_seq_parallel: bool) -> ParallelStyle:
-    return ColwiseParallel(input_layouts=_between_blocks(use_seq_parallel), output_layouts=Replicate())
-
-
-def _spread_experts(
-    block: TransformerBlock, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, use_seq_parallel: bool
-) -> None:
     if not block.has_experts:
-        return
-    if tp_mesh is None:
-        parallelize_module(block.expert_layer.experts, ep_mesh, ExpertParallel())
-    else:
-        style = ExpertParallelWithTP(ep_mesh, tp_mesh, tokens=_expert_tokens(use_seq_parallel))
-        parallelize_module(block.expert_layer, ep_mesh, style)
+        plan["feed_forward.w1"] = ColwiseParallel(input_layouts=between)
+        plan["feed_forward.w2"] = RowwiseParallel(output_layouts=between)
+    return plan
