@@ -172,7 +172,7 @@ class TestChecked(FSDPTest):
             self.assertEqual(len(recording.races), int(not waits))
 
     def test_whole_test(self):
-        """A test with a race fails. Those with streams of their own skip."""
+        """A test with a race fails. Those with streams of their own, and those that compile, skip."""
         module = torch.get_device_module(self.device.type)
         x = torch.ones(4, device=self.device)
 
@@ -188,6 +188,8 @@ class TestChecked(FSDPTest):
             self.assertRaisesRegex(SkipTest, "streams of its own"),
         ):
             self._under_detector(race)
+        with self.assertRaisesRegex(SkipTest, "what compiled code does"):
+            self._under_detector(lambda: torch.compile(race))
 
     def _under_detector(self, body: Callable[[], object]) -> None:
         """Run a body as the harness runs that of a test with ``--check-streams``."""
