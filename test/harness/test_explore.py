@@ -277,6 +277,28 @@ class TestCrews(TestCase):
         self.assertEqual(results[3].what, "ranks ran different collectives")
 
 
+class TestKinds(TestCase):
+    """Without it, a second defect that ends like the first one could be counted as the same."""
+
+    def _judge(self, *results: ranks.Result) -> list[int]:
+        """How often each finding was met. The first program shrinks to ``SMALL``."""
+        searched = search.Search(search.Settings())
+        for result in results:
+            crew = mock.Mock()
+            crew.run.side_effect = lambda program, end=result: dataclasses.replace(end, program=program)
+            with mock.patch.object(search, "shrunk", lambda *_: SMALL):
+                searched._judged(result, crew)
+        return [finding.count for finding in searched.found]
+
+    def test_same_end_of_programs_with_all_features_of_the_first(self):
+        """What the first program had before it was shrunk does not count."""
+        offloads, freezes = (SMALL.but(**each) for each in ({"offload": True}, {"frozen": ("a.weight",)}))
+        alone = SMALL.but(units=(Unit(("",)),))
+        ends = [ranks.Result(program, "gradient", place="there") for program in (offloads, freezes, alone)]
+        self.assertEqual(self._judge(*ends), [2, 1])
+        self.assertEqual(self._judge(ends[0], dataclasses.replace(ends[1], place="elsewhere")), [1, 1])
+
+
 class TestResuming(TestCase):
     """Without it, a search that is resumed could repeat its programs, or shrink its findings again."""
 
@@ -285,12 +307,12 @@ class TestResuming(TestCase):
         before = [first.next_program() for _ in range(2)]
         first.programs = 2
         finding = search.Finding(SMALL, ranks.Result(SMALL, "gradient", place="there"), known="an id", count=4)
-        first.found["gradient", "there"] = finding
+        first.found.append(finding)
         second = search.Search(search.Settings(seed=3))
         second.resume(json.loads(json.dumps(first.state())))
         self.assertEqual((second.earlier, second.programs), (2, 0))
         self.assertNotIn(second.next_program(), before)
-        self.assertEqual(second.found["gradient", "there"], finding)
+        self.assertEqual(second.found, [finding])
 
     def test_bad_state_is_refused(self):
         for state in ({}, {"next": 1, "programs": 1, "found": [{}]}):

@@ -182,9 +182,9 @@ def _search(options: argparse.Namespace) -> int:
     if state:
         state.parent.mkdir(parents=True, exist_ok=True)
         state.write_text(json.dumps(search.state()) + "\n")
-    new = [finding for finding in search.found.values() if finding.is_new]
+    new = [finding for finding in search.found if finding.is_new]
     print(f"\n{progress.line(search)}")
-    for finding in search.found.values():
+    for finding in search.found:
         print(f"  {finding.count} times: {finding.result.what} {finding.result.place} {finding.known}".rstrip())
     return 1 if new else 130 if stopped else 0
 
@@ -199,7 +199,7 @@ class _Progress:
 
     def line(self, search: Search) -> str:
         spent = time.monotonic() - self.start
-        new = sum(finding.is_new for finding in search.found.values())
+        new = sum(finding.is_new for finding in search.found)
         return (
             f"{search.programs} programs in {spent:.0f} s ({search.programs / max(spent, 0.1):.1f} a second)"
             f"{f' after {search.earlier}' if search.earlier else ''}, "

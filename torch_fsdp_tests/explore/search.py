@@ -39,6 +39,10 @@ SETTINGS = (
     "inputs",
 )
 
+PARTS = ("frozen", "ignored", "columns", "ties", "shares")  # parameters and modules with a special role
+LAYER_FLAGS = ("box", "twice", "hooked", "dtype", "recompute")
+COMPUTING = {"chain", "linear", "wide", "scale", "one", "relu"}  # layers of which one is as good as another
+
 
 @dataclasses.dataclass
 class Finding:
@@ -53,6 +57,14 @@ class Finding:
     @property
     def is_new(self) -> bool:
         return not self.known and self.is_confirmed
+
+    def explains(self, result: Result) -> bool:
+        """Whether a result ends in the same way at the same place, and its program has all that this one's has."""
+        return _same_end(self.result, result) and traits(self.program) <= traits(result.program)
+
+
+def _same_end(one: Result, other: Result) -> bool:
+    return (one.what, one.place) == (other.what, other.place)
 
 
 @dataclasses.dataclass
@@ -84,7 +96,7 @@ class Search:
         self.earlier = 0  # programs of the searches that this one continues
         self.lines: set[str] = set()
         self.pairs: set[tuple[str, str]] = set()
-        self.found: dict[tuple[str, str], Finding] = {}
+        self.found: list[Finding] = []
         self._note = note
         self._choice = random.Random(settings.seed)
         self._next = settings.seed * 1_000_000  # the seed of the next new program
@@ -134,8 +146,8 @@ class Search:
         """What :meth:`resume` needs, as JSON data."""
         found = [
             {"program": json.loads(each.program.as_json()), "known": each.known, "is_confirmed": each.is_confirmed}
-            | {"count": each.count, "what": what, "place": place}
-            for (what, place), each in self.found.items()
+            | {"count": each.count, "what": each.result.what, "place": each.result.place}
+            for each in self.found
         ]
         return {"next": self._next, "programs": self.earlier + self.programs, "found": found}
 
@@ -149,8 +161,7 @@ class Search:
             for each in state["found"]:
                 program = Program.from_json(json.dumps(each["program"]))
                 result = Result(program, each["what"], place=each["place"])
-                finding = Finding(program, result, each["known"], each["is_confirmed"], each["count"])
-                self.found[each["what"], each["place"]] = finding
+                self.found.append(Finding(program, result, each["known"], each["is_confirmed"], each["count"]))
         except (TypeError, KeyError, ValueError) as error:
             raise ProgramError(f"this is no state of a search: {error}") from error
 
@@ -181,16 +192,14 @@ class Search:
 
     def _judged(self, result: Result, crew: Crew) -> Finding | None:
         """The finding, if it is the first of its kind: confirmed in fresh ranks, shrunk, and explained."""
-        key = (result.what, result.place)
-        if key in self.found:
-            self.found[key].count += 1
-            return None
-        finding = self.found[key] = Finding(result.program, result)
-        again = crew.run(result.program)
-        if (again.what, again.place) != key:
-            finding.is_confirmed = False
-            return finding
-        if not self.settings.shrinks:
+        for finding in self.found:
+            if finding.explains(result):
+                finding.count += 1
+                return None
+        finding = Finding(result.program, result)
+        self.found.append(finding)  # before it is shrunk, which takes time and may be stopped
+        finding.is_confirmed = _same_end(crew.run(result.program), result)
+        if not finding.is_confirmed or not self.settings.shrinks:
             return finding
 
         def shows_it(program: Program) -> bool:
@@ -198,7 +207,8 @@ class Search:
             return known.avoiding(program, self._avoided) == program and shows(program, result, crew)
 
         finding.program = shrunk(result.program, shows_it, SHRINK_SECONDS)
-        finding.result = crew.run(finding.program)
+        again = crew.run(finding.program)
+        finding.result = again if _same_end(again, result) else result
         finding.known = explanation(finding.program, result, crew, self._present)
         return finding
 
@@ -207,8 +217,7 @@ def shows(program: Program, result: Result, crew: Crew) -> bool:
     """Whether the program ends in the same way, in ranks of the same number."""
     if program.world_size != crew.world_size:
         return False
-    other = crew.run(program)
-    return (other.what, other.place) == (result.what, result.place)
+    return _same_end(crew.run(program), result)
 
 
 def explanation(program: Program, result: Result, crew: Crew, ids: Iterable[str]) -> str:
@@ -239,6 +248,21 @@ def varied(program: Program, other: Program, choice: random.Random) -> Program:
     return program
 
 
+def traits(program: Program) -> set[str]:
+    """What a program has that the simplest one has not. Which layers it computes with does not count."""
+    plain = {field.name: field.default for field in dataclasses.fields(Program)}
+    names = {*SETTINGS, "strategy", "original_parameters", "tensor_parallel"} - {"width"}
+    have = {f"{name} {getattr(program, name)}" for name in names if getattr(program, name) != plain[name]}
+    have |= {name for name in PARTS if getattr(program, name)}
+    for layer in program.all_layers():
+        have |= {layer.kind} - COMPUTING | {flag for flag in LAYER_FLAGS if getattr(layer, flag)}
+    for unit in program.units:
+        have |= {"group"} if len(unit.modules) > 1 else {f"reshard {unit.reshard}"} - {"reshard default"}
+    for step in program.steps:
+        have |= {step.kind, *(["skips"] if step.names else []), *(["odd"] if step.odd else [])}
+    return have | ({"several units"} if len(program.units) > 1 else set())
+
+
 def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
     """Pairs of features: of two steps that follow each other, and of what the program has."""
     kinds = [step.kind + (f"({step.at})" if step.kind == "evaluate" else "") for step in program.steps]
@@ -248,8 +272,7 @@ def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _settings(program: Program) -> set[str]:
-    names = ("frozen", "ignored", "columns", "ties", "shares")
-    return {name for name in names if getattr(program, name)} | {
+    return {name for name in PARTS if getattr(program, name)} | {
         f"{name} {getattr(program, name)}" for name in SETTINGS
     }
 
