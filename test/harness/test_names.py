@@ -17,7 +17,7 @@ class TestNames(TestCase):
         "base,name,owner",
         [
             (FSDPTest, "_record", "RankTestCase"),
-            (FSDPTest, "_group", "MultiProcessTestCase"),
+            (FSDPTest, "_group", "RankTestCase"),
             (MultiThreadedTestCase, "_conclude", "RankTestCase"),
             (MultiProcContinuousTest, "_end_group", "MultiProcContinuousTest"),
             (TestCase, "_record_defects", "TestCase"),
