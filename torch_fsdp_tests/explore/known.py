@@ -116,7 +116,8 @@ def _no_foreach_beside_ignored_parameters(program: Program) -> Program:
 @_avoids("fsdp2_asking_for_optim_state_is_a_step")
 def _no_optimizer_states_before_the_first_step(program: Program) -> Program:
     def change(life: Lifecycle, step: Step) -> list[Step]:
-        if step.kind == "save_optimizer" and not life.has_stepped:
+        # With a scaler, a step may have been left out because of infinite gradients.
+        if step.kind == "save_optimizer" and (program.scaler or not life.has_stepped):
             return [dataclasses.replace(step, at="plain")]
         return [step]
 
