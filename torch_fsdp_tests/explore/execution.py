@@ -122,10 +122,7 @@ def differences(
     dtypes = {program.dtype, program.dtype_at(len(program.steps)), *program.own_dtypes - LOW}
     if program.data_ranks // program.replicas > 2:  # a sum over more than two ranks depends on their order
         dtypes |= {program.reduce_dtype or program.param_dtype or program.dtype, *program.own_dtypes}
-    limit = max(LIMITS[getattr(torch, name)] for name in dtypes)
-    if program.tensor_parallel:  # the parts of a sum may be large, and cancel
-        limit *= 16
-    compared = functools.partial(_compared, limit)
+    compared = functools.partial(_compared, max(LIMITS[getattr(torch, name)] for name in dtypes))
     data_rank = program.data_rank(rank)
     if forward is not None and output is not None:
         yield from compared("output", "the output", output.detach(), forward.outputs[data_rank].detach())

@@ -546,6 +546,7 @@ def problem(program: Program) -> str:
         or program.shares
         or program.ties
         or program.foreach
+        or program.dtype != "float64"
         or not LOW.isdisjoint(program.own_dtypes)
         or not divided(program)
         or any(unit.reshard.isdigit() for unit in program.units)

@@ -46,9 +46,12 @@ def model_of(program: Program, device: str) -> nn.Module:
     return model
 
 
+TOO_LARGE = "the outputs become too large to be compared"
+
+
 def _moderate(values: torch.Tensor) -> torch.Tensor:
     if values.detach().abs().max() > LARGEST:
-        raise Invalid("the outputs become too large to be compared")
+        raise Invalid(TOO_LARGE)
     return values
 
 
