@@ -65,7 +65,7 @@ class TestForkServer(TreeCase):
         process_ids, sights = [], []
         for torch in (False, True):
             if torch:
-                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3, limit=120)
+                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3)
             else:
                 self.check({"test_1_look": look}, passed=1)
             seen, parent, there = json.loads(sight.read_text())

@@ -12,7 +12,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 PORT = 29511
 LINK_IS_DOWN = {"hosta": "ok", "hostb": "lost"}
 SILENCE = 8  # seconds until a lost machine must be noticed
-SECONDS = 20  # seconds to report it: the tests of the file get a moment to leave
+SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
 _hosts: TwoHosts  # whose link goes down
 _others: TwoHosts
 

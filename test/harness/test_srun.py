@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hosts import NAMES, TwoHosts
-from launches import WAITS, WELL, Node, SuiteRun
+from launches import LOST, WAITS, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
@@ -147,32 +147,58 @@ def setUpModule():
 
 
 def tearDownModule():
-    if begun.cache_info().currsize:
-        begun().stop()
+    for run in begun() if begun.cache_info().currsize else ():
+        run.stop()
     _slurm.close()
 
 
 @functools.cache
-def begun() -> SuiteRun:
-    """A run with two ranks on the first host and one on the second one."""
-    srun = ["srun", "--job-name=waits", "--nodes=2", "--ntasks=3", sys.executable]
-    return SuiteRun(["well", "waits", "well"], Node(srun, _slurm.hosts.prefix(0), _slurm.variables))
+def begun() -> tuple[SuiteRun, SuiteRun]:
+    """A run with a file of each kind of tests, and last the loss of an agent: srun itself does not end a job then. And
+    a run that waits.
+    """
+    jobs = {("faults", 2): ["well", "agent_dies", "well"], ("waits", 1): ["waits", "well"]}
+    faults, waits = (
+        SuiteRun(
+            files,
+            Node(
+                ["srun", f"--job-name={name}", "--nodes=2", f"--ntasks-per-node={ranks}", sys.executable],
+                _slurm.hosts.prefix(0),
+                _slurm.variables,
+            ),
+        )
+        for (name, ranks), files in jobs.items()
+    )
+    return faults, waits
+
+
+@functools.cache
+def faults() -> SuiteRun:
+    cancelled()  # or the test that waits would reach its limit
+    return begun()[0].end()
 
 
 @functools.cache
 def cancelled() -> SuiteRun:
-    begun().wait_for("waits")
+    run = begun()[1]
+    run.wait_for("waits")
     _slurm.run("scancel", "--name=waits")
-    return begun().end()
+    return run.end()
 
 
 class TestSrun(TestCase):
     """Without it, ranks could miss each other under srun, or a job that is cancelled could leave no report."""
 
     def test_every_kind_of_file_passes(self):
-        self.assertEqual(cancelled().outcomes("well"), WELL)
-        hosts = cancelled().report["hosts"]
-        self.assertEqual({name: host["ranks"] for name, host in hosts.items()}, {"hosta": [0, 1], "hostb": [2]})
+        self.assertEqual(faults().outcomes("well"), WELL)
+        hosts = faults().report["hosts"]
+        self.assertEqual({name: host["ranks"] for name, host in hosts.items()}, {"hosta": [0, 1], "hostb": [2, 3]})
+
+    def test_agent_of_the_other_host_that_is_killed_ends_the_run(self):
+        self.assertEqual(faults().outcomes("agent_dies"), LOST)
+        words = r"^the process of rank \d \(id \d+ on hostb\) .*so the run ends$"
+        self.assertRegex(faults().report["lost"], words)
+        self.assertEqual(faults().left, [])
 
     def test_cancelled_job_writes_its_reports(self):
         run = cancelled()
