@@ -65,8 +65,8 @@ def optimizer(program: Program) -> str:
     name, more = {
         "sgd": ("SGD", ""),
         "momentum": ("SGD", "momentum=0.5, "),
-        "adam": ("Adam", ""),
-        "adamw": ("AdamW", ""),
+        "adam": ("Adam", "eps=1, "),  # with a small eps, the rounding of a gradient becomes a large step
+        "adamw": ("AdamW", "eps=1, "),
     }[program.optimizer]
     return f"torch.optim.{name}(model.parameters(), lr={LEARNING_RATE}, {more}foreach={program.foreach})"
 

@@ -313,7 +313,7 @@ class _Generator:
             yield Step("all_reduce_hook", number=choice.choice((0.5, 1.0, 2.0)))
         if self.on("communication", 0.3):
             yield Step("input_buffers", number=choice.randint(1, 3))
-        if self.on("communication", 0.5) and (path := lifecycle.not_needed_in_backward(program)) in wrapped:
+        if self.on("communication", 0.5) and (path := lifecycle.not_needed_in_backward(program)):
             yield Step("unshard_in_backward", path, flag=choice.random() < 0.3)
         if self.on("prefetch", 0.4):
             kind = choice.choice(("prefetch_forward", "prefetch_backward"))

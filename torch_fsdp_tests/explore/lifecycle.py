@@ -106,7 +106,7 @@ class Lifecycle:
             if step.kind == "sync" and (self.pending or step.flag == self.syncs):
                 return "no_sync is a context around forward and backward"
         match step.kind:
-            case "unshard_in_backward" if step.at not in self._at or step.at != not_needed_in_backward(self.program):
+            case "unshard_in_backward" if step.at != not_needed_in_backward(self.program):
                 return f"the parameters of {step.at!r} are needed in backward"
             case "unshard" | "reshard" | "reshard_after_forward" if step.at != "*" and step.at not in self._at:
                 return f"{step.at!r} is not sharded"
@@ -391,13 +391,14 @@ def _reshards(reshard: str, is_root: bool) -> str:
 
 
 def not_needed_in_backward(program: Program) -> str | None:
-    """The path of the layer whose backward needs only its input, because nobody wants the gradient of that."""
+    """The path of the unit whose backward needs only its input, because nobody wants the gradient of that."""
     above = ""
     for path, layer in paths(program.layers):
         if layer.recompute or layer.twice or layer.hooked or not path.startswith(above):
             break
         if layer.kind in ("linear", "scale", "one"):
-            return None if program.inputs or program.ties or program.shares else path
+            is_unit = any(unit.modules == (path,) for unit in program.units)
+            return path if is_unit and not (program.inputs or program.ties or program.shares) else None
         above = f"{path}."
     return None
 

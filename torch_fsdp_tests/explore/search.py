@@ -16,7 +16,7 @@ from typing import Any
 from torch_fsdp_tests.explore import generate, known, script
 from torch_fsdp_tests.explore.execution import COMPARE
 from torch_fsdp_tests.explore.lifecycle import problem
-from torch_fsdp_tests.explore.program import Program, ProgramError
+from torch_fsdp_tests.explore.program import Program, ProgramError, Step
 from torch_fsdp_tests.explore.ranks import Crew, Result
 from torch_fsdp_tests.explore.shrink import shrunk
 
@@ -39,6 +39,11 @@ SETTINGS = (
     "inputs",
 )
 
+USUAL = {  # settings and their values in the simplest program
+    each.name: each.default
+    for each in dataclasses.fields(Program)
+    if each.name in (*SETTINGS, "strategy", "original_parameters", "tensor_parallel") and each.name != "width"
+}
 PARTS = ("frozen", "ignored", "columns", "ties", "shares")  # parameters and modules with a special role
 LAYER_FLAGS = ("box", "twice", "hooked", "dtype", "recompute")
 COMPUTING = {"chain", "linear", "wide", "scale", "one", "relu"}  # layers of which one is as good as another
@@ -250,31 +255,25 @@ def varied(program: Program, other: Program, choice: random.Random) -> Program:
 
 def traits(program: Program) -> set[str]:
     """What a program has that the simplest one has not. Which layers it computes with does not count."""
-    plain = {field.name: field.default for field in dataclasses.fields(Program)}
-    names = {*SETTINGS, "strategy", "original_parameters", "tensor_parallel"} - {"width"}
-    have = {f"{name} {getattr(program, name)}" for name in names if getattr(program, name) != plain[name]}
+    have = {f"{name} {getattr(program, name)}" for name, usual in USUAL.items() if getattr(program, name) != usual}
     have |= {name for name in PARTS if getattr(program, name)}
     for layer in program.all_layers():
         have |= {layer.kind} - COMPUTING | {flag for flag in LAYER_FLAGS if getattr(layer, flag)}
     for unit in program.units:
         have |= {"group"} if len(unit.modules) > 1 else {f"reshard {unit.reshard}"} - {"reshard default"}
     for step in program.steps:
-        have |= {step.kind, *(["skips"] if step.names else []), *(["odd"] if step.odd else [])}
+        have |= {_kind(step), *(["skips"] if step.names else []), *(["odd"] if step.odd else [])}
     return have | ({"several units"} if len(program.units) > 1 else set())
+
+
+def _kind(step: Step) -> str:
+    return f"{step.kind}({step.at})" if step.kind in ("evaluate", "transform") else step.kind
 
 
 def pairs_of(program: Program) -> Iterator[tuple[str, str]]:
     """Pairs of features: of two steps that follow each other, and of what the program has."""
-    kinds = [step.kind + (f"({step.at})" if step.kind == "evaluate" else "") for step in program.steps]
-    yield from itertools.pairwise(kinds)
-    have = sorted({f"{layer.kind} {layer.dtype}" for layer in program.all_layers()} | _settings(program) | set(kinds))
-    yield from ((one, other) for index, one in enumerate(have) for other in have[index + 1 :])
-
-
-def _settings(program: Program) -> set[str]:
-    return {name for name in PARTS if getattr(program, name)} | {
-        f"{name} {getattr(program, name)}" for name in SETTINGS
-    }
+    yield from itertools.pairwise(map(_kind, program.steps))
+    yield from itertools.combinations(sorted(traits(program)), 2)
 
 
 def save(finding: Finding, folder: Path) -> list[Path]:
