@@ -616,8 +616,8 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, forward and backward
 
     @skip_if_lt_x_gpu(2)
-    @subtests(dim=[0, 1], shards=[1, 2])
-    def test_selective_activation_checkpointing(self, dim, shards):
+    @subtests(dim=[0, 1], is_sharded=[True, False])
+    def test_selective_activation_checkpointing(self, dim, is_sharded):
         """A policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
 
         def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -632,12 +632,12 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         manual_seed(42)
         model: Any = nn.Sequential(Block(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False)))
         ref_model = copy.deepcopy(model).to(self.device)
-        mesh = self._mesh(self.world_size // shards, shards, names=("replicate", "shard"))
+        mesh = self._mesh(self.world_size, *([] if is_sharded else [1]))
         sharded = [model[0][0], model[0], model.to(self.device)]
         shard_each(sharded, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
         calls: list[nn.Module] = []
         model[0][0].register_forward_pre_hook(lambda layer, args: calls.append(layer))
-        more_annotations = shards == 1 or not accelerator.current().is_host
+        more_annotations = not is_sharded or not accelerator.current().is_host
         with torch_defect("fsdp2_annotations_break_selective_checkpointing", when=more_annotations):
             with FlopCounterMode(display=False) as flops:
                 self._check_training(ref_model, model, lambda: self._inputs(2, 4))
