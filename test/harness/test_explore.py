@@ -94,6 +94,17 @@ class TestPrograms(TestCase):
             program = known.avoiding(generate.program_of(seed), known.REWRITINGS)
             self.assertEqual(problem(program), "", program.listing())
 
+    def test_possible_programs_are_valid(self):
+        """A shared layer whose dtype is that of its unit alone cannot become two layers."""
+        layers = tuple(
+            Layer(name, "linear", dtype=dtype) for name, dtype in (("a", "float64"), ("b", "float64"), ("c", ""))
+        )
+        low = {"dtype": "float32", "param_dtype": "bfloat16", "steps": (Step("sync", flag=False), *SMALL.steps)}
+        program = SMALL.but(layers=layers, units=(Unit(("a",)), Unit(("",))), shares=(("b", "a"),), **low)
+        for each in (program, *map(generate.program_of, SEEDS)):
+            self.assertEqual(problem(each), "", each.listing())
+            self.assertEqual(problem(known.possible(each)), "", each.listing())
+
     def test_rewritings_are_of_known_defects(self):
         """The key of each is the id of a defect, and it changes some of the programs."""
         self.assertLessEqual(known.REWRITINGS.keys(), {*registry.ids()})

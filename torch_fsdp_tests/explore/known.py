@@ -58,7 +58,9 @@ def possible(program: Program) -> Program:
     if not torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS:
         program = _without(program, "input_buffers")
     if program.shares and _reduces_uses_apart(program):
-        program = valid(program.but(shares=()))
+        alone = valid(program.but(shares=()))
+        exact = program.but(param_dtype="", reduce_dtype="", output_dtype="")  # if a copy's unit has another dtype
+        program = alone if not problem(alone) else exact
     return program
 
 
