@@ -290,6 +290,12 @@ def _no_gradients_before_a_full_load(program: Program) -> Program:
     return each_step(program, change)
 
 
+@_avoids("fsdp2_prefetched_parameters_go_stale")
+def _no_forward_prefetch_beside_evaluations(program: Program) -> Program:
+    has_no_backward = any(step.kind in ("evaluate", "transform") for step in program.steps)
+    return _without(program, "prefetch_forward") if has_no_backward else program
+
+
 @_avoids("fsdp2_smaller_mesh_with_columns_raises")
 def _no_columns_on_smaller_meshes(program: Program) -> Program:
     return program.but(columns=()) if any(unit.reshard.isdigit() for unit in program.units) else program
@@ -377,6 +383,12 @@ def _no_clipping_in_double_precision(program: Program) -> Program:
 @_of_fsdp1
 def _nothing_offloaded(program: Program) -> Program:
     return _with_at(program, "full", lambda step: step.at == "broadcast").but(offload=False)
+
+
+@_avoids("fsdp1_offloaded_optim_states_are_one")
+@_of_fsdp1
+def _no_offloaded_optimizer_states(program: Program) -> Program:
+    return _with_at(program, "full", lambda step: step.kind == "save_optimizer" and step.at == "broadcast")
 
 
 @_avoids("fsdp1_second_backward_raises")

@@ -1067,6 +1067,26 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(order=[(0, 1), (1, 0)], trains=[True, False])
+    def test_update_after_a_forward_prefetch(self, order, trains):
+        """A forward computes with the values of now, also if the one before has prefetched a layer that had run."""
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        ref_model = copy.deepcopy(model)
+        shard_each((*model, model))
+        first, last = order
+        model[first].set_modules_to_forward_prefetch([model[last]])
+        inp = torch.ones(2, 4, device=self.device)
+        for each in (ref_model, model):
+            with torch.set_grad_enabled(trains):
+                output = each(inp)
+            if trains:
+                output.sum().backward()
+            with torch.no_grad():
+                each[0].weight.mul_(0.5)
+        with torch.no_grad(), torch_defect("fsdp2_prefetched_parameters_go_stale", when=not trains and first > last):
+            self.assertEqual(model(inp), ref_model(inp))
+
+    @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
     def test_set_modules_to_backward_prefetch(self, depth):
         forward = "Uf root, Uf 0, Rf 0, Uf 1, Rf 1, Uf 2, Rf 2, Uf 3, Rf 3, Rf root"
