@@ -109,6 +109,7 @@ class TestPrograms(TestCase):
         """The key of each is the id of a defect, and it changes some of the programs."""
         self.assertLessEqual(known.REWRITINGS.keys(), {*registry.ids()})
         programs = [generate.program_of(seed, 4) for seed in SEEDS]
+        programs += [generate.program_of(seed, 2, demanded=("fsdp1", "state")) for seed in range(60)]
         for choice in map(random.Random, range(900)):
             programs.append(search.varied(choice.choice(programs), choice.choice(programs), choice))
         idle = {id for id, rewriting in known.REWRITINGS.items() if all(rewriting(each) == each for each in programs)}
