@@ -15,10 +15,10 @@ LAYERS = [
     {"processes.messages", "device.capabilities", "verdict"},
     {"processes", "installation", "reach", "settings", "installed_torch.version_ranges"}
     | {"device.vendors", "device.machine"},
-    {"installed_torch", "device"},
+    {"installed_torch", "device"} | {"defects.registry", "defects.known"},
     {"ranks"},
     {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
-    {"device.substitutes", "common_distributed"},
+    {"device.substitutes", "common_distributed", "defects.in_tests", "defects.races"},
     {"distributed"},
     {"common_fsdp", "fsdp.shards"},
     {"fsdp"},

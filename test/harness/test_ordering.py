@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.common_distributed import MultiThreadedTestCase
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.common_utils import TestCase, defect_blocks, run_tests
+from torch_fsdp_tests.defects import races, registry, torch_defect
 from torch_fsdp_tests.device import accelerator, ordering
 
 
@@ -114,6 +116,15 @@ class TestOrdering(TestCase):
         in_host.add_(1)
         self.assertEqual(self._races(), [("aten::clone on stream 1", "aten::add_.Tensor on the host")])
 
+    def test_number_that_the_host_computes_with(self):
+        """Where it is used together with the host's memory, it is there too, although the CPU does not tell."""
+        number = self.x.sum()
+        in_host = self.recording.move(self.x, non_blocking=False)
+        in_host.mul_(number)
+        number.add_(1)
+        self.assertEqual(self._races(), [])
+        self.assertTrue(self.recording.is_in_host(number))
+
     def test_other_bytes_are_no_race(self):
         first, second = self.x.chunk(2)
         self.side.wait_stream(self.here)
@@ -153,6 +164,31 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
 
+class TestThreads(MultiThreadedTestCase):
+    """Without it, ranks that are threads could change each other's current stream, or share a recording."""
+
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_each_rank_has_its_own_recording(self):
+        module, x = torch.get_device_module(self.device.type), torch.zeros(8, device=self.device)
+        with ordering.recorded() as recording:
+            before, side = module.current_stream(), module.Stream()
+            with module.stream(side):
+                dist.barrier()
+                self.assertIs(module.current_stream(), side)
+                x.add_(self.rank)
+                dist.barrier()
+            self.assertIs(module.current_stream(), before)
+            if self.rank == 0:
+                x.add_(1)
+            self.assertEqual(len(recording.races), 1 - self.rank)
+            dist.barrier()
+
+
 class TestChecked(FSDPTest):
     """Without it, ``run_test.py --check-streams`` could pass tests that have races."""
 
@@ -163,13 +199,33 @@ class TestChecked(FSDPTest):
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
-                with mock.patch.object(ordering, "_is_within_fsdp", return_value=True):
+                with mock.patch.object(ordering, "_place", return_value=ordering.Place("file.py", 1, "reduce")):
                     work = dist.all_reduce(x, async_op=True)
                 if waits:
                     work.wait()
                 x.add_(1)
                 work.wait()
             self.assertEqual(len(recording.races), int(not waits))
+
+    def test_function_that_waits_for_its_collectives(self):
+        with ordering.recorded() as recording:
+            x = torch.ones(4, device=self.device)
+            with mock.patch.object(ordering, "_place", return_value=ordering.Place("file.py", 1, "send")):
+                dist._broadcast_coalesced(dist.group.WORLD, [x], 64, 0)
+            x.add_(1)
+        self.assertEqual(recording.races, [])
+
+    def test_known_defect_explains_a_race(self):
+        """It does so if it names a function that makes one of the accesses, or if it shows in a block with the race."""
+        known = "fsdp1_dropped_gradients_race_with_the_reduction"
+        function = registry.defect(known).races[0]
+        place = ordering.Place("file.py", 1, function)
+        with defect_blocks.recorded() as blocks:
+            races.conclude([ordering.Race("this", "that", (place, None))])
+        self.assertEqual([block.defect["id"] for block in blocks], [known])
+        other = ordering.Race("this", "that", (ordering.Place("file.py", 1, "other"), None))
+        with self.assertRaisesRegex(AssertionError, r"^this \(file.py:1, other\) and that are not ordered$"):
+            races.conclude([other])
 
     def test_whole_test(self):
         """A test with a race fails. Those with streams of their own, and those that compile, skip."""
@@ -181,8 +237,17 @@ class TestChecked(FSDPTest):
             with module.stream(module.Stream()):
                 x.add_(1)
 
-        with self.assertRaisesRegex(AssertionError, "add_.Tensor on stream 1 .* are not ordered"):
+        with self.assertRaisesRegex(AssertionError, "add_.Tensor on stream 1 are not ordered"):
             self._under_detector(race)
+
+        def explained() -> None:
+            with torch_defect("fsdp1_dropped_gradients_race_with_the_reduction"):
+                race()
+                self.assertEqual(x.sum(), 0)
+            x.add_(1)
+
+        with defect_blocks.recorded():
+            self._under_detector(explained)
         with (
             mock.patch.object(module, "current_stream", object),
             self.assertRaisesRegex(SkipTest, "streams of its own"),

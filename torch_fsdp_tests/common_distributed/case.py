@@ -139,9 +139,10 @@ def _checked_streams() -> contextlib.AbstractContextManager[None]:
     """The race detector around a test in a rank, if the setting says so."""
     if not settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):
         return contextlib.nullcontext()
-    from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
+    from torch_fsdp_tests.defects.races import conclude  # not at import, because both import DTensor
+    from torch_fsdp_tests.device import ordering
 
-    return ordering.checked()
+    return ordering.checked(conclude)
 
 
 class RankTestCase(TestCase):

@@ -173,8 +173,9 @@ class MultiThreadedTestCase(RankTestCase):
         """Start the ranks of the current test. Raises the same exceptions as
         :meth:`MultiProcessTestCase._spawn_processes`.
         """
-        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):
-            raise Skipped(Reason("ranks that are threads share the patches of the race detector", SkipKind.DEVICE))
+        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) and not accelerator.current().is_host:
+            reason = "ranks are threads, and the race detector cannot tell to which of them a backward belongs"
+            raise Skipped(Reason(reason, SkipKind.DEVICE))
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = RankGroup(type(self), self._current_test_name, world_size, threads=True)

@@ -51,6 +51,7 @@ from torch_fsdp_tests.common_utils.skips import (
 from torch_fsdp_tests.common_utils.sleep import (
     device_sleep,
     get_cycles_per_ms,
+    host_time,
 )
 from torch_fsdp_tests.common_utils.testcase import (
     TestCase,

@@ -41,6 +41,16 @@ def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
         time.sleep(cycles / _HOST_CYCLES_PER_MS / 1e3)
 
 
+def host_time() -> float:
+    """Seconds on the host's clock, to measure how long the host waits for the device under test.
+
+    On a simulated device, :func:`device_sleep` takes no time. Its module has ``_waited()`` then, which returns the
+    nanoseconds for which the host would have waited, and this clock contains them.
+    """
+    waited = getattr(torch.get_device_module(accelerator.current().type), "_waited", None)
+    return time.perf_counter() + (waited() / 1e9 if waited else 0)
+
+
 def get_cycles_per_ms(device: torch.device | str | int | None = None) -> float:
     """Cycles of :func:`device_sleep` in a millisecond of this device, by default the one under test. Measured once."""
     return _cycles_per_ms(_device_type(device))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
 from torch_fsdp_tests.defects import registry
@@ -81,6 +82,8 @@ class torch_defect:
     Raises ``LookupError`` for an unknown id. A block in a thread that runs no test does nothing.
     """
 
+    _start_again: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self, *ids: str, when: bool = True) -> None:
         for id in ids:
             if id not in registry.ids():
@@ -94,6 +97,10 @@ class torch_defect:
     def __enter__(self) -> None:
         caller = sys._getframe(1)
         self._place = defect_blocks.place(os.path.basename(caller.f_code.co_filename), caller.f_lineno)
+        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):  # the defect explains the block's races, too
+            from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
+
+            self._start_again = ordering.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         blocks = defect_blocks.current()
@@ -105,7 +112,10 @@ class torch_defect:
             expected = [defect for defect in expected if defect.explains(type(error).__qualname__)]
             raised = in_one_line(error)
         blocks += [DefectBlock(defect.facts(), self._place, raised) for defect in expected]
-        return error is not None and bool(expected)
+        shown = error is not None and bool(expected)
+        if shown:
+            self._start_again()
+        return shown
 
 
 NO_DEFECT = torch_defect()  # for a helper whose callers say which known defect a block of it shows

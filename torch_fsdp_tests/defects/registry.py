@@ -72,7 +72,8 @@ class Defect:
     have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
     ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
     ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
-    comparison).
+    comparison). ``races`` has the functions of FSDP that access memory without the wait that is missing: the race
+    detector attributes such a race to this defect.
     """
 
     family: str  # FSDP1 or FSDP2
@@ -89,6 +90,7 @@ class Defect:
     upstream: tuple[str, ...] = ()
     arguable: str = ""
     fails_with: tuple[str, ...] = ("AssertionError",)
+    races: tuple[str, ...] = ()
     # What its module says beside these facts, as :func:`defect` adds it.
     id: str = ""  # the name of the module
     title: str = ""  # its first line

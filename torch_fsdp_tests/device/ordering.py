@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import traceback
+import threading
 import unittest
 import weakref
 from collections import Counter
@@ -57,7 +57,19 @@ _COPIES = ("copy_", "_to_copy")  # also between host and device
 _FSDP = "torch.distributed.fsdp."
 _RECORDING_MODULES = tuple(torch_names.module(f"{_FSDP}{name}") for name in ("_flat_param", "_runtime_utils"))
 # FSDP2's modules that move gradients and parameters to the host.
+_MOVING_FILES = ("_flat_param.py", "_runtime_utils.py", "_fsdp_collectives.py", "_fsdp_param.py")
 _OFFLOADING_MODULES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
+
+
+class Place(NamedTuple):
+    """The line of FSDP that called an operator."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}, {self.function}"
 
 
 class Access(NamedTuple):
@@ -69,17 +81,21 @@ class Access(NamedTuple):
     start: int
     end: int
     writes: bool
+    place: Place | None  # None if FSDP did not call it
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders, and the place in FSDP (or elsewhere) that made the later one."""
+    """Two accesses that nothing orders, each with its stream, and the places in FSDP that made them, if any."""
 
     earlier: str
     later: str
-    where: str
+    places: tuple[Place | None, Place | None] = (None, None)
 
     def __str__(self) -> str:
-        return f"{self.earlier} and {self.later} ({self.where}) are not ordered"
+        earlier, later = (
+            f"{what} ({place})" if place else what for what, place in zip(self[:2], self.places, strict=True)
+        )
+        return f"{earlier} and {later} are not ordered"
 
 
 @dataclass
@@ -169,11 +185,6 @@ class Recording(TorchDispatchMode):
         for clock in self._clocks.values():
             _merge(self._host, clock)
 
-    def conclude(self) -> None:
-        """Raise ``AssertionError`` with all races."""
-        if self.races:
-            raise AssertionError("\n".join(map(str, self.races)))
-
     # Memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,27 +194,30 @@ class Recording(TorchDispatchMode):
         self._free()
         read, written = _operands(func, args, kwargs)
         given = {_key(tensor) for tensor in (*read, *written)}
-        in_host = {self.is_in_host(tensor) for tensor in (*read, *written)}
-        result = func(*args, **kwargs)
+        place = _place()
         name = str(func.name() if hasattr(func, "name") else func)
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _key(each) not in given]
+        short = name.partition("::")[2]
+        copies = short.startswith(_COPIES) or name.startswith(_COLLECTIVE)
+        moves = copies or (place is not None and place.file.endswith(_MOVING_FILES))
+        in_host = self._are_in_host((*read, *written), adopts=not moves)
+        result = func(*args, **kwargs)
+        made = [each for each in _tensors([result]) if _key(each) not in given]
         if self._device_type != "cpu":  # on the CPU, the device does not tell
             in_host |= {self.is_in_host(tensor) for tensor in made}
         stream = HOST if in_host == {True} and not self._moves else self.stream()
         # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
-        if name.startswith(_COLLECTIVE) and _argument(func, args, kwargs, "async_op") and _is_within_fsdp():
+        if name.startswith(_COLLECTIVE) and place and not _here.coalesces and _argument(func, args, kwargs, "async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             stream = COLLECTIVES
         for tensor in made:
             self.allocate(tensor.untyped_storage(), name, stream)
-        short = name.partition("::")[2]
         if not func.is_view and not short.startswith(_NO_ACCESS):
             clock = self._clocks[stream]
             _merge(clock, self._host)
             clock[stream] += 1
             for tensors, writes in ((read, False), (written, True), (made, True)):
                 for tensor in tensors:
-                    self._access(tensor, stream, name, writes)
+                    self._access(tensor, stream, name, writes, place)
         if len(in_host) > 1 and short.startswith(_COPIES) and not _argument(func, args, kwargs, "non_blocking"):
             self.synchronize_stream(None, "copy")
         return result
@@ -212,6 +226,23 @@ class Recording(TorchDispatchMode):
         if tensor.device.type != self._device_type:
             return True
         return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
+
+    def _are_in_host(self, tensors: Collection[torch.Tensor], adopts: bool) -> set[bool]:
+        """Whether an operator's tensors are in host memory, and whether some are not.
+
+        On the CPU, nothing tells where a tensor was asked for. If an operator gets it together with memory of the host,
+        it is there too, unless the operator ``adopts`` nothing, because it may stand for a copy.
+        """
+        in_host = {_key(tensor): self.is_in_host(tensor) for tensor in tensors}
+        others = [tensor for tensor in tensors if not in_host[_key(tensor)]]
+        mixes = len(others) < len(tensors) and any(tensor.dim() and in_host[_key(tensor)] for tensor in tensors)
+        if self._device_type != "cpu" or not adopts or not others or not mixes:
+            return set(in_host.values())
+        for tensor in others:
+            self._host_memory.add(_key(tensor))
+            memory = self._of(tensor.untyped_storage())
+            memory.stream, memory.accesses = HOST, []
+        return {True}
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
         """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
@@ -238,27 +269,27 @@ class Recording(TorchDispatchMode):
             self._memory[key] = _Memory(StorageWeakRef(storage), self.stream() if stream is None else stream)
         return self._memory[key]
 
-    def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool) -> None:
+    def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool, place: Place | None) -> None:
         if not tensor.numel() or tensor.untyped_storage().size() == 0:
             return
         memory = self._of(tensor.untyped_storage())
         start = tensor.storage_offset() * tensor.itemsize
         strides = zip(tensor.size(), tensor.stride(), strict=True)
         end = start + (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.itemsize
-        access = Access(stream, self._clocks[stream][stream], operator, start, end, writes)
+        access = Access(stream, self._clocks[stream][stream], operator, start, end, writes, place)
         for other in memory.accesses:
             if (writes or other.writes) and other.start < end and start < other.end:
-                self._compare(other, stream, operator)
+                self._compare(other, stream, operator, place)
         kept = [other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))]
         memory.accesses = [*kept, access]
         if stream != memory.stream:
             self._shared.add(memory.storage.cdata)
 
-    def _compare(self, earlier: Access, stream: int, operator: str) -> None:
+    def _compare(self, earlier: Access, stream: int, operator: str, place: Place | None) -> None:
         if earlier.stream != stream and self._clocks[stream].get(earlier.stream, 0) < earlier.number:
             names = self._names
-            where = next((_place(frame) for frame in reversed(traceback.extract_stack()) if _is_of_fsdp(frame)), "?")
-            race = Race(f"{earlier.operator} on {names[earlier.stream]}", f"{operator} on {names[stream]}", where)
+            operators = f"{earlier.operator} on {names[earlier.stream]}", f"{operator} on {names[stream]}"
+            race = Race(*operators, (earlier.place, place))
             if race not in self.races:
                 self.races.append(race)
 
@@ -282,13 +313,14 @@ class Recording(TorchDispatchMode):
             self._host_memory.add(storage._cdata)
         _merge(self._clocks[stream], self._host)
         for access in self._freed.pop(stream, []):
-            self._compare(access, stream, f"the memory's next owner, {operator},")
+            self._compare(access, stream, f"the memory's next owner, {operator},", _place())
 
     def _free(self) -> None:
         """Free what nothing refers to any more. Memory of one stream may wait, because its next owner comes later."""
         self._operators += 1
         keys = self._shared if self._operators % _SWEEP else self._memory
-        for key in [key for key in keys if self._memory[key].storage.expired()]:
+        expired = torch.UntypedStorage._expired  # StorageWeakRef.expired comes to the same, three times slower
+        for key in [key for key in keys if expired(self._memory[key].storage.cdata)]:
             self.free(key)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -316,29 +348,18 @@ def _is_within(inner: Access, outer: Access) -> bool:
     return inner.stream == outer.stream and outer.start <= inner.start and inner.end <= outer.end
 
 
-def _is_of_fsdp(frame: traceback.FrameSummary) -> bool:
-    return "torch/distributed/fsdp/" in frame.filename
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
-
-
-def _caller() -> str:
-    """The module that calls the function that calls this one."""
-    return sys._getframe(2).f_globals.get("__name__", "")
-
-
-def _is_within_fsdp() -> bool:
-    """Whether a function of FSDP is among the callers."""
+def _place() -> Place | None:
+    """The innermost function of FSDP among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_FSDP):
         frame = frame.f_back
-    return frame is not None
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """The tensors among values, except those without memory."""
+    leaves = (leaf for value in values for leaf in tree_leaves(value))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -361,90 +382,188 @@ def _arguments(func: Any) -> tuple[dict[str, Any], set[str], set[str]]:
     return names, marked, {"out", *_WRITES.get(schema.name, ())}
 
 
-_checking: Recording | None = None  # of the whole test that runs in this rank
+class _Here(threading.local):  # a rank may be a thread
+    recordings: tuple[Recording, ...] = ()  # those around the current code; the innermost comes last
+    checking: Recording | None = None  # that of the whole test
+    coalesces: bool = False  # inside a function in C++ that waits for its collectives itself
+    stream: Any = None  # the current one of the CPU, where torch has one for all threads
+
+
+_here = _Here()
+_lock = threading.Lock()
+_patched = 0  # how many recordings there are in all threads
+_patches = contextlib.ExitStack()
+
+
+def conclude(races: Collection[Race]) -> None:
+    """Raise ``AssertionError`` with all races, if there are any."""
+    if races:
+        raise AssertionError("\n".join(map(str, races)))
+
+
+def mark() -> Callable[[], None]:
+    """The result is a function that forgets the races since now, and lets the host wait for everything.
+
+    An exception in the middle of a step leaves memory for which nobody has waited.
+    """
+    before = [(recording, len(recording.races)) for recording in _here.recordings]
+
+    def start_again() -> None:
+        for recording, races in before:
+            del recording.races[races:]
+            recording.synchronize()
+
+    return start_again
 
 
 @contextlib.contextmanager
-def checked() -> Iterator[None]:
-    """Record a test in a rank, and raise ``AssertionError`` if there were races. Skips a test that compiles."""
-    global _checking
-    compiles = Skipped(Reason("the race detector does not see what compiled code does", SkipKind.OTHER))
-    with mock.patch.object(torch, "compile", side_effect=compiles), recorded() as _checking:
+def checked(explain: Callable[[list[Race]], object]) -> Iterator[None]:
+    """Record a test in a rank, and pass its races on. Skips a test that compiles."""
+    with recorded() as _here.checking:
         try:
             yield
-            _checking.conclude()
+            explain(_here.checking.races)
         finally:
-            _checking = None
+            _here.checking = None
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches."""
+    """Record what this rank does inside the context."""
+    global _patched
+    recording = Recording(torch.get_device_module(accelerator.current().type))
+    with _lock:
+        _patched += 1
+        if _patched == 1:
+            _patch(_patches)
+    before = _here.recordings, _here.stream
+    _here.recordings = (*_here.recordings, recording)
+    if not accelerator.current().is_host:  # backward has threads of its own there
+        _Here.recordings = _here.recordings
+    try:
+        with recording:
+            recording.stream()
+            yield recording
+    finally:
+        _here.recordings, _here.stream = before
+        _Here.recordings = () if accelerator.current().is_host else before[0]
+        with _lock:
+            _patched -= 1
+            if not _patched:
+                _patches.close()
+
+
+def _patch(patches: contextlib.ExitStack) -> None:
+    """Let streams, events and copies tell the recordings of the thread that uses them."""
     module = torch.get_device_module(accelerator.current().type)
-    recording = Recording(module)
-    with contextlib.ExitStack() as patches:
 
-        def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
-            """Call ``note`` after each call of the original, with its result and its arguments."""
-            original = getattr(owner, name, lambda *args, **kwargs: None)
+    def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
+        """Call ``note`` after each call of the original, with a recording, the result and the arguments."""
+        original = getattr(owner, name, lambda *args, **kwargs: None)
 
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                return note(original(*args, **kwargs), *args, **kwargs)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for recording in _here.recordings:
+                result = note(recording, result, *args, **kwargs)
+            return result
 
-            patches.enter_context(mock.patch.object(owner, name, noted, create=True))
+        patches.enter_context(mock.patch.object(owner, name, noted, create=True))
 
-        def record_event(event: Any, stream: Any, *args: Any) -> Any:
-            event = module.Event() if event is None else event  # a stream of the CPU creates no event
-            recording.record(event, stream)
-            return event
+    def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+        patches.enter_context(mock.patch.object(owner, name, function))
+        return original
 
-        def resize(storage: torch.UntypedStorage, owner: torch.UntypedStorage, size: int) -> Any:
-            recording.free(owner._cdata)
-            if size:
-                recording.allocate(owner, "resize_")
-            return storage
+    def record_event(recording: Recording, event: Any, stream: Any, *args: Any) -> Any:
+        event = module.Event() if event is None else event  # a stream of the CPU creates no event
+        recording.record(event, stream)
+        return event
 
-        original_to, original_cpu = torch.Tensor.to, torch.Tensor.cpu
+    def resize(
+        recording: Recording, storage: torch.UntypedStorage, owner: torch.UntypedStorage, size: int
+    ) -> torch.UntypedStorage:
+        recording.free(owner._cdata)
+        if size:
+            recording.allocate(owner, "resize_")
+        return storage
 
-        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if isinstance(tensor, DTensor) or not isinstance((*args, kwargs.get("device"))[0], torch.device):
-                return original_to(tensor, *args, **kwargs)
-            if not recording.moves(tensor, _caller()):
-                return original_to(tensor, *args, **kwargs)
-            return recording.move(tensor, bool(kwargs.get("non_blocking")))
+    def compile_nothing(*args: Any, **kwargs: Any) -> Any:
+        if _here.checking:
+            raise Skipped(Reason("the race detector does not see what compiled code does", SkipKind.OTHER))
+        return original_compile(*args, **kwargs)
 
-        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            is_in_host = isinstance(tensor, DTensor) or recording.is_in_host(tensor)
-            if is_in_host or not recording.moves(tensor, _caller()):
-                return original_cpu(tensor, *args, **kwargs)
-            return recording.move(tensor, non_blocking=False)
+    def broadcast(*args: Any, **kwargs: Any) -> None:
+        _here.coalesces = True
+        try:
+            original_broadcast(*args, **kwargs)
+        finally:
+            _here.coalesces = False
 
-        def pin(pinned: torch.Tensor, *_: Any) -> torch.Tensor:
-            recording.synchronize_stream(None, "pin")  # the host copies, but on the CPU it looks like a stream
-            return pinned
+    original_broadcast = replace(dist, "_broadcast_coalesced", broadcast)
+    original_compile = replace(torch, "compile", compile_nothing)
+    if accelerator.current().is_host:
+        _patch_host(patch, replace)
+    patch(module.Stream, "wait_stream", lambda recording, _, *args: recording.wait_stream(*args))
+    patch(module.Stream, "wait_event", lambda recording, _, *args: recording.wait_event(*args))
+    patch(module.Stream, "record_event", record_event)
+    patch(module.Stream, "synchronize", lambda recording, _, stream: recording.synchronize_stream(stream))
+    patch(module.Event, "record", lambda recording, _, *args: recording.record(*args))
+    patch(module.Event, "wait", lambda recording, _, event, stream=None: recording.wait_event(stream, event))
+    patch(module.Event, "synchronize", lambda recording, _, event: recording.synchronize_event(event))
+    patch(dist.Work, "wait", lambda recording, result, *_: recording.wait_work(result))
+    patch(module, "synchronize", lambda recording, *_: recording.synchronize())
+    patch(torch.UntypedStorage, "resize_", resize)
+    # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
+    replace(torch.accelerator, "current_stream", lambda *_: module.current_stream())
 
-        if accelerator.current().is_host:
-            patches.enter_context(mock.patch.object(torch.Tensor, "to", to))
-            patches.enter_context(mock.patch.object(torch.Tensor, "cpu", cpu))
-            patch(torch.Tensor, "pin_memory", pin)
-        patch(module.Stream, "wait_stream", lambda _, stream, other: recording.wait_stream(stream, other))
-        patch(module.Stream, "wait_event", lambda _, stream, event: recording.wait_event(stream, event))
-        patch(module.Stream, "record_event", record_event)
-        patch(module.Stream, "synchronize", lambda _, stream: recording.synchronize_stream(stream))
-        patch(module.Event, "record", lambda _, event, stream=None: recording.record(event, stream))
-        patch(module.Event, "wait", lambda _, event, stream=None: recording.wait_event(stream, event))
-        patch(module.Event, "synchronize", lambda _, event: recording.synchronize_event(event))
-        patch(dist.Work, "wait", lambda result, *_: recording.wait_work(result))
-        patch(module, "synchronize", lambda *_: recording.synchronize())
-        patch(torch.UntypedStorage, "resize_", resize)
-        # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
-        current = mock.patch.object(torch.accelerator, "current_stream", lambda *_: module.current_stream())
-        patches.enter_context(current)
-        for owner in _RECORDING_MODULES:  # does nothing on the CPU
-            patches.enter_context(torch_names.patched(owner, "_no_dispatch_record_stream", recording.keep_for))
-        patches.enter_context(recording)
-        recording.stream()
-        yield recording
+    def keep(*args: Any) -> None:
+        for recording in _here.recordings:
+            recording.keep_for(*args)
+
+    for owner in _RECORDING_MODULES:  # does nothing on the CPU
+        patches.enter_context(torch_names.patched(owner, "_no_dispatch_record_stream", keep))
+
+
+def _patch_host(patch: Callable[..., None], replace: Callable[..., Callable[..., Any]]) -> None:
+    """Give each thread a current stream of its own, and let FSDP copy where it would copy to and from a device."""
+
+    def moving(tensor: torch.Tensor) -> Recording | None:
+        """The recording that knows that FSDP copies a tensor between host and device."""
+        if not _here.recordings or tensor.is_meta or isinstance(tensor, DTensor):
+            return None
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return _here.recordings[-1] if _here.recordings[-1].moves(tensor, caller) else None
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = (*args, kwargs.get("device"))[0]
+        recording = moving(tensor) if isinstance(device, torch.device) and device.type == "cpu" else None
+        if recording is None:
+            return original_to(tensor, *args, **kwargs)
+        return recording.move(tensor, bool(kwargs.get("non_blocking")))
+
+    def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recording = moving(tensor)
+        if recording is None or recording.is_in_host(tensor):
+            return original_cpu(tensor, *args, **kwargs)
+        return recording.move(tensor, non_blocking=False)
+
+    def pin(recording: Recording, pinned: torch.Tensor, *_: Any) -> torch.Tensor:
+        recording.synchronize_stream(None, "pin")  # the host copies, but on the CPU it looks like a stream
+        return pinned
+
+    def enter(context: Any) -> None:
+        context.prev_stream = _here.stream
+        _here.stream = context.stream if context.stream is not None else _here.stream
+
+    def leave(context: Any, *_: Any) -> None:
+        _here.stream = context.prev_stream
+
+    original_to, original_cpu = replace(torch.Tensor, "to", to), replace(torch.Tensor, "cpu", cpu)
+    patch(torch.Tensor, "pin_memory", pin)
+    replace(torch.cpu.StreamContext, "__enter__", enter)
+    replace(torch.cpu.StreamContext, "__exit__", leave)
+    default = torch.cpu.current_stream()
+    replace(torch.cpu, "current_stream", lambda *_: _here.stream or default)
 
 
 def check_order(
@@ -454,7 +573,7 @@ def check_order(
 
     ``step`` makes the model's gradients. ``host_waits`` are the things for which the host must wait, and no others.
     """
-    with contextlib.nullcontext(_checking) if _checking else recorded() as recording:
+    with contextlib.nullcontext(_here.checking) if _here.checking else recorded() as recording:
         model = build()
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = recording.host_waits.copy()
@@ -462,7 +581,7 @@ def check_order(
             step(model)
             optim.step()
             optim.zero_grad()
-    recording.conclude()
+    conclude(recording.races)
     test.assertGreater(recording.waits, 0)
     found = (recording.host_waits - before).keys() - {"pin"}
     test.assertTrue(found == {*host_waits}, f"the host waited for {sorted(found)}, and not for {sorted(host_waits)}")

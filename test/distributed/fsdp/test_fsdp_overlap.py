@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, host_time, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -173,13 +172,13 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
             torch.accelerator.synchronize()
             calls.clear()
             with mock.patch.object(dist, torch_facts.all_gather_name(), delayed_all_gather):
-                started = time.perf_counter()
+                started = host_time()
                 begin.record()
                 output = model(inputs)
                 end.record()
-                issued = time.perf_counter()
+                issued = host_time()
                 value = output.item()
-                waited = time.perf_counter()
+                waited = host_time()
             torch.accelerator.synchronize()
             self.assertEqual(value, 1.0 + (1 + 2 + 3 + 4) * has_params)
             self.assertEqual(len(calls), LAYERS if has_params and self.world_size > 1 else 0)

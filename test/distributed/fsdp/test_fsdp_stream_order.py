@@ -92,6 +92,21 @@ class TestStreamOrder(StreamOrderTest):
         self._check_order(lambda: self._wrap(use_orig_params=use_orig_params), step, "device")
 
     @skip_if_lt_x_gpu(2)
+    @subtests(mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)])
+    def test_parameters_opened_before_backward(self, mixed_precision):
+        """Backward gathers what was written to the shards after forward."""
+
+        def step(model):
+            loss = model(torch.randn(4, DIM, device=self.device)).sum()
+            with FSDP.summon_full_params(model):
+                pass
+            loss.backward()
+
+        with torch_defect("fsdp1_opened_parameters_race_with_backward"):
+            waits = {"limit_all_gathers": False}  # if on, the host may wait for the event that is needed, by chance
+            check_order(self, lambda: self._wrap(mixed_precision=mixed_precision, **waits), step, {"device"})
+
+    @skip_if_lt_x_gpu(2)
     @subtests(waits=[True, False], use_orig_params=[True, False])
     def test_unshard_ahead(self, waits, use_orig_params):
         def step(model):

@@ -132,7 +132,8 @@ _module.__dict__.update(
     set_device=lambda which: _C.set_device(_index(which)),
     synchronize=lambda device=None: _C.synchronize(_index(device)),
     is_late=_C.is_late,  # whether streams do what they are given as late as they may
-    _sleep=_C._sleep,  # keep the current stream busy for so many nanoseconds
+    _sleep=_C._sleep,  # keep the current stream busy for so many nanoseconds, which take no time
+    _waited=_C._waited,  # how many of them the host would have waited for
     pending=_C.pending,  # how many tasks were given to streams and are not done
     synchronized_operators=_C.synchronized_operators,  # those that could not be late, and how often
     empty_cache=empty_cache,

@@ -1,0 +1,47 @@
+"""FSDP1 gathers parameters for backward without a wait for the stream that wrote them after forward.
+
+Between forward and backward, ``summon_full_params`` may change parameters, as its documentation says. When it ends, it
+writes them to the shards on the current stream. Backward gathers the shards on the unshard stream, or casts them on
+the pre-unshard stream. These streams waited for the current one when forward began, and do not wait again. So
+backward may gather what the shards held before, or a part of it.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
+    features="unshard",
+    way_round="Call ``model._wait_unshard_streams_on_current_stream()`` before backward.",
+    races=("_writeback_to_local_shard",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
+    loss = model(torch.ones(1, 2, device=device)).sum()
+    with FSDP.summon_full_params(model):
+        next(model.parameters()).detach().mul_(2)
+    handle, stream, waiting, waits_when_gathering = model._handle, model._unshard_stream, [], []
+    wait_stream, unshard = type(stream).wait_stream, handle.unshard
+
+    def wait(waits, other):
+        waiting.append(waits)
+        return wait_stream(waits, other)
+
+    def gather():
+        waits_when_gathering.append(stream in waiting)
+        unshard()
+
+    with mock.patch.object(type(stream), "wait_stream", wait), mock.patch.object(handle, "unshard", gather):
+        if way_round:
+            model._wait_unshard_streams_on_current_stream()
+        loss.backward()
+    return waits_when_gathering, [True]

@@ -1,0 +1,21 @@
+"""The races of a test under the race detector, by the known defects that explain them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.in_tests import torch_defect
+from torch_fsdp_tests.device import ordering
+
+
+def conclude(races: Iterable[ordering.Race]) -> None:
+    """Show the known defects that explain races of the running test, and raise ``AssertionError`` with all others."""
+    by_defect: dict[str, list[ordering.Race]] = {}
+    for race in races:
+        functions = {place.function for place in race.places if place is not None}
+        explaining = (defect.id for defect in registry.defects() if functions.intersection(defect.races))
+        by_defect.setdefault(next(explaining, ""), []).append(race)
+    for id, found in sorted(by_defect.items(), reverse=True):  # those without a defect come last
+        with torch_defect(*filter(None, [id])):
+            ordering.conclude(found)
