@@ -130,6 +130,8 @@ class Recording(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}
         self._shared: set[int] = set()  # storages that another stream than their own has accessed
         self._operators = 0
+        self._node: Any = None  # of autograd, to which the last operator belongs
+        self._node_streams: set[int] = set()  # those of the current backward
         self._freed: dict[int, list[Access]] = {}  # for each stream, the accesses to memory that is free again
 
     # Streams and events
@@ -164,7 +166,7 @@ class Recording(TorchDispatchMode):
         """Order the later work of a stream after what an event stands for. The default is the current stream."""
         self.wait(stream, self._events.get(event))
 
-    def wait_work(self, result: bool) -> bool:
+    def wait_work(self, result: Any) -> Any:
         """Order the later work of the current stream after all asynchronous collectives so far."""
         self.wait(None, self._clocks[COLLECTIVES])
         return result
@@ -209,6 +211,8 @@ class Recording(TorchDispatchMode):
         if name.startswith(_COLLECTIVE) and place and not _here.coalesces and _argument(func, args, kwargs, "async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             stream = COLLECTIVES
+        if place is None and self._device_type != "cpu":
+            self._follow_autograd(stream)
         for tensor in made:
             self.allocate(tensor.untyped_storage(), name, stream)
         if not func.is_view and not short.startswith(_NO_ACCESS):
@@ -226,6 +230,18 @@ class Recording(TorchDispatchMode):
         if tensor.device.type != self._device_type:
             return True
         return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
+
+    def _follow_autograd(self, stream: int) -> None:
+        """Order an operator of backward after the nodes before it, as autograd does in C++ if their streams differ.
+
+        It also lets the stream that started backward wait at the end. On the CPU, all of it has one stream.
+        """
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node = node
+            for other in self._node_streams:
+                _merge(self._clocks[stream], self._clocks[other])
+        self._node_streams = {*self._node_streams, stream} if node is not None else set()
 
     def _are_in_host(self, tensors: Collection[torch.Tensor], adopts: bool) -> set[bool]:
         """Whether an operator's tensors are in host memory, and whether some are not.
@@ -401,6 +417,11 @@ def conclude(races: Collection[Race]) -> None:
         raise AssertionError("\n".join(map(str, races)))
 
 
+def part() -> contextlib.AbstractContextManager[Recording]:
+    """The recording of a part of a test: that of the whole test, if there is one."""
+    return contextlib.nullcontext(_here.checking) if _here.checking else recorded()
+
+
 def mark() -> Callable[[], None]:
     """The result is a function that forgets the races since now, and lets the host wait for everything.
 
@@ -511,6 +532,7 @@ def _patch(patches: contextlib.ExitStack) -> None:
     patch(module.Event, "wait", lambda recording, _, event, stream=None: recording.wait_event(stream, event))
     patch(module.Event, "synchronize", lambda recording, _, event: recording.synchronize_event(event))
     patch(dist.Work, "wait", lambda recording, result, *_: recording.wait_work(result))
+    patch(torch.futures, "wait_all", lambda recording, result, *_: recording.wait_work(result))
     patch(module, "synchronize", lambda recording, *_: recording.synchronize())
     patch(torch.UntypedStorage, "resize_", resize)
     # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
@@ -573,7 +595,7 @@ def check_order(
 
     ``step`` makes the model's gradients. ``host_waits`` are the things for which the host must wait, and no others.
     """
-    with contextlib.nullcontext(_here.checking) if _here.checking else recorded() as recording:
+    with part() as recording:
         model = build()
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = recording.host_waits.copy()

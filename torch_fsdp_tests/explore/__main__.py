@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.dispatch.options import positive, whole_number
 from torch_fsdp_tests.explore.generate import FEATURES
 from torch_fsdp_tests.explore.program import Program, ProgramError
@@ -59,6 +61,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--with-known", type=_ids, nargs="?", const=ALL, default=(), metavar="ID,ID", help=words)
     parser.add_argument("--programs", type=whole_number(1, 10**9), metavar="N", help="stop after so many programs")
     parser.add_argument("--first", action="store_true", help="stop at the first new finding, and do not shrink it")
+    words = "also look for memory that streams, or the host, use without waiting for each other"
+    parser.add_argument("--check-streams", action="store_true", help=words)
     one = parser.add_mutually_exclusive_group().add_argument
     one("--twice", action="store_true", help="run each program twice, and demand the same bits")
     one("--record", type=Path, metavar="FILE", help="write the numbers of each program into a file")
@@ -81,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
         for name, meaning in FEATURES.items():
             print(f"{name:15} {meaning}")
         return 0
+    if options.check_streams:
+        os.environ[settings.CHECK_STREAMS_VARIABLE] = "1"
     try:
         if options.replay:
             return _replay(options.replay)

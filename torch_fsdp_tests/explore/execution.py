@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.defects.races import explaining
+from torch_fsdp_tests.device import ordering
 from torch_fsdp_tests.explore.coverage import LineCoverage
 from torch_fsdp_tests.explore.flat import FlatSubject
 from torch_fsdp_tests.explore.lifecycle import LOW, SHARDED, UNKNOWN, Lifecycle
@@ -73,7 +77,8 @@ def _run(
     index = -1
     values: list[Values] = []
     outcome = Outcome()
-    with recorded() as calls, coverage as covered:
+    races = ordering.part() if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) else contextlib.nullcontext()
+    with recorded() as calls, coverage as covered, races as recording:
         try:
             reference, life = Reference(program, device), Lifecycle(program)
             subject = (FlatSubject if program.api == "fsdp1" else Subject)(program, rank, device)
@@ -81,9 +86,12 @@ def _run(
                 forward = reference.apply(step)
                 output = subject.apply(index)
                 life.apply(step)
+                if life.unfinished:  # FSDP waits for gradients only in the last backward
+                    torch.get_device_module(device).synchronize()
                 if keeps:
                     values.append(values_of(subject, reference.master(rank), output))
                 difference = next(differences(program, rank, reference, subject, life, forward, output), None)
+                difference = difference or (recording and _new_race(recording))
                 if difference:
                     outcome = Outcome(difference[0], index, difference[1])
                     break
@@ -94,7 +102,19 @@ def _run(
             outcome = Outcome(f"raised {shape_of(text)}", index, text[:2000], place=_place(error))
     digest = hashlib.sha1(repr([(call.name, call.dtype, call.numel) for call in calls]).encode()).hexdigest()[:8]
     lines = tuple(covered.new) if covered else ()
+    if recording:
+        recording.races.clear()
+        recording.synchronize()  # what a program leaves behind is not the next one's
     return dataclasses.replace(outcome, digest=digest, lines=lines, values=tuple(values))
+
+
+def _new_race(recording: ordering.Recording) -> tuple[str, str] | None:
+    """A race that no known defect explains."""
+    found, recording.races = recording.races, []
+    for race in found:
+        if not explaining(race):
+            return "race: " + re.sub(r"\d+", "N", str(race)), str(race)
+    return None
 
 
 def values_of(subject: Subject, names: Iterable[str], output: torch.Tensor | None) -> Values:

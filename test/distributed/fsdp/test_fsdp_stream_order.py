@@ -25,6 +25,7 @@ DIM = 8
 class StreamOrderTest(FSDPTest):
     def _wrap(self, has_own: bool = True, **kwargs: Any) -> FSDP:
         manual_seed(42)
+        kwargs["device_id"] = self.device
         own = [nn.Linear(DIM, DIM)] if has_own else []
         return FSDP(nn.Sequential(*(FSDP(MLP(DIM), **kwargs) for _ in range(3)), *own), **kwargs)
 

@@ -17,7 +17,7 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
     features="use_orig_params",
-    races=("_writeback_tensor",),
+    races=("_writeback_tensor)",),
     way_round="Do not set single gradients to None: zero them, or drop all gradients of the model at once.",
 )
 

@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
     features="unshard",
     way_round="Call ``model._wait_unshard_streams_on_current_stream()`` before backward.",
-    races=("_writeback_to_local_shard",),
+    races=("_writeback_to_local_shard) and ",),
 )
 
 

@@ -2,8 +2,9 @@
 
 An all-reduce hook reduces the gradients of a group further, on a stream of its own. It gets the output of the
 reduce-scatter. If the gradients are reduced in another dtype than that of the parameters, they are cast after the hook,
-and nothing refers to the hook's input anymore. On a device its memory can be used for the next group while the hook's
-collective still reads it. The native all-reduce of HSDP keeps its input until the next group is reduced.
+and nothing refers to the hook's input anymore. The same holds if they are added to gradients of an earlier backward. On
+a device its memory can be used for the next group while the hook's collective still reads it. The native all-reduce of
+HSDP keeps its input until the next group is reduced.
 """
 
 import weakref
@@ -22,6 +23,10 @@ DEFECT = Defect(
     features="communication, mixed_precision",
     way_round="Call ``gradient.record_stream`` with the stream of the hook, or keep the tensor until the backward has "
     "ended.",
+    races=tuple(
+        f"{function}) and the memory's next owner, * foreach_reduce) "
+        for function in ("foreach_reduce", "_div_if_needed")
+    ),
 )
 
 

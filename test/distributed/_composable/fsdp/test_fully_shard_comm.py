@@ -140,6 +140,9 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
                 self.assertEqual(param.full_tensor(), original, rtol=0, atol=0)
 
     def _gather(self, group: internals.Group, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
+        current = torch.get_device_module(self.device.type).current_stream()
+        for stream in streams:  # the shards were made on the current stream
+            stream.wait_stream(current)
         result = fsdp_collectives.foreach_all_gather(
             fsdp_params=group.fsdp_params,
             group=over,
@@ -185,9 +188,6 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         self._check_unsharded(group, originals)
         if reshard_after_forward is not True:
             group._to_sharded_post_forward()
-            current = torch.get_device_module(self.device.type).current_stream()
-            for stream in streams:  # the shards were made on the current stream
-                stream.wait_stream(current)
             smaller = group.post_forward_mesh_info.shard_process_group
             self.assertEqual(smaller.size(), reshard_after_forward)
             self._check_sharded(group, originals, even_only=True)  # see test_uneven_shards_after_forward

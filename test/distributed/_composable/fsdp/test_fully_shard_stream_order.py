@@ -255,6 +255,29 @@ class TestFullyShardStreamOrder(StreamOrderTest):
         self._check_order(step)
 
     @skip_if_lt_x_gpu(2)
+    def test_evaluation_with_offload(self):
+        """The host waits for copies from its memory before it writes there."""
+
+        def step(model, inp):
+            with torch.no_grad():
+                model(inp)
+                for param in model.parameters():
+                    param.mul_(0.5)
+            train(model, inp)
+
+        with torch_defect("fsdp2_offloaded_parameters_change_while_copied"):
+            self._check_order(step, host_waits=["event"], **PINNED)
+
+    @skip_if_lt_x_gpu(2)
+    def test_several_forwards_before_backwards(self):
+        def step(model, inp):
+            for loss in [model(inp).sum() for _ in range(2)]:
+                loss.backward()
+
+        with torch_defect("fsdp2_unused_gather_is_freed_while_it_runs"):
+            self._check_order(step)
+
+    @skip_if_lt_x_gpu(2)
     def test_one_layer_several_times(self):
         self._check_order(lambda model, inp: train(lambda x: model(model[0](model(x))), inp))
 
@@ -267,6 +290,8 @@ class TestFullyShardStreamOrder(StreamOrderTest):
                 each.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=streams.Stream())
 
         self._check_order(prepare=prepare)
+        with torch_defect("fsdp2_input_of_all_reduce_hook_is_freed"):
+            self._check_order(prepare=prepare, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
 class TestFullyShardStreamOrderHSDP(StreamOrderTest):

@@ -21,6 +21,7 @@ _MEMORY = int(os.environ.get("ABACUS_MEMORY", 1 << 34))  # bytes of a device
 _C.begin(int(os.environ.get("ABACUS_DEVICES", "4")), _MEMORY)
 torch.utils.rename_privateuse1_backend("abacus")
 
+_current_stream = torch.accelerator.current_stream  # others may replace it
 _Device: TypeAlias = int | str | torch.device | None
 
 
@@ -36,6 +37,11 @@ class Stream(torch.Stream):
         if given:
             return super().__new__(cls, priority=priority, **given)
         return super().__new__(cls, device=torch.device("abacus", _index(device)), priority=priority)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = Event() if event is None else event
+        event.record(self)
+        return event
 
 
 class Event(torch.Event):
@@ -71,13 +77,18 @@ def stream(which: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
-def current_stream(device: _Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(torch.device("abacus", _index(device)))
+def _stream(number: int, index: int) -> Stream:
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+    return Stream(stream_id=number, device_index=index, device_type=kind)
 
 
-def default_stream(device: _Device = None) -> torch.Stream:
+def current_stream(device: _Device = None) -> Stream:
     index = _index(device)
-    return torch.Stream(stream_id=0, device_index=index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return _stream(_current_stream(torch.device("abacus", index)).stream_id, index)
+
+
+def default_stream(device: _Device = None) -> Stream:
+    return _stream(0, _index(device))
 
 
 def memory_stats(device: _Device = None) -> dict[str, int]:

@@ -1,0 +1,48 @@
+"""A write to offloaded parameters after a forward without gradients may reach what the forward computes.
+
+With ``CPUOffloadPolicy()``, the shards are in pinned memory of the host. Forward copies them to the device without
+waiting for the copies, and returns. In training, the host waits for the offloaded gradients before the optimizer
+writes. After an evaluation nothing waits. If the host then loads a state dict, or takes an average, before it reads a
+result of the forward, the copies may bring a part of the new values.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs",
+    features="offload",
+    way_round="Read a result of the forward, or synchronize the device, before you write to the parameters.",
+    arguable="Who copies without blocking from memory of the host has to wait, but here the user did not ask for it.",
+    races=("all_gather_inputs) and * on the host",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    """What is known about the copies when the host may write: whether they may still run."""
+    model, pending = nn.Linear(2, 2, device=device), []
+    original, module = torch.Tensor.to, torch.get_device_module(device.type)
+
+    def to(tensor, *args, **kwargs):
+        if kwargs.get("non_blocking", False):
+            pending.append("copy")
+        return original(tensor, *args, **kwargs)
+
+    # A host without an accelerator cannot pin memory.
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor.clone()):
+        mesh = init_device_mesh(device.type, (world_size,))
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        with torch.no_grad(), mock.patch.object(torch.Tensor, "to", to):
+            with mock.patch.object(module, "synchronize", pending.clear):
+                model(torch.ones(1, 2, device=device))
+                if way_round:
+                    module.synchronize()
+    return "may still run" if pending else "have ended", "have ended"

@@ -1,0 +1,65 @@
+"""A second backward may use the buffer of an all-gather that is still running.
+
+If several forwards are followed by as many backwards, each backward but the last gathers a unit for the next forward's
+part, which it does not reach. At its end, ``finalize_backward`` lets the current stream wait for that all-gather, and
+drops its buffer. The buffer belongs to the stream of the copy-in, which does not wait: it does so only when a forward
+begins. So the next backward's copy-in may write into memory into which the all-gather still writes.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.finalize_backward",
+    features="accumulation, communication",
+    way_round="Synchronize the device between the backwards, or call one backward for the sum of the losses.",
+    races=("_allgather_base_ on * and the memory's next owner",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    """Whether the first backward gathers only what it needs, or the copy-in waits before the second one allocates."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    inputs = torch.ones(1, 2, device=device)
+    first, second = (model(inputs).sum() for _ in range(2))
+    gathers = _fsdp_collectives.DefaultAllGather
+    stream, allocate = model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream, gathers.allocate
+    waits: list[str] = []
+    found: list[bool] = []
+
+    def allocating(*args, **kwargs):
+        found.append(bool(waits))
+        return allocate(*args, **kwargs)
+
+    with mock.patch.object(gathers, "allocate", allocating):
+        first.backward()
+    gathers_enough = len(found) == len(model)
+
+    def waiting(name):
+        original = getattr(type(stream), name)
+
+        def wait(waits_here, other):
+            if waits_here == stream:
+                waits.append(name)
+            return original(waits_here, other)
+
+        return mock.patch.object(type(stream), name, wait)
+
+    with waiting("wait_stream"), waiting("wait_event"), mock.patch.object(gathers, "allocate", allocating):
+        if way_round:
+            torch.get_device_module(device.type).synchronize()
+            waits.append("device")
+        second.backward()
+    return gathers_enough or found[len(model) + 1], True
