@@ -36,13 +36,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict import Reason, SkipKind
 from torch_fsdp_tests.verdict.events import Skipped
 
+_NEAREST = 16  # callers; beyond them, an operator is the user's, although FSDP runs the user's forward
 _SWEEP = 256  # operators, after which all memory that nothing refers to is forgotten
 STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
@@ -208,7 +208,9 @@ class Recording(TorchDispatchMode):
             in_host |= {self.is_in_host(tensor) for tensor in made}
         stream = HOST if in_host == {True} and not self._moves else self.stream()
         # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
-        if name.startswith(_COLLECTIVE) and place and not _here.coalesces and _argument(func, args, kwargs, "async_op"):
+        by_fsdp = place is not None and not _here.coalesces
+        is_collective = name.startswith(_COLLECTIVE) and stream != HOST
+        if is_collective and by_fsdp and _argument(func, args, kwargs, "async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             stream = COLLECTIVES
         if place is None and self._device_type != "cpu":
@@ -365,17 +367,26 @@ def _is_within(inner: Access, outer: Access) -> bool:
 
 
 def _place() -> Place | None:
-    """The innermost function of FSDP among the callers."""
+    """The innermost function of FSDP among the nearest callers."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_FSDP):
+    for _ in range(_NEAREST):
+        if frame is None:
+            return None
+        if frame.f_globals.get("__name__", "").startswith(_FSDP):
+            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return None
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among values, except those without memory."""
-    leaves = (leaf for value in values for leaf in tree_leaves(value))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found += [] if value.is_meta else [value]
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
