@@ -125,6 +125,7 @@ class Recording(TorchDispatchMode):
         self._host: Clock = {HOST: 0}
         self._clocks: dict[int, Clock] = {HOST: self._host, COLLECTIVES: {COLLECTIVES: 0}}
         self._host_memory: set[int] = set()  # storages; pinned ones and those of another device type need not be here
+        self._adopted: set[int] = set()  # storages that are where they were last used together with the host's
         self._moves = False  # whether an operator stands for a copy between host and device
         self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self._memory: dict[int, _Memory] = {}
@@ -231,7 +232,8 @@ class Recording(TorchDispatchMode):
     def is_in_host(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device_type:
             return True
-        return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
+        key = _key(tensor)
+        return self._device_type == "cpu" and (key in self._host_memory or key in self._adopted or tensor.is_pinned())
 
     def _follow_autograd(self, stream: int) -> None:
         """Order an operator of backward after the nodes before it, as autograd does in C++ if their streams differ.
@@ -249,17 +251,19 @@ class Recording(TorchDispatchMode):
         """Whether an operator's tensors are in host memory, and whether some are not.
 
         On the CPU, nothing tells where a tensor was asked for. If an operator gets it together with memory of the host,
-        it is there too, unless the operator ``adopts`` nothing, because it may stand for a copy.
+        it is there too, unless the operator ``adopts`` nothing, because it may stand for a copy. Such an operator finds
+        it on the device.
         """
+        if not adopts:
+            self._adopted.difference_update(map(_key, tensors))
         in_host = {_key(tensor): self.is_in_host(tensor) for tensor in tensors}
         others = [tensor for tensor in tensors if not in_host[_key(tensor)]]
         mixes = len(others) < len(tensors) and any(tensor.dim() and in_host[_key(tensor)] for tensor in tensors)
         if self._device_type != "cpu" or not adopts or not others or not mixes:
             return set(in_host.values())
         for tensor in others:
-            self._host_memory.add(_key(tensor))
-            memory = self._of(tensor.untyped_storage())
-            memory.stream, memory.accesses = HOST, []
+            self._adopted.add(_key(tensor))
+            self._of(tensor.untyped_storage()).accesses = []
         return {True}
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
@@ -316,6 +320,7 @@ class Recording(TorchDispatchMode):
         memory = self._memory.pop(key, None)
         self._shared.discard(key)
         self._host_memory.discard(key)
+        self._adopted.discard(key)
         if memory is not None and memory.stream != HOST:  # the host's allocator knows which copies use its memory
             kept = {COLLECTIVES, *memory.users}  # a backend keeps what it works on
             left = (access for access in memory.accesses if access.stream not in kept)
