@@ -177,6 +177,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             self._backward(plain, model, param_dtype, seed=1)
         except RuntimeError as refusal:
             self.assertIn("dtype", str(refusal))
+            torch.get_device_module(self.device.type).synchronize()  # with what the refused forward has begun
             if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
                 return  # the model is no longer usable
             model.reset_iter_state()
