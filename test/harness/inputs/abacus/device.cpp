@@ -1529,6 +1529,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return synchronized;
   });
   const py::call_guard<py::gil_scoped_release> free;
+  m.def("settle", [] { late::queue()->settle(); }, free);
   m.def("synchronize", [](int index) { Guard().synchronizeDevice(static_cast<c10::DeviceIndex>(index)); }, free);
   m.def("empty_cache", [](int index) { pool.empty(static_cast<c10::DeviceIndex>(index)); }, free);
   m.def("ledger", [](c10::intrusive_ptr<c10d::Backend> gloo, const std::string& shared) {

@@ -161,6 +161,12 @@ class Queue {
     }
   }
 
+  // Wait for the collectives that have begun. At the end of Python, their threads would not survive.
+  void settle() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(5), [&] { return running_ == 0; });
+  }
+
   void leave(Group* group) {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.erase(group);
@@ -222,12 +228,16 @@ class Queue {
         finish(id);
         continue;
       }
-      std::thread([this, id, run = std::move(task.run)] {
+      running_++;
+      std::thread([this, id, run = std::move(task.run)]() mutable {
         const auto failed = attempt(run);
+        run = nullptr; // before the end is known, because freeing tensors may need Python
         std::lock_guard<std::mutex> lock(mutex_);
         error_ = failed != nullptr ? failed : error_;
         finish(id);
         pump();
+        running_--;
+        changed_.notify_all();
       }).detach();
     }
     changed_.notify_all();
@@ -297,6 +307,7 @@ class Queue {
   std::set<Group*> groups_;
   std::exception_ptr error_;
   pid_t server_ = 0;
+  int running_ = 0; // threads of collectives
 };
 
 // Whether streams are late. Otherwise the device works at once, and the queue stays empty.

@@ -4,6 +4,7 @@ With ``ABACUS_LATE``, streams run what they are given as late as their order all
 given last first, and a number seeds another choice.
 """
 
+import atexit
 import contextlib
 import os
 import tempfile
@@ -20,6 +21,7 @@ from . import _C  # type: ignore[attr-defined]  # compiled from device.cpp
 _MEMORY = int(os.environ.get("ABACUS_MEMORY", 1 << 34))  # bytes of a device
 _C.begin(int(os.environ.get("ABACUS_DEVICES", "4")), _MEMORY)
 torch.utils.rename_privateuse1_backend("abacus")
+atexit.register(_C.settle)
 
 _current_stream = torch.accelerator.current_stream  # others may replace it
 _Device: TypeAlias = int | str | torch.device | None
