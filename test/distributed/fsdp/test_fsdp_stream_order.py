@@ -16,6 +16,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.ordering import check_order, recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 
@@ -143,18 +144,21 @@ class TestStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
     def test_states_between_steps(self, kind):
+        has_optim_states = kind != StateDictType.LOCAL_STATE_DICT
+
         def step(model):
             self._train(model)
             optim = torch.optim.Adam(model.parameters(), lr=1e-2)
             optim.step()
             with FSDP.state_dict_type(model, kind):
                 model.load_state_dict(model.state_dict())
-                if kind != StateDictType.LOCAL_STATE_DICT:
+                if has_optim_states:
                     optim.load_state_dict(
                         FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
                     )
 
-        self._check_order(lambda: self._wrap(use_orig_params=kind != StateDictType.LOCAL_STATE_DICT), step, "device")
+        waits = ["device", "copy"] if accelerator.current().has("device_memory") else ["device"]
+        self._check_order(lambda: self._wrap(use_orig_params=has_optim_states), step, *waits)
 
     @skip_if_lt_x_gpu(2)
     def test_scaled_gradients(self):
