@@ -26,7 +26,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -55,21 +54,21 @@ _WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
 _COLLECTIVE = "c10d::"
 _COPIES = ("copy_", "_to_copy")  # also between host and device
 _FSDP = "torch.distributed.fsdp."
-_RECORDING_MODULES = tuple(torch_names.module(f"{_FSDP}{name}") for name in ("_flat_param", "_runtime_utils"))
-# FSDP2's modules that move gradients and parameters to the host.
-_MOVING_FILES = ("_flat_param.py", "_runtime_utils.py", "_fsdp_collectives.py", "_fsdp_param.py")
-_OFFLOADING_MODULES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
+# The modules that move gradients and parameters between device and host.
+_FSDP1_MOVES = {f"{_FSDP}{name}" for name in ("_flat_param", "_runtime_utils")}
+_FSDP2_MOVES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
+_RECORDING_MODULES = tuple(map(torch_names.module, sorted(_FSDP1_MOVES)))
 
 
 class Place(NamedTuple):
     """The line of FSDP that called an operator."""
 
-    file: str
+    module: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}, {self.function}"
+        return f"{self.module.rpartition('.')[2]}.py:{self.line}, {self.function}"
 
 
 class Access(NamedTuple):
@@ -201,7 +200,7 @@ class Recording(TorchDispatchMode):
         name = str(func.name() if hasattr(func, "name") else func)
         short = name.partition("::")[2]
         copies = short.startswith(_COPIES) or name.startswith(_COLLECTIVE)
-        moves = copies or (place is not None and place.file.endswith(_MOVING_FILES))
+        moves = copies or (place is not None and place.module in _FSDP1_MOVES | _FSDP2_MOVES)
         in_host = self._are_in_host((*read, *written), adopts=not moves)
         result = func(*args, **kwargs)
         made = [each for each in _tensors([result]) if _key(each) not in given]
@@ -268,7 +267,7 @@ class Recording(TorchDispatchMode):
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
         """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
-        return caller.startswith(_FSDP) and (self.is_in_host(tensor) or caller in _OFFLOADING_MODULES)
+        return caller.startswith(_FSDP) and (self.is_in_host(tensor) or caller in _FSDP2_MOVES)
 
     def move(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """Copy a tensor from the host to the device, or to pinned memory of the host, although they are the same."""
@@ -377,8 +376,9 @@ def _place() -> Place | None:
     for _ in range(_NEAREST):
         if frame is None:
             return None
-        if frame.f_globals.get("__name__", "").startswith(_FSDP):
-            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_FSDP):
+            return Place(module, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
 
@@ -496,7 +496,7 @@ def _patch(patches: contextlib.ExitStack) -> None:
 
     def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
         """Call ``note`` after each call of the original, with a recording, the result and the arguments."""
-        original = getattr(owner, name, lambda *args, **kwargs: None)
+        original = getattr(owner, name, lambda *args, **kwargs: None)  # the CPU's events have no ``wait``
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -554,12 +554,8 @@ def _patch(patches: contextlib.ExitStack) -> None:
     # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
     replace(torch.accelerator, "current_stream", lambda *_: module.current_stream())
 
-    def keep(*args: Any) -> None:
-        for recording in _here.recordings:
-            recording.keep_for(*args)
-
     for owner in _RECORDING_MODULES:  # does nothing on the CPU
-        patches.enter_context(torch_names.patched(owner, "_no_dispatch_record_stream", keep))
+        patch(owner, "_no_dispatch_record_stream", lambda recording, _, *args: recording.keep_for(*args))
 
 
 def _patch_host(patch: Callable[..., None], replace: Callable[..., Callable[..., Any]]) -> None:

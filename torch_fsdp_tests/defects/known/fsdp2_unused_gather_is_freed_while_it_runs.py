@@ -36,16 +36,13 @@ def reproduce(rank, world_size, device, way_round=False):
     first, second = (model(inputs).sum() for _ in range(2))
     gathers = _fsdp_collectives.DefaultAllGather
     stream, allocate = model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream, gathers.allocate
-    waits: list[str] = []
+    waits: list[str] = []  # since the last allocation
     found: list[bool] = []
 
     def allocating(*args, **kwargs):
         found.append(bool(waits))
+        waits.clear()
         return allocate(*args, **kwargs)
-
-    with mock.patch.object(gathers, "allocate", allocating):
-        first.backward()
-    gathers_enough = len(found) == len(model)
 
     def waiting(name):
         original = getattr(type(stream), name)
@@ -57,9 +54,16 @@ def reproduce(rank, world_size, device, way_round=False):
 
         return mock.patch.object(type(stream), name, wait)
 
-    with waiting("wait_stream"), waiting("wait_event"), mock.patch.object(gathers, "allocate", allocating):
+    # A stream of the CPU records no event, so FSDP would not wait for one.
+    module, record = torch.get_device_module(device.type), type(stream).record_event
+    recording = mock.patch.object(type(stream), "record_event", lambda *args: record(*args) or module.Event())
+    current = mock.patch.object(torch.accelerator, "current_stream", lambda *_: module.current_stream())
+    allocations = mock.patch.object(gathers, "allocate", allocating)
+    with waiting("wait_stream"), waiting("wait_event"), allocations, recording, current:
+        first.backward()
+        gathered = len(found)
         if way_round:
-            torch.get_device_module(device.type).synchronize()
+            module.synchronize()
             waits.append("device")
         second.backward()
-    return gathers_enough or found[len(model) + 1], True
+    return gathered == len(model) or found[gathered], True

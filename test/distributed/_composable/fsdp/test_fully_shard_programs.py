@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_gather, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import run_tests
@@ -92,6 +94,22 @@ class TestPrograms(FSDPTest):
             with self.subTest(expected), patch_all_gather(without_bytes):
                 outcome = execution.run(each, self.rank, self.device.type)
                 self.assertEqual((outcome.what, outcome.step if outcome.what else -1), expected)
+
+    @skip_if_lt_x_gpu(2)
+    def test_race_is_noticed(self):
+        """The race detector finds a write to what may still be copied, unless a known defect explains it."""
+        steps = (Step("evaluate", "eval", number=1), Step("reshard", "*"), Step("edit", "a.weight"))
+        program, is_on = TRAINING.but(offload=True, steps=steps), {settings.CHECK_STREAMS_VARIABLE: "1"}
+        cases = (execution.explaining, ("", -1)), (lambda race: "", ("race: aten::clone on stream N", 2))
+        for explaining, expected in cases:
+            with (
+                self.subTest(expected),
+                mock.patch.dict(os.environ, is_on),
+                mock.patch.object(execution, "explaining", explaining),
+            ):
+                outcome = execution.run(program, self.rank, self.device.type)
+                self.assertFalse(outcome.invalid)
+                self.assertEqual((outcome.what.partition(" (")[0], outcome.step), expected)
 
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)

@@ -56,7 +56,7 @@ def patch(patches: Patches) -> None:
         for each in owners:
             owner = getattr(owner, each)
         former = getattr(owner, name)
-        function = inspect.unwrap(former)
+        function = inspect.unwrap(getattr(former, "fget", former))  # it may be a property
         source = "\n" + textwrap.dedent(inspect.getsource(function))
         for old, new in replacements:
             if source.count(f"\n{old}") != 1:
