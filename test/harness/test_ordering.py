@@ -155,6 +155,30 @@ class TestOrdering(TestCase):
         torch.ones(8, device=self.device)
         self.assertEqual(self._races(), [])
 
+    def test_memory_that_is_kept_for_a_stream_that_waited(self):
+        other = self.module.Stream()
+        for stream in (self.side, other):
+            stream.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        other.wait_stream(self.side)
+        self.recording.keep_for(self.x, other)
+        self.x.untyped_storage().resize_(0)
+        torch.ones(8, device=self.device)
+        self.assertEqual(self._races(), [])
+
+    def test_memory_that_is_kept_for_a_stream_that_waited_too_early(self):
+        other = self.module.Stream()
+        for stream in (self.side, other):
+            stream.wait_stream(self.here)
+        other.wait_stream(self.side)
+        with self.module.stream(self.side):
+            self.x + 1
+        self.recording.keep_for(self.x, other)
+        self.x.untyped_storage().resize_(0)
+        torch.ones(8, device=self.device)
+        self.assertEqual(len(self._races()), 1)
+
     def test_resized_memory(self):
         self.side.wait_stream(self.here)
         with self.module.stream(self.side):

@@ -34,10 +34,11 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     ``world_size`` is that of the device under test (4 on the CPU), unless the class sets ``world_size = 2`` or the
     like. On a device without a runtime of its own, the substitutes of :mod:`.substitutes` are installed. With a class
-    attribute ``fake_pg = True`` the group is fake.
+    attribute ``fake_pg = True`` the group is fake. With ``with_host = True`` it also has collectives in host memory.
     """
 
     fake_pg = False
+    with_host = False
 
     def setUp(self) -> None:
         super().setUp()
@@ -79,7 +80,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
             dist.init_process_group("fake", rank=rank, world_size=int(self.world_size), store=FakeStore())
         else:
             dist.init_process_group(
-                device.backend,
+                device.backend_with_host if self.with_host else device.backend,
                 init_method=self.init_method,
                 rank=rank,
                 world_size=int(self.world_size),

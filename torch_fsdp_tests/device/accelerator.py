@@ -73,6 +73,11 @@ class Accelerator:
         return self.name == "cpu"
 
     @property
+    def backend_with_host(self) -> str:
+        """The backend, and gloo for tensors in host memory if the device is not the host."""
+        return self.backend if self.is_host else f"cpu:gloo,{self.type}:{self.backend}"
+
+    @property
     def few_ranks(self) -> int:
         """The world size of a test for which a few ranks are enough: 2 on the host, where every rank costs time."""
         return settings.FEW_RANKS if self.is_host else self.ranks

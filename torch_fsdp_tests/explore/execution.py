@@ -90,7 +90,8 @@ def _run(
                     torch.get_device_module(device).synchronize()
                 if keeps:
                     values.append(values_of(subject, reference.master(rank), output))
-                difference = next(differences(program, rank, reference, subject, life, forward, output), None)
+                with recording.looking() if recording else contextlib.nullcontext():
+                    difference = next(differences(program, rank, reference, subject, life, forward, output), None)
                 difference = difference or (recording and _new_race(recording))
                 if difference:
                     outcome = Outcome(difference[0], index, difference[1])
@@ -218,7 +219,7 @@ def _compared(
         yield f"shape of {kind}", f"{name}: {tuple(found.shape)} instead of {tuple(right.shape)}"
     elif found.dtype != right.dtype:
         yield f"dtype of {kind}", f"{name}: {found.dtype} instead of {right.dtype}"
-    elif torch.equal(found, right):  # faster
+    elif torch.equal(found, right := right.to(found.device)):  # faster
         return
     elif not torch.allclose(found, right, rtol=limit, atol=limit * _largest(right), equal_nan=True):
         yield kind, f"{name}: {found.tolist()} instead of {right.tolist()}"

@@ -69,7 +69,7 @@ class Explorer:
         warnings.filterwarnings("ignore")
         tempfile.tempdir = os.path.dirname(assignment.file_name)  # it is removed with the ranks
         dist.init_process_group(
-            device.backend,
+            device.backend_with_host,
             init_method=f"file://{assignment.file_name}",
             rank=assignment.index,
             world_size=assignment.world_size,

@@ -280,8 +280,7 @@ class HostBackendMixin(DTensorTestBase):
     @property
     def backend(self) -> str:
         """The device's own backend, and gloo for the host if that is a different backend."""
-        device = accelerator.current()
-        return device.backend if device.is_host else f"cpu:gloo,{device.type}:{device.backend}"
+        return accelerator.current().backend_with_host
 
 
 class LayoutsMixin(DTensorTestBase):

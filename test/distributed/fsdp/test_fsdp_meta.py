@@ -353,10 +353,11 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @subtests(use_orig_params=[False, True], in_own_unit=[False, True])
     def test_module_beside_one_on_meta(self, use_orig_params, in_own_unit):
         """A module that has values keeps them, although a module beside it is on meta."""
-        loaded = nn.Linear(3, 2, bias=False, device=self.device)
+        loaded = nn.Linear(3, 2, bias=False)
         nn.init.constant_(loaded.weight, 5.0)
-        first = FSDP(loaded, use_orig_params=use_orig_params) if in_own_unit else loaded
-        model = FSDP(nn.Sequential(first, MyLinear(2, 3, device=META)), use_orig_params=use_orig_params)
+        kwargs = {"use_orig_params": use_orig_params, "device_id": self.device}
+        first = FSDP(loaded, **kwargs) if in_own_unit else loaded
+        model = FSDP(nn.Sequential(first, MyLinear(2, 3, device=META)), **kwargs)
         found = list(full_parameters(model).values())[0]
         with torch_defect("fsdp1_materialization_loses_values", when=not in_own_unit):
             self.assertEqual(found, torch.full((2, 3), 5.0, device=self.device))

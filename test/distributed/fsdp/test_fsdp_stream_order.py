@@ -157,7 +157,7 @@ class TestStreamOrder(StreamOrderTest):
                         FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
                     )
 
-        waits = ["device", "copy"] if accelerator.current().has("device_memory") else ["device"]
+        waits = ["device", "copy", "value"] if accelerator.current().has("device_memory") else ["device"]
         self._check_order(lambda: self._wrap(use_orig_params=has_optim_states), step, *waits)
 
     @skip_if_lt_x_gpu(2)
@@ -169,7 +169,8 @@ class TestStreamOrder(StreamOrderTest):
             scaler.step(optim)
             scaler.update()
 
-        self._check_order(self._wrap, step)
+        waits = ["value"] if accelerator.current().has("device_memory") else []
+        self._check_order(self._wrap, step, *waits)
 
     @skip_if_lt_x_gpu(2)
     @subtests(action=["gather", "save", "load"])

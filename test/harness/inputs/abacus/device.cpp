@@ -643,10 +643,12 @@ at::Tensor bare(const at::Tensor& tensor, bool kept = false) {
   auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
   data = is_here(tensor) ? reach(data) : data;
   const auto options = tensor.options().device(c10::kCPU);
-  if (kept) {
-    return at::from_blob(data, tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
-  }
-  return at::from_blob(data, tensor.sizes(), tensor.strides(), options);
+  const std::function<void(void*)> keep = [tensor](void*) {};
+  auto made = kept ? at::from_blob(data, tensor.sizes(), tensor.strides(), keep, options)
+                   : at::from_blob(data, tensor.sizes(), tensor.strides(), options);
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
 }
 
 // The same memory as a tensor of the host, which keeps the tensor alive. The memory of a late stream stays in its pool.
@@ -1091,19 +1093,26 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   pool.record(static_cast<Block*>(tensor.storage().data_ptr().get_context()), key_of(stream));
 }
 
-// A device adds up, copies and joins only what is on it.
-void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
+// A device computes with what is on it. Numbers, lists and indices may come from the host.
+void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   std::optional<c10::Device> found;
-  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
-    if (!stack[i].isTensorList()) {
-      continue;
-    }
-    for (const at::Tensor& tensor : stack[i].toTensorVector()) {
-      if (tensor.defined() && tensor.device().type() == kType) {
-        TORCH_CHECK(
-            !found || *found == tensor.device(), "Expected all tensors to be on the same device, but found at least two "
-            "devices, ", found.value_or(tensor.device()), " and ", tensor.device());
-        found = tensor.device();
+  const auto check = [&found](const at::Tensor& tensor) {
+    TORCH_CHECK(
+        !found || *found == tensor.device(), "Expected all tensors to be on the same device, but found at least two "
+        "devices, ", found.value_or(tensor.device()), " and ", tensor.device());
+    found = tensor.device();
+  };
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    if (stack[i].isTensor()) {
+      const at::Tensor& tensor = stack[i].toTensor();
+      if (tensor.defined() && (tensor.dim() != 0 || tensor.device().type() == kType)) {
+        check(tensor);
+      }
+    } else if (stack[i].isTensorList()) {
+      for (const at::Tensor& tensor : stack[i].toTensorVector()) {
+        if (tensor.defined() && tensor.device().type() == kType) {
+          check(tensor);
+        }
       }
     }
   }
@@ -1113,7 +1122,7 @@ void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   last_operator = op.schema().name().c_str();
   const auto& arguments = op.schema().arguments();
-  check_one_device(*stack, arguments.size());
+  check_one_device(op, *stack);
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& type = arguments[i].type();
     const bool optional = type->kind() == c10::TypeKind::OptionalType;
@@ -1166,6 +1175,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   m.impl("record_stream", record_stream);
+}
+
+// Copies resolve lazy conjugates and negatives themselves. torch would resolve them by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 // Autocast, of the operations that the models of the tests have.
@@ -1327,6 +1345,7 @@ class Ledger final : public c10d::Backend {
     return on_both(&Backend::allgather, outputs, inputs, opts);
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    check_dtypes(output, input);
     // gloo would cut it along its first dimension
     return give(
         {output}, {input}, [gloo = gloo_, out = on_host(output).view(-1), in = on_host(input).view(-1), opts]() mutable {
@@ -1355,6 +1374,7 @@ class Ledger final : public c10d::Backend {
   }
   Work _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+    check_dtypes(output, input);
     return averaged(
         {output}, {input}, opts, [gloo = gloo_, out = on_host(output), in = on_host(input)](auto& summed) mutable {
           return gloo->_reduce_scatter_base(out, in, summed);
@@ -1396,6 +1416,12 @@ class Ledger final : public c10d::Backend {
   }
 
  private:
+  // Raise at once, as NCCL does: on a late stream, gloo would raise too late.
+  static void check_dtypes(const at::Tensor& output, const at::Tensor& input) {
+    TORCH_CHECK_TYPE(
+        output.dtype() == input.dtype(), "ledger: the output has the dtype ", output.dtype(), ", but the input has ",
+        input.dtype());
+  }
   static Tensors flat(const Tensors& tensors) {
     return tensors;
   }
