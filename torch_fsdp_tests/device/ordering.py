@@ -7,7 +7,8 @@ event, has seen. Two accesses to the same bytes race if at least one is a write 
 
 Freed memory goes to the next allocation on the stream where it was allocated, as in a caching allocator. That
 allocation must come after all accesses, except those on streams that were passed to ``record_stream``, and those for
-which such a stream has waited. Sanitizers for accelerators, such as ``torch.cuda._sanitizer``, have the same rules, except the one about freed memory.
+which such a stream has waited. Sanitizers for accelerators, such as ``torch.cuda._sanitizer``, have the same rules,
+except the one about freed memory.
 
 An operator on host memory runs on the host, at once. A copy between host and device runs on the current stream, and the
 host waits for it unless it is non-blocking. On the CPU, host memory is what FSDP has pinned (as recorded by
