@@ -8,13 +8,17 @@ subject: by ``may_be``, or because the expected value is written in it, such as 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import inspect
 import linecache
 import math
 import sys
+import textwrap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -138,23 +142,25 @@ def _said_by_caller() -> set[str]:
     frame = sys._getframe()
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _HERE:
         frame = frame.f_back
-    return _said(frame.f_code.co_filename, frame.f_lineno)
+    around = [
+        call for call in _calls(frame.f_code) if call.lineno <= frame.f_lineno <= (call.end_lineno or call.lineno)
+    ]
+    return {kind for call in around for node in ast.walk(call) if (kind := _kind_of(node))}
 
 
 @functools.cache
-def _calls(filename: str) -> list[ast.Call]:
-    try:
-        with _PARSER:  # Python 3.11 raises SystemError if threads parse at the same time
-            tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return []
+def _calls(code: CodeType) -> list[ast.Call]:
+    """The assertions in the source of a function, or in its whole file if the function cannot be parsed alone."""
+    tree: ast.AST = ast.Module([], [])
+    with contextlib.suppress(SyntaxError, OSError), _PARSER:
+        # Python 3.11 raises SystemError if threads parse at the same time.
+        try:
+            lines, first = inspect.getsourcelines(code)
+            tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
+        except SyntaxError:
+            tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return [call for call in calls if call.func.attr.startswith("assert")]  # type: ignore[attr-defined]
-
-
-def _said(filename: str, line: int) -> set[str]:
-    around = [call for call in _calls(filename) if call.lineno <= line <= (call.end_lineno or line)]
-    return {kind for call in around for node in ast.walk(call) if (kind := _kind_of(node))}
 
 
 def _kind_of(node: ast.AST) -> str | None:
