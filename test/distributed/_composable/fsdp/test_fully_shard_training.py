@@ -255,7 +255,10 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
 
         With three rows the second rank has padding, and FSDP has to create the padding again.
         """
-        model = broadcast_parameters(MLP(dim, self.device))
+        model = MLP(dim, self.device)
+        generator = torch.Generator().manual_seed(42)  # ranks that are threads share the default one
+        for param in model.parameters():
+            param.data.copy_(torch.randn(param.shape, generator=generator))
         ref_model = copy.deepcopy(model).to(torch.float64)
         shard_each([model.in_proj, model.out_proj, model])
         model.to(torch.float64)
@@ -267,7 +270,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             self._check_dtypes(model.parameters())
             self._check_dtypes(param.grad for param in model.parameters())
 
-        generator = torch.Generator().manual_seed(42 + self.rank)
+        generator.manual_seed(43 + self.rank)
         draw = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
         self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True

@@ -247,7 +247,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
 
     @requires_capability("pinned_memory", "streams")
     @with_comms
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(4)
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_e2e_async_zero_overhead_copy(self, model_type):

@@ -889,6 +889,9 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (schema.name().rfind("aten::", 0) != 0) {
     return false; // it may be in Python
   }
+  if (schema.name().rfind("aten::native_batch_norm", 0) == 0) {
+    return false; // the statistics that it saves have other sizes and dtypes than its meta kernel says
+  }
   std::optional<c10::Device> device;
   for (const auto& tensor : tensors_in(given)) {
     if (!tensor.defined()) {

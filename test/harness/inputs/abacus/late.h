@@ -3,6 +3,7 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fcntl.h>
+#include <pybind11/pybind11.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -51,6 +53,16 @@ struct Group {
   void need(uint64_t number) const {
     uint64_t seen = demand->number;
     while (seen < number && !demand->number.compare_exchange_weak(seen, number)) {
+    }
+  }
+};
+
+// Lets go of Python's lock, which a DTensor holds while it computes. A thread that ends a collective may need it.
+struct WithoutGil {
+  std::optional<pybind11::gil_scoped_release> released;
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      released.emplace();
     }
   }
 };
@@ -122,6 +134,7 @@ class Queue {
 
   // Let the host wait for a task.
   void force(Id id) {
+    const WithoutGil free;
     std::unique_lock<std::mutex> lock(mutex_);
     want(id);
     pump();
@@ -163,6 +176,7 @@ class Queue {
 
   // Wait for the collectives that have begun. At the end of Python, their threads would not survive.
   void settle() {
+    const WithoutGil free;
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, std::chrono::seconds(5), [&] { return running_ == 0; });
   }

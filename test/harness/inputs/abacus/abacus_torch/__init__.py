@@ -20,6 +20,7 @@ from . import _C  # type: ignore[attr-defined]  # compiled from device.cpp
 
 _MEMORY = int(os.environ.get("ABACUS_MEMORY", 1 << 34))  # bytes of a device
 _C.begin(int(os.environ.get("ABACUS_DEVICES", "4")), _MEMORY)
+_AVAILABLE = _C.device_count() > 0
 torch.utils.rename_privateuse1_backend("abacus")
 atexit.register(_C.settle)
 
@@ -136,7 +137,7 @@ _module.__dict__.update(
     current_stream=current_stream,
     default_stream=default_stream,
     set_stream=torch.accelerator.set_stream,
-    is_available=lambda: _C.device_count() > 0,
+    is_available=lambda: _AVAILABLE,  # Dynamo can trace it
     is_initialized=_C.is_initialized,
     init=lambda: None,
     _is_in_bad_fork=lambda: False,
