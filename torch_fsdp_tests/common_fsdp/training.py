@@ -6,10 +6,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -44,6 +46,19 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
     """Wrap a model on this rank's device in DDP. ``kwargs`` are DDP's."""
     device = rank_device()
     return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
+
+
+@contextlib.contextmanager
+def scale_arrives() -> Iterator[None]:
+    """Gradient scalers wait for what they copy to the host. By themselves they do not
+    (``fsdp1_scale_is_read_while_copied``), so a device may spoil any step with offloaded gradients.
+    """
+
+    def get(replicator: Any, device: torch.device) -> torch.Tensor:
+        return replicator._per_device_tensors.setdefault(device, replicator.master.to(device, copy=True))
+
+    with mock.patch.object(_MultiDeviceReplicator, "get", get):
+        yield
 
 
 def check_losses(losses: Iterable[torch.Tensor]) -> None:
@@ -168,7 +183,8 @@ class FSDPTestMixin(RankTestCase):
             module.run_backward(loss * weight)
             if offloads:
                 self._assert_on_host(model)
-            scaler.step(optim)
+            with scale_arrives():
+                scaler.step(optim)
             scaler.update()
             if save_model:
                 saved = {name: value.clone() for name, value in model.state_dict().items()}

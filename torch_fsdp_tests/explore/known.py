@@ -56,7 +56,8 @@ def possible(program: Program) -> Program:
     if program.api == "fsdp1" and program.offload and accelerator.current().lacks("pinned_memory"):
         program = program.but(offload=False)
     if program.offload and not accelerator.current().is_host:
-        program = program.but(meta=False)  # ``to_empty`` makes all tensors in one place
+        # ``to_empty`` makes all tensors in one place, and a scale is read too early (fsdp1_scale_is_read_while_copied).
+        program = program.but(meta=False, scaler=False)
     if not torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS:
         program = _without(program, "input_buffers")
     if program.shares and _reduces_uses_apart(program):

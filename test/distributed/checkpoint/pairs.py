@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import train
 
 
-def optimizer(cls: type, params: Iterable[Any]) -> Any:
+def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
     """An optimizer with settings that differ from the defaults."""
     # With the default eps, Adam would turn the rounding of a gradient near zero into a whole step.
     adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1}
-    return cls(params, lr=0.02, **adam)
+    return cls(params, lr=0.02, **adam, **settings)
 
 
 @dataclasses.dataclass
@@ -87,13 +87,16 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         distribute: Callable[[Any], Any],
         optim_cls: type = torch.optim.Adam,
         split: Callable[[Any], Sequence[Iterable[nn.Parameter]]] = lambda model: [model.parameters()],
+        settings: Mapping[str, Any] = {},
         **kwargs: Any,
     ) -> Pair:
-        """The plain model, and a copy to which ``distribute`` was applied, with one optimizer for each part of it."""
+        """The plain model, and a copy to which ``distribute`` was applied, with one optimizer for each part of it.
+        ``settings`` are those of the optimizers.
+        """
         model = distribute(copy.deepcopy(plain))
-        optims = [optimizer(optim_cls, params) for params in split(model)]
+        optims = [optimizer(optim_cls, params, **settings) for params in split(model)]
         kwargs = {"data_rank": self.rank, **kwargs}
-        return Pair(plain, optimizer(optim_cls, plain.parameters()), model, optims, **kwargs)
+        return Pair(plain, optimizer(optim_cls, plain.parameters(), **settings), model, optims, **kwargs)
 
     def _verify_pair(self, pair: Pair, msd: StateDict, osd: StateDict, **kwargs: Any) -> None:
         """Compare both state dicts with those of the plain model; ``kwargs`` are those of :meth:`_verify_msd`."""

@@ -195,6 +195,7 @@ class TestStateDictOptions(StateDictTest):
         gc.disable()
         try:
             tensors = [weakref.ref(tensor) for tensor in get_model_state_dict(model, options=options).values()]
+            torch.get_device_module(self.device).synchronize()
             give_up = time.monotonic() + 5  # a thread of the backend may hold the last collective's tensor a bit longer
             while any(tensor() is not None for tensor in tensors) and time.monotonic() < give_up:
                 pass

@@ -33,7 +33,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
     subtest_name,
 )
-from torch_fsdp_tests.common_fsdp.training import check_losses
+from torch_fsdp_tests.common_fsdp.training import check_losses, scale_arrives
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -195,7 +195,8 @@ class TestFSDPMixedPrecision(FSDPTest):
             self._check_low_shards_and_buffers(model, dtypes)
             for param in model.parameters():
                 self.assertEqual((param.dtype, param.grad.dtype), (dtypes.full, dtypes.full))
-            scaler.step(optim)
+            with scale_arrives():
+                scaler.step(optim)
             scaler.update()
             for param, was in zip(model.parameters(), before):
                 self.assertNotEqual(param, was)

@@ -12,6 +12,7 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
     subtest_name,
 )
+from torch_fsdp_tests.common_fsdp.training import scale_arrives
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -208,6 +210,30 @@ class TestShardGradScaler(TestCase):
             scaler.update(torch.tensor([4.0]))
             self.assertEqual(scaler.get_scale(), 4.0)
 
+    def test_host_reads_finished_copies(self):
+        """With gradients on the host, unscaling waits for what it copies there. A device shows by chance if not."""
+        copies: list[tuple[torch.Tensor, bool]] = []
+        read: list[bool] = []
+        original = torch.Tensor.to
+
+        def to(tensor, *args, **kwargs):
+            copies.append((original(tensor, *args, **kwargs), kwargs.get("non_blocking", False)))
+            return copies[-1][0]
+
+        def unscale(grads, *operands):
+            read.extend(is_late for copy, is_late in copies if any(copy is operand for operand in operands))
+
+        param = torch.ones(2, requires_grad=True)
+        scaler = self._scaler()
+        scaler.scale(param.sum()).backward()
+        with (
+            mock.patch.object(torch.Tensor, "to", to),
+            mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", unscale),
+        ):
+            scaler.unscale_(torch.optim.SGD([param]))
+        with torch_defect("fsdp1_scale_is_read_while_copied"):
+            self.assertEqual(read, [False, False])
+
     def test_two_optimizers(self):
         """An inf skips only the step of its own optimizer. The scale is shared."""
         scaler = self._scaler()
@@ -358,7 +384,8 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
                 self.assertGreater(len(with_grad), 0)
                 if iteration % 2 == 0 and self.rank in ranks:
                     with_grad[0].grad.fill_(value)
-                each_scaler.step(each_optim)
+                with scale_arrives():
+                    each_scaler.step(each_optim)
                 each_scaler.update()
 
                 changed = [not torch.equal(param, was) for param, was in zip(with_grad, before)]

@@ -709,6 +709,9 @@ thread_local bool host_computes = false; // for a device that works at once, so 
 // Copies to and from pinned memory may be late, and the host waits for others.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   last_operator = "aten::_copy_from";
+  TORCH_CHECK(
+      at::is_expandable_to(from.sizes(), to.sizes()), "a tensor of the sizes ", from.sizes(), " cannot be copied to ",
+      to.sizes());
   const auto device = stream_here((is_here(from) ? from : to).device().index());
   const auto target = stream_here((is_here(to) ? to : from).device().index());
   const auto carry = [](late::Stream stream, late::Stream other) {

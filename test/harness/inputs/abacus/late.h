@@ -58,7 +58,7 @@ struct Group {
 };
 
 // Lets go of Python's lock, which a DTensor holds while it computes. A thread that ends a collective may need it.
-struct WithoutGil {
+struct __attribute__((visibility("hidden"))) WithoutGil {
   std::optional<pybind11::gil_scoped_release> released;
   WithoutGil() {
     if (Py_IsInitialized() && PyGILState_Check()) {

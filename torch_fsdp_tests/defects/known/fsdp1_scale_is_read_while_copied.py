@@ -1,0 +1,58 @@
+"""With offloaded gradients, ``ShardedGradScaler`` reads on the host what may still be on its way there.
+
+The scale is on the device, and offloaded gradients are on the host. ``unscale_`` copies the inverse of the scale and
+the result of the check for infinities to the host with ``non_blocking=True``, and the host uses both at once. Torch
+makes such copies in pinned memory, so they are asynchronous. The host may multiply gradients by whatever the memory
+held before. It may also note an infinity that the copy then overwrites, so that the step is not skipped.
+``torch.amp.GradScaler`` does the same with the offloaded gradients of FSDP2.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import _MultiDeviceReplicator
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp.sharded_grad_scaler._GeneralMultiDeviceReplicator",
+    features="scaler, offload",
+    way_round="Replace `torch.amp.grad_scaler._MultiDeviceReplicator.get` by a function that copies blockingly.",
+    upstream=("https://github.com/pytorch/pytorch/pull/176429",),
+    world_size=1,
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    """Whether the copies are known to have ended when the host unscales."""
+    pending, seen = [], []
+    original_to, original_get = torch.Tensor.to, _MultiDeviceReplicator.get
+
+    def to(tensor, *args, **kwargs):
+        copy = original_to(tensor, *args, **kwargs)
+        if kwargs.get("non_blocking", False):
+            pending.append(copy)
+        return copy
+
+    def unscale(grads, *copies):
+        seen.extend(any(copy is each for each in pending) for copy in copies)
+
+    def get(replicator, device):
+        copies = replicator._per_device_tensors
+        return copies.setdefault(device, replicator.master.to(device, copy=True))
+
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    scaler = ShardedGradScaler(device.type)
+    scaler.scale(torch.ones((), device=device))
+    with (
+        mock.patch.object(torch.Tensor, "to", to),
+        mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", unscale),
+        mock.patch.object(_MultiDeviceReplicator, "get", get if way_round else original_get),
+    ):
+        scaler.unscale_(torch.optim.SGD([param]))
+    return ["may be on its way" if each else "has arrived" for each in seen], ["has arrived"] * 2
