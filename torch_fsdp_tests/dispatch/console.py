@@ -45,7 +45,7 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     words += ["-i", f"{file}{inside}"]
     if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
         words += ["--seed", str(run.seed)]
-    lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow, "--known-failures": run.known_failures}
+    lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow}
     options = {
         "--device": run.device or facts.get("device"),
         "--backend": run.backend or facts.get("backend"),
@@ -60,6 +60,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     for option, value in options.items():
         if value is not None and value is not False:
             words += [option] if value is True else [option, str(value)]
+    for path in run.known_failures:
+        words += ["--known-failures", installation.short_path(path)]
     if run.arguments:
         words += ["--", *run.arguments]
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]

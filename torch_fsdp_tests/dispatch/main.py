@@ -171,7 +171,7 @@ def _entries(run: RunTests) -> list[expectations.Entry]:
             _remark(words)
     if run.slow and _is_there(run.slow):
         entries += expectations.read_slow(run.slow)
-    return entries + (expectations.read_own(run.known_failures) if run.known_failures else [])
+    return entries + [entry for path in run.known_failures for entry in expectations.read_own(path)]
 
 
 def _earlier(run: RunTests) -> Report | None:

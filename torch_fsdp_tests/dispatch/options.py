@@ -225,8 +225,10 @@ def make_parser() -> Parser:
     words = "PyTorch's list of disabled tests"
     add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
     add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="PyTorch's list of slow tests")
-    words = "a list of tests that are disabled, slow or expected to fail; dispatch/data has its schema"
-    add("--known-failures", **lists, help=words)
+    words = (
+        "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be repeated"
+    )
+    add("--known-failures", **lists, action="append", help=words)
     words = "run only the tests that the lists disable, and report which of them pass"
     add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
 

@@ -72,7 +72,7 @@ class RunTests:
     save_times: Path | None = None
     disabled: Path | None = None
     slow: Path | None = None
-    known_failures: Path | None = None
+    known_failures: tuple[Path, ...] = ()
     run_slow: bool = False
     rerun_disabled: bool = False
 

@@ -157,15 +157,6 @@ KEEPS_HOST_TENSORS_IN_PLACE = Fact(
     "does not copy an offloaded tensor that is on the host already",
     repairs=("fsdp1_offloading_on_the_host_frees_parameters",),
 )
-# This one is a repair, too, but it shows only if an allocator reuses memory at the wrong moment.
-RECORDS_STREAM_OF_UNSHARDED_COPIES = Fact(
-    (2, 15),
-    "tells the allocator which stream reads an offloaded flat parameter that is not sharded",
-    lambda: (
-        "_no_dispatch_record_stream"
-        in _find("torch.distributed.fsdp._flat_param", "FlatParamHandle._use_sharded_flat_param").__code__.co_names
-    ),
-)
 
 # --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
             compare=self._compare,
             optim_cls=torch.optim.SGD,
             momentum=0.9,
+            foreach=False,  # no operator takes DTensors and other tensors together
         )
         self.assertEqual(internals.ddp_of(model)._get_ddp_logging_data()["num_parameter_tensors"], 1)
 
@@ -111,6 +112,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
             step=accumulating(model, mark),
             compare=self._compare,
             optim_cls=torch.optim.SGD,
+            foreach=False,
         )
 
     @skip_if_lt_x_gpu(2)

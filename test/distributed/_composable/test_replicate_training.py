@@ -37,6 +37,7 @@ from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, full
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
@@ -140,7 +141,7 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
     @wrapSwapTensorsTest(True)
     def test_to_float64_after_init(self):
         """A model that is replicated and then converted trains like a converted model that was never replicated."""
-        model = broadcast_parameters(MLP(3, self.device))
+        model = filled(MLP(3, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
         replicate_each([model.in_proj, model.out_proj, model])
         model.to(torch.float64)

@@ -484,7 +484,7 @@ class TestTrackerInTraining(TrackerTest):
         resize = torch.UntypedStorage.resize_
         methods = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
         self._check_training(
-            ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.SGD
+            ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.Adam
         )
         self.assertIs(torch.UntypedStorage.resize_, resize)
         found = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]

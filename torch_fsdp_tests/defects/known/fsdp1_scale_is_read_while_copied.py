@@ -29,7 +29,8 @@ DEFECT = Defect(
 
 def reproduce(rank, world_size, device, way_round=False):
     """Whether the copies are known to have ended when the host unscales."""
-    pending, seen = [], []
+    pending: list[torch.Tensor] = []
+    seen: list[bool] = []
     original_to, original_get = torch.Tensor.to, _MultiDeviceReplicator.get
 
     def to(tensor, *args, **kwargs):

@@ -56,6 +56,7 @@ from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import (
     FEW,
@@ -255,10 +256,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
 
         With three rows the second rank has padding, and FSDP has to create the padding again.
         """
-        model = MLP(dim, self.device)
-        generator = torch.Generator().manual_seed(42)  # ranks that are threads share the default one
-        for param in model.parameters():
-            param.data.copy_(torch.randn(param.shape, generator=generator))
+        model = filled(MLP(dim, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
         shard_each([model.in_proj, model.out_proj, model])
         model.to(torch.float64)
@@ -270,7 +268,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             self._check_dtypes(model.parameters())
             self._check_dtypes(param.grad for param in model.parameters())
 
-        generator.manual_seed(43 + self.rank)
+        generator = torch.Generator().manual_seed(42 + self.rank)
         draw = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
         self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True

@@ -873,6 +873,11 @@ at::Tensor as_operand(const at::Tensor& tensor) {
   return copy;
 }
 
+// The result of a late out= operator: empty, because the operator does not read it.
+at::Tensor as_result(const at::Tensor& tensor) {
+  return tensor.defined() ? at::empty({0}, tensor.options().device(c10::kCPU)) : tensor;
+}
+
 at::Tensor as_meta(const at::Tensor& tensor) {
   if (!is_here(tensor)) {
     return tensor;
@@ -977,11 +982,12 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   torch::jit::Stack operands;
-  for (const auto& value : given) {
-    operands.push_back(changed(value, as_operand, c10::kCPU));
+  for (size_t i = 0; i < given.size(); ++i) {
+    // An out= operator of the host may make its result larger for a while, which memory of the device cannot be.
+    operands.push_back(changed(given[i], schema.arguments()[i].is_out() ? as_result : as_operand, c10::kCPU));
   }
   torch::jit::Stack results;
-  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> targets; // where results go that the operator does not write itself
   if (fresh) {
     c10::DeviceGuard guard(*device);
     const auto make = [&](const at::Tensor& tensor) {
@@ -1000,6 +1006,9 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } else {
     for (const size_t i : written) {
       results.push_back(given[i]);
+      for (const auto& tensor : tensors_in(given.slice(i, 1))) {
+        targets.push_back(schema.arguments()[i].is_out() ? bare(tensor) : at::Tensor());
+      }
     }
   }
   std::vector<std::vector<int64_t>> sizes; // of what is written
@@ -1010,13 +1019,15 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   late::queue()->add(stream_here(device->index()), [op, sizes, operands = std::move(operands), targets] {
     auto values = operands;
-    op.callBoxed(values);
+    try {
+      op.callBoxed(values);
+    } catch (c10::Error& error) {
+      error.add_context(c10::str("in late ", op.schema().name()));
+      throw;
+    }
     const auto made = tensors_in(values);
-    if (targets.empty()) {
-      for (size_t i = 0; i < made.size(); ++i) {
-        TORCH_CHECK(made[i].sizes().equals(sizes[i]), "late ", op.schema(), ": its result has another size");
-      }
-      return;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      TORCH_CHECK(made[i].sizes().equals(sizes[i]), "late ", op.schema(), ": its result has another size");
     }
     TORCH_INTERNAL_ASSERT(made.size() == targets.size(), op.schema());
     for (size_t i = 0; i < made.size(); ++i) {
@@ -1093,6 +1104,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       transposed, output_padding, groups, mask);
   const auto back = [&](const at::Tensor& each) { return each.defined() ? each.to(input.device()) : each; };
   return {back(of_input), back(of_weight), back(of_bias)};
+}
+
+// The host's dropout would draw from the host's generator, and late.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(c10::kBool)).bernoulli_(train.value_or(true) ? 1 - p : 1);
+  return {p == 1 ? at::zeros_like(input) : input.mul(mask).mul_(train.value_or(true) ? 1 / (1 - p) : 1), mask};
 }
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
@@ -1180,6 +1197,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
+  m.impl("native_dropout", native_dropout);
   m.impl("record_stream", record_stream);
 }
 

@@ -1,6 +1,7 @@
 // Streams whose tasks run as late as their order allows.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -78,6 +79,7 @@ class Queue {
 
   Id add(Stream stream, Run run, const std::vector<Id>& after = {}, Group* group = nullptr) {
     std::lock_guard<std::mutex> lock(mutex_);
+    threads_ = at::get_num_threads();
     const Id id = ++count_;
     Task& task = tasks_[id];
     task.stream = stream;
@@ -170,7 +172,10 @@ class Queue {
     groups_.insert(group);
     if (server_ != getpid()) { // a fork has no threads
       server_ = getpid();
-      std::thread([this] { serve(); }).detach();
+      std::thread([this, threads = at::get_num_threads()] {
+        at::set_num_threads(threads);
+        serve();
+      }).detach();
     }
   }
 
@@ -243,7 +248,8 @@ class Queue {
         continue;
       }
       running_++;
-      std::thread([this, id, run = std::move(task.run)]() mutable {
+      std::thread([this, id, run = std::move(task.run), threads = threads_]() mutable {
+        at::set_num_threads(threads); // rounding depends on it
         const auto failed = attempt(run);
         run = nullptr; // before the end is known, because freeing tensors may need Python
         std::lock_guard<std::mutex> lock(mutex_);
@@ -321,6 +327,7 @@ class Queue {
   std::set<Group*> groups_;
   std::exception_ptr error_;
   pid_t server_ = 0;
+  int threads_ = 1; // with which the host computes
   int running_ = 0; // threads of collectives
 };
 

@@ -1,0 +1,50 @@
+"""Without sharding, the device's copy of an offloaded flat parameter may be reused while forward or backward reads it.
+
+FSDP1 copies the flat parameter to the device on the pre-unshard stream, and the module reads the copy on the current
+stream. After the module has run, FSDP1 drops the copy without a word to the allocator about the current stream
+(``record_stream``). The next copy on the pre-unshard stream may then get the same memory while kernels still read it.
+With shards, an all-gather comes between the two. An inner unit whose group has one rank has no shards either. Torch
+2.15 repaired it.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy, _flat_param
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
+    features="strategies, offload",
+    way_round="Use DDP, or do not offload what is not sharded.",
+    world_size=1,
+    races=("memory's next owner, aten::_to_copy,* flat_param_to)",),
+)
+
+
+def reproduce(rank, world_size, device):
+    """The streams that the allocator hears of for each copy that the module reads, in forward and in backward."""
+    if device.type == "cpu":  # it has no pinned memory and no stream to wait for
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+        torch.cpu.Stream.synchronize = lambda stream: None
+    layer, no_shards = nn.Linear(2, 2, device=device), ShardingStrategy.NO_SHARD
+    model = FSDP(layer, sharding_strategy=no_shards, cpu_offload=CPUOffload(offload_params=True), device_id=device)
+    read, told = [], []
+
+    def look(*_):
+        read.append(model._handle.flat_param.data.untyped_storage()._cdata)
+
+    def record(tensor, stream):
+        told.append(tensor.untyped_storage()._cdata)
+
+    layer.register_forward_pre_hook(look)
+    with mock.patch.object(_flat_param, "_no_dispatch_record_stream", record):
+        output = model(torch.ones(1, 2, device=device))
+        output.register_hook(look)
+        output.sum().backward()
+    return [storage in told for storage in read], [True, True]
