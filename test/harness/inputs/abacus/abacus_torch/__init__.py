@@ -138,6 +138,7 @@ _module.__dict__.update(
     default_stream=default_stream,
     set_stream=torch.accelerator.set_stream,
     is_available=lambda: _AVAILABLE,  # Dynamo can trace it
+    _initialized=True,  # checkpoints keep the state of its generators
     is_initialized=_C.is_initialized,
     init=lambda: None,
     _is_in_bad_fork=lambda: False,
