@@ -79,14 +79,14 @@ class TestVerdicts(TreeCase):
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
     def test_repeat_command_names_the_interpreter_and_the_lists(self):
-        own = self.write_json("own.json", {"version": 1, "entries": []})
+        own, more = (self.write_json(name, {"version": 1, "entries": []}) for name in ("own.json", "more.json"))
         slow = self.write_json("slow.json", {})
-        lists = ["--known-failures", own, "--slow-tests", slow]
+        lists = ["--known-failures", own, "--slow-tests", slow, "--known-failures", more]
         for path, name in ((ENVIRONMENT["PATH"], None), (str(self.root), sys.executable)):
             out = self.check({"test_f": FAIL}, lists, failed=1, cwd=self.root, env={"PATH": path})
             if name is None:
                 name = "python" if shutil.which("python") == sys.executable else sys.executable
-            given = "--slow-tests slow.json --known-failures own.json"
+            given = "--slow-tests slow.json --known-failures own.json --known-failures more.json"
             self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
 
     def test_repeat_command_has_the_settings_of_the_environment(self):
