@@ -49,9 +49,16 @@ def get_cur_mem(device: torch.device) -> int:
     return round(torch.get_device_module(device).memory_allocated() / 1024**2)
 
 
-def alive() -> int:
-    """The bytes of the storages of all tensors that the garbage collector tracks."""
+def drop_last_work(device: torch.device) -> None:
+    """Let autograd's thread let go of its last work, which it may keep until it gets other work."""
+    torch.ones((), device=device, requires_grad=True).backward()
+    torch.get_device_module(device).synchronize()
     gc.collect()
+
+
+def alive(device: torch.device) -> int:
+    """The bytes of the storages of all tensors that the garbage collector tracks."""
+    drop_last_work(device)
     return bytes_of(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
 
 
@@ -282,7 +289,7 @@ class TestFSDPMemory(FSDPTest):
         """
         model = self._sharded(SMALL[0], ckpt == "ckpt")
         x = self._input(SMALL[1])
-        seen = self._dist_train(model, self._optimizer(model), x, alive)
+        seen = self._dist_train(model, self._optimizer(model), x, functools.partial(alive, self.device))
         self.assertEqual(seen[3], seen[2])
         # After forward there are activations. This proves that the test counted something.
         self.assertGreater(seen[2]["after fwd"], seen[2]["start"])
@@ -337,8 +344,7 @@ class TestFSDPMemory(FSDPTest):
         parts = {"instance": model, "module": model.module, "parameter": next(model.parameters())}
         alive = {name: weakref.ref(part) for name, part in parts.items()}
         del model, parts
-        torch.ones((), device=self.device, requires_grad=True).backward()  # autograd's thread may keep its last work
-        gc.collect()
+        drop_last_work(self.device)
         with torch_defect("fsdp1_flat_model_is_never_freed", when=not use_orig_params):
             self.assertEqual([name for name, part in alive.items() if part() is not None], [])
 
