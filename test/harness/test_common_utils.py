@@ -217,6 +217,10 @@ class EqualityTest(TestCase):
                 torch.tensor(float("inf")),
                 "in four lines",
             )
+            compare = {
+                "in a line that Python cannot parse alone": lambda: self.assertEqual(nothing, []),
+            }
+            compare.popitem()[1]()
             self.failure(zeros, torch.zeros(2))  # the comparison is in another function, which does not say so
         with self.assertRaisesRegex(ValueError, "may_be has vacuous, and can only have same, empty, zero, small, nonf"):
             self.assertEqual(1, 1, may_be=("same", "vacuous"))

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 from unittest import SkipTest, mock
 
 import torch
@@ -146,38 +147,28 @@ class TestOrdering(TestCase):
         self.assertEqual(self._races()[0][0], "aten::add.Tensor on stream 1")
         self.assertIn("memory's next owner", self._races()[0][1])
 
-    def test_memory_that_is_kept_for_a_stream(self):
+    def _races_if_kept_for(self, stream: Any, waits: str = "never") -> int:
+        """Read memory on the side stream, free it, and allocate. ``stream`` waits for the side stream."""
         self.side.wait_stream(self.here)
+        if waits == "too early":
+            stream.wait_stream(self.side)
         with self.module.stream(self.side):
             self.x + 1
-        self.recording.keep_for(self.x, self.side)
+        if waits == "after the read":
+            stream.wait_stream(self.side)
+        self.recording.keep_for(self.x, stream)
         self.x.untyped_storage().resize_(0)
         torch.ones(8, device=self.device)
-        self.assertEqual(self._races(), [])
+        return len(self._races())
+
+    def test_memory_that_is_kept_for_a_stream(self):
+        self.assertEqual(self._races_if_kept_for(self.side), 0)
 
     def test_memory_that_is_kept_for_a_stream_that_waited(self):
-        other = self.module.Stream()
-        for stream in (self.side, other):
-            stream.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x + 1
-        other.wait_stream(self.side)
-        self.recording.keep_for(self.x, other)
-        self.x.untyped_storage().resize_(0)
-        torch.ones(8, device=self.device)
-        self.assertEqual(self._races(), [])
+        self.assertEqual(self._races_if_kept_for(self.module.Stream(), waits="after the read"), 0)
 
     def test_memory_that_is_kept_for_a_stream_that_waited_too_early(self):
-        other = self.module.Stream()
-        for stream in (self.side, other):
-            stream.wait_stream(self.here)
-        other.wait_stream(self.side)
-        with self.module.stream(self.side):
-            self.x + 1
-        self.recording.keep_for(self.x, other)
-        self.x.untyped_storage().resize_(0)
-        torch.ones(8, device=self.device)
-        self.assertEqual(len(self._races()), 1)
+        self.assertEqual(self._races_if_kept_for(self.module.Stream(), waits="too early"), 1)
 
     def test_resized_memory(self):
         self.side.wait_stream(self.here)

@@ -6,12 +6,10 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -30,6 +28,7 @@ from .states import _zero_model
 
 _fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
+_grad_scaler = torch_names.module("torch.amp.grad_scaler")
 
 LARGEST_LOSS = 1e3  # a mistake of a thousandth is still larger than float32's rounding of it
 LARGEST_VALUE = 1e3  # of a parameter after a step
@@ -57,7 +56,7 @@ def scale_arrives() -> Iterator[None]:
     def get(replicator: Any, device: torch.device) -> torch.Tensor:
         return replicator._per_device_tensors.setdefault(device, replicator.master.to(device, copy=True))
 
-    with mock.patch.object(_MultiDeviceReplicator, "get", get):
+    with torch_names.patched(_grad_scaler._MultiDeviceReplicator, "get", get):
         yield
 
 
@@ -183,7 +182,7 @@ class FSDPTestMixin(RankTestCase):
             module.run_backward(loss * weight)
             if offloads:
                 self._assert_on_host(model)
-            with scale_arrives():
+            with scale_arrives() if offloads else contextlib.nullcontext():
                 scaler.step(optim)
             scaler.update()
             if save_model:

@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.device import accelerator
@@ -60,6 +59,7 @@ _FSDP = "torch.distributed.fsdp."
 # The modules that move gradients and parameters between device and host.
 _FSDP1_MOVES = {f"{_FSDP}{name}" for name in ("_flat_param", "_runtime_utils")}
 _FSDP2_MOVES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
+_optimizer = torch_names.module("torch.optim.optimizer")
 _RECORDING_MODULES = tuple(map(torch_names.module, sorted(_FSDP1_MOVES)))
 
 
@@ -337,16 +337,16 @@ class Recording(TorchDispatchMode):
         self._host_memory.discard(key)
         self._adopted.discard(key)
         if memory is not None and memory.stream != HOST:  # the host's allocator knows which copies use its memory
-            left = (access for access in memory.accesses if not self._is_kept(access, memory.users))
+            kept: Clock = {}  # for each stream, how many of its operators have finished before the memory is used again
+            for user in memory.users:
+                _merge(kept, self._clocks[user])
+            left = (
+                access
+                for access in memory.accesses
+                if access.stream != COLLECTIVES
+                and kept.get(access.stream, 0) < access.number  # a backend keeps its own
+            )
             self._freed.setdefault(memory.stream, []).extend(left)
-
-    def _is_kept(self, access: Access, users: set[int]) -> bool:
-        """Whether freed memory stays unused until an access is done. A backend keeps what it works on.
-
-        A stream that was passed to ``record_stream`` may have waited for the stream of the access.
-        """
-        kept = {COLLECTIVES, *users}
-        return access.stream in kept or any(self._clocks[user].get(access.stream, 0) >= access.number for user in users)
 
     def allocate(self, storage: torch.UntypedStorage, operator: str, stream: int | None = None) -> None:
         """Allocate memory on a stream. It may be memory that was freed there since the last allocation. The default is
@@ -631,7 +631,7 @@ def check_order(
     ``step`` makes the model's gradients. ``host_waits`` are the things for which the host must wait, and no others.
     """
     # Only the order is checked: a race may spoil the values of one rank, and the others would wait for it.
-    no_hooks = mock.patch.dict(_global_optimizer_post_hooks, clear=True)
+    no_hooks = mock.patch.dict(_optimizer._global_optimizer_post_hooks, clear=True)
     with part() as recording, no_hooks:
         model = build()
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
