@@ -28,7 +28,13 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.compiling import CountingBackend, allow_time_for_inductor, inductor_in, requires_inductor
+from torch_fsdp_tests.fsdp.compiling import (
+    CountingBackend,
+    allow_time_for_inductor,
+    inductor_in,
+    requires_inductor,
+    target_name,
+)
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import loss_of
@@ -304,7 +310,7 @@ class TestMultiProc(DynamoTest):
         )
         self._train(ref_model, model, torch.compile(model, backend=counting), counting)
         tagged = [
-            any("tag_activation_checkpoint" in str(node.target) for node in graph.graph.nodes)
+            any("tag_activation_checkpoint" in target_name(node) for node in graph.graph.nodes)
             for graph in counting.graphs
         ]
         self.assertEqual(tagged, [True, True])

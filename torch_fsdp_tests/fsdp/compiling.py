@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -39,8 +40,17 @@ class CountingBackend:
         return sum(node.op.startswith("call_") for node in self.nodes)
 
     def count(self, name: str) -> int:
-        """The number of nodes in all graphs whose target contains ``name``."""
-        return sum(name in str(node.target) for node in self.nodes)
+        """The number of nodes in all graphs whose target has ``name`` in its name."""
+        return sum(name in target_name(node) for node in self.nodes)
+
+
+def target_name(node: torch.fx.Node) -> str:
+    """The name of what a node calls or reads, a function's with its module.
+
+    ``str`` of a function has its address, and an address such as ``0x7f4bcc10d580`` has words in it.
+    """
+    target = node.target
+    return f"{target.__module__}.{target.__qualname__}" if inspect.isroutine(target) else str(target)
 
 
 requires_inductor = requires(why_no_inductor)
