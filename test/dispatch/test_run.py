@@ -54,7 +54,7 @@ class TestVerdicts(TreeCase):
         files = {"test_p": PASS, "a/test_f": FAIL, "a/b/test_s": skip, "test_e": error}
         says = [
             "1  lacks a thing",
-            "AssertionError: 1 != 2",
+            r"\n  failed: a/test_f::TestF.test_f\n    AssertionError: 1 != 2\n",
             r"-i a/test_f::TestF::test_f --seed 1234",
             "ok +test_p  1 test",
         ]

@@ -299,6 +299,8 @@ class Console:
                 self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
                 if results.rounds is not None:
                     self.say(f"    {clean(told(results.rounds.record(file, test.name).to_json()))}")
+                elif test.reason:
+                    self.say(f"    {clean(test.reason)}")
                 self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
         for words in results.flaky():
             self.say(f"flaky (failed, and passed in a later process): {words}")
