@@ -29,9 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_distributed import at_most, requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp.delays import delay_device
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.common_utils import (
     TEST_WITH_SLOW,
+    host_time,
     instantiate_parametrized_tests,
     manual_seed,
     parametrize,
@@ -58,6 +60,8 @@ from torch_fsdp_tests.installed_torch import torch_names
 
 state_dicts = torch_names.module("torch.distributed.checkpoint.state_dict")
 loader = torch_names.module("torch.distributed.checkpoint.state_dict_loader")
+
+DELAY_MS = 200.0  # longer than it takes to copy the states
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -258,6 +262,19 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             self._async_save(state, path, group, async_stager=stager).result()
 
         self._run_e2e_test(TYPES[model_type], save, os.path.join(self.temp_dir, model_type))
+        stager.close()
+
+    @requires_capability("streams", "sleep_kernel")
+    @with_comms
+    @skip_if_lt_x_gpu(1)
+    def test_staging_waits_for_the_device(self):
+        """The states are not copied before the device has done what it was given before."""
+        state, stager = Run(TYPES["FSDP2"]).state_dict(), DefaultStager(StagingOptions())
+        began = host_time()
+        delay_device(DELAY_MS)
+        stager.stage(state).result()
+        with torch_defect("fsdp2_staging_does_not_wait_for_the_step"):
+            self.assertGreaterEqual(host_time() - began, DELAY_MS / 1e3)
         stager.close()
 
     @with_comms
