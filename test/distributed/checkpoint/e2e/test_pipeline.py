@@ -134,7 +134,8 @@ class TestPipeline(FSDPTest):
         """
         msd, osd = get_state_dict(*self._stage())
         self.assertEqual(len(msd), 8)
-        with self.assertRaisesRegex(CheckpointException, "Cannot copy out of meta tensor"):
+        # The writer copies tensors to the host, or expects that they are there if a stream copies those of the device.
+        with self.assertRaisesRegex(CheckpointException, "Cannot copy out of meta tensor|Tensor must be on CPU"):
             dcp.save({"model": msd, "optim": osd}, checkpoint_id=self.temp_dir)
         self.assertFalse(os.path.exists(os.path.join(self.temp_dir, ".metadata")))
 

@@ -540,7 +540,8 @@ struct Generator final : c10::GeneratorImpl {
     offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({16}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU));
+    // As the generators of other devices do it: no operator that a dispatch mode would count.
+    at::Tensor state = at::detail::empty_cpu({16}, at::TensorOptions().dtype(at::kByte));
     auto* words = static_cast<uint64_t*>(state.data_ptr());
     words[0] = seed_;
     words[1] = offset_;
