@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the figures of a whole run into README.md and test/README.md.
 
-python run_test.py --keep-going --report DIR
+python run_test.py --keep-going --reruns 1 --report DIR
 python .ci/figures.py DIR/report.json
 """
 
