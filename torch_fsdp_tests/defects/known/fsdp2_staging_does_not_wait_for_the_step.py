@@ -1,8 +1,8 @@
 """``DefaultStager`` copies parameters on a stream that does not wait for the step that still changes them.
 
 With asynchronous staging, a thread copies the state dict to the host on a stream of its own. That stream waits for
-nothing. If ``dcp.async_save`` is called while the device still works on the optimizer's step, the checkpoint may have the
-values from before the step, or some of both. The same holds for what FSDP1 still computes for its state dict.
+nothing. If ``dcp.async_save`` is called while the device still works on the optimizer's step, the checkpoint may have
+values from before the step, or from before and after it. The same holds for what FSDP1 computes for its state dict.
 """
 
 from unittest import mock
@@ -28,7 +28,9 @@ DEFECT = Defect(
 def reproduce(rank, world_size, device):
     """Whether anybody waited before the copies ended. The streams are stand-ins, so it shows without a device, too."""
     model = fully_shard(nn.Linear(2, 2, bias=False, device=device))
-    state_dict, waits, waited = get_model_state_dict(model), [], []
+    state_dict = get_model_state_dict(model)
+    waits: list[object] = []
+    waited: list[bool] = []
 
     class Stream:
         def __enter__(self):
