@@ -144,6 +144,8 @@ class TestProcess:
         os.close(self._events)
         if self.child.reached_limit:
             self._stop = Ending(How.TIMED_OUT, self.limit)
+        if self.child.used is not None:
+            self.facts["used"] = dataclasses.asdict(self.child.used)
         code = os.waitstatus_to_exitcode(wait_status)
         ending = self._stop or (Ending(How.EXITED, code) if code >= 0 else Ending(How.KILLED, host.signal_name(-code)))
         notes = [note for of_one in self._notes.values() for note in of_one]

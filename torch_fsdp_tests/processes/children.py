@@ -39,6 +39,7 @@ class Child:
         self.due = limit  # the time, as of time.monotonic(), at which it is asked to end, or is killed
         self.reached_limit = False
         self.is_gone = False
+        self.used: host.Used | None = None  # when it is gone
         self._asked_to_end = False
 
     @property
@@ -192,9 +193,11 @@ class Children:
         Returns the children that have ended, with their wait statuses.
         """
         self._sleep(min([until, *(child.due for child in self._there.values())]) - time.monotonic())
-        ended = [(self._there.pop(pid), status) for pid, status in host.ended_children() if pid in self._there]
-        for child, _ in ended:
-            child.is_gone = True
+        ended = []
+        for pid, status, used in host.ended_children():
+            if (child := self._there.pop(pid, None)) is not None:
+                child.is_gone, child.used = True, used
+                ended.append((child, status))
         for child in self._there.values():
             child.check()
         return ended

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
 import socket
@@ -219,11 +220,25 @@ def head_and_tail(path: Path, limit: int, start: int = 0) -> str:
     return data.decode(errors="backslashreplace")
 
 
-def ended_children(options: int = 0) -> Iterator[tuple[int, int]]:
-    """The process id and wait status of every child that has ended, or with these options has stopped."""
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """What a process and all descendants that were waited for have used."""
+
+    user: float  # seconds of processor time
+    system: float  # seconds of the kernel's processor time
+    page_faults: int  # without reading from a disk
+
+
+def ended_children(options: int = 0) -> Iterator[tuple[int, int, Used]]:
+    """The process id and wait status of every child that has ended, or with these options has stopped, and what it has
+    used.
+    """
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG | options)) != (0, 0):
-            yield ended
+        while True:
+            pid, status, used = os.wait4(-1, os.WNOHANG | options)
+            if not pid:
+                return
+            yield pid, status, Used(round(used.ru_utime, 3), round(used.ru_stime, 3), used.ru_minflt)
 
 
 def exit_status(leaving: SystemExit) -> int:

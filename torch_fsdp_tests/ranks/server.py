@@ -124,7 +124,7 @@ class Server(forkserver.ForkServer):
     def collect(self) -> None:
         """Collect every child that has ended or stopped, and report ranks among them to the test process."""
         super().collect()
-        for pid, status in host.ended_children(os.WUNTRACED):
+        for pid, status, _ in host.ended_children(os.WUNTRACED):
             for start, there in self._starts.items():
                 if pid in there and os.WIFSTOPPED(status):
                     self.control.tell(protocol.Stopped(start, there[pid]))
