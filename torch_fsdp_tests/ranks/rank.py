@@ -161,6 +161,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
 def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     """Separate the process from the one that forked it."""
     host.die_with_parent(server)
+    host.favour_throughput()
     if os.getsid(0) != os.getpid():
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks
