@@ -5,6 +5,7 @@ Replaces ``torch/testing/_internal/distributed/common_state_dict.py``. Names are
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -55,6 +56,15 @@ def whole_tree(state_dict: Any) -> Any:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     return tree_map(copied, state_dict, is_leaf=is_sharded)
+
+
+def copied(state_dict: Any) -> Any:
+    """A deep copy of a state dict, value by value.
+
+    ``copy.deepcopy`` of the whole takes quadratic time if it has ShardedTensors: for each of them torch searches all
+    that was copied before.
+    """
+    return tree_map(copy.deepcopy, state_dict, is_leaf=is_sharded)
 
 
 def by_parameter(osd: StateDict) -> StateDict:

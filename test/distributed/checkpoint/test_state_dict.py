@@ -39,6 +39,7 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
+    copied,
     is_sharded,
     whole_tree,
 )
@@ -93,11 +94,11 @@ class TestStateDict(StateDictTest):
         new_optim = type(pair.ref_optim)(pair.ref_model.parameters())
         self._verify_osd_by_load(pair.ref_model, pair.ref_optim, new_optim, osd)
 
-        saved, wanted = copy.deepcopy((msd, osd)), whole_tree((msd, osd))
+        saved, wanted = copied((msd, osd)), whole_tree((msd, osd))
         other = init(1)
         self.assertNotEqual(whole_tree(get_model_state_dict(other.model)), wanted[0])
         with load_shows:
-            self.assertEqual(other.load(*copy.deepcopy(saved), options), ([], []))
+            self.assertEqual(other.load(*saved, options), ([], []))
             self.assertEqual(whole_tree(other.states(options)), wanted, **EXACT)
 
             other.ref_model, other.ref_optim = pair.ref_model, pair.ref_optim
@@ -110,7 +111,7 @@ class TestStateDict(StateDictTest):
         pair.train(range(2))
         msd = get_model_state_dict(pair.model)
         self._verify_msd(pair.ref_model.state_dict(), msd)
-        self.assertEqual(set_model_state_dict(other.model, copy.deepcopy(msd)), ([], []))
+        self.assertEqual(set_model_state_dict(other.model, copied(msd)), ([], []))
         self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(other.model))
         return pair
 
@@ -128,8 +129,8 @@ class TestStateDict(StateDictTest):
         (optim,), (other_optim,) = pair.optims, other.optims
         msd, osd = pair.model.state_dict(), optim.state_dict()
         self._verify_pair(pair, msd, osd)
-        other.model.load_state_dict(copy.deepcopy(msd))
-        other_optim.load_state_dict(copy.deepcopy(osd))
+        other.model.load_state_dict(copied(msd))
+        other_optim.load_state_dict(copied(osd))
         found = whole_tree((other.model.state_dict(), other_optim.state_dict()))
         self.assertEqual(found, whole_tree((msd, osd)), **EXACT)
         # DSD's functions still find torch's original methods.

@@ -53,6 +53,7 @@ from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests,
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.distributed.common_state_dict import copied
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full_parameters
@@ -211,7 +212,7 @@ class TestFSDPOptimState(FSDPTest):
         names = {param: name for name, param in reference.model.named_parameters()}
         wanted = {names[param]: state for param, state in reference.optim.state.items()}
         self.assertGreater(len(wanted), 0)
-        found = state_dict_utils._gather_state_dict(copy.deepcopy(osd["state"]), pg=group)
+        found = state_dict_utils._gather_state_dict(copied(osd["state"]), pg=group)
         self.assertEqual(found, wanted, exact_device=False)
         groups = [
             {**each, "params": sorted(names[param] for param in each["params"])}
