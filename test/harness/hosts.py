@@ -30,7 +30,9 @@ def remove_what_killed_runs_left() -> None:
 
 
 class TwoHosts:
-    """Makes the hosts, until :meth:`close`. Raises :class:`unittest.SkipTest`, which names what the machine lacks.
+    """Makes the hosts, until the tests of the module are over.
+
+    Raises :class:`unittest.SkipTest`, which names what the machine lacks.
 
     ``network`` is the first three numbers of the addresses. ``resolve`` says whether the hosts know each other's
     names.
@@ -43,15 +45,13 @@ class TwoHosts:
         self.devices = (f"{MARK}{os.getpid()}{next(self._letters)}", f"{MARK}{os.getpid()}{next(self._letters)}")
         self.addresses = (f"{network}.1", f"{network}.2")
         self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
+        unittest.addModuleCleanup(self._close)
         known = [f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)]
         self._etc_hosts = Path(self._scratch.name) / "hosts"
         self._etc_hosts.write_text("127.0.0.1 localhost\n" + "".join(known if resolve else ()))
         try:
             self._make()
-        except (subprocess.CalledProcessError, unittest.SkipTest) as error:
-            self.close()
-            if isinstance(error, unittest.SkipTest):
-                raise
+        except subprocess.CalledProcessError as error:
             reason = error.stderr.decode().strip()
             raise unittest.SkipTest(f"needs network namespaces, which this process may not make: {reason}") from None
 
@@ -79,7 +79,7 @@ class TwoHosts:
         )
         return ["ip", "netns", "exec", self.devices[host], "unshare", "--uts", "sh", "-c", become, "sh"]
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for device in self.devices:
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 ip("netns", "delete", device)

@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+import unittest
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-INPUTS = Path(__file__).parent / "inputs"
+from runs import INPUTS, ROOT, clean_environment, wait_until
+
 FILE = INPUTS / "launched_suite.py"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
@@ -53,12 +52,15 @@ WELL = dict.fromkeys(
 
 
 class Launcher:
-    """A launcher, which starts at once. Its temporary files, and those of its ranks, are in a folder of its own."""
+    """A launcher, which starts at once, and stops at the latest when the tests of the module are over.
+
+    Its temporary files, and those of its ranks, are in a folder of its own.
+    """
 
     def __init__(self, command: Sequence[str], **variables: str) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="launched-"))
         self._output = tempfile.TemporaryFile()
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+        clean = clean_environment()
         clean.pop("GLOO_SOCKET_IFNAME", None)
         own = {"TMPDIR": str(self._scratch), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
@@ -69,6 +71,7 @@ class Launcher:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        unittest.addModuleCleanup(self.stop)
 
     def read(self) -> str:
         """What it and its ranks have printed."""
@@ -101,10 +104,12 @@ class Launcher:
 
 def left_after(seconds: float, *launchers: Launcher) -> list[str]:
     """What is left of launches after so many seconds."""
-    give_up = time.monotonic() + seconds
-    while (left := [each for launcher in launchers for each in launcher.remains()]) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    return left
+
+    def left() -> list[str]:
+        return [each for launcher in launchers for each in launcher.remains()]
+
+    wait_until(lambda: not left(), seconds)
+    return left()
 
 
 class SuiteRun:
@@ -132,9 +137,7 @@ class SuiteRun:
 
     def wait_for(self, mark: str) -> None:
         """Wait until a process of the run has left this mark."""
-        give_up = time.monotonic() + START_LIMIT
-        while not (self._started / mark).exists() and time.monotonic() < give_up:
-            time.sleep(0.05)
+        wait_until((self._started / mark).exists, START_LIMIT)
 
     def signal(self, number: int) -> None:
         """Send a signal to the first launcher."""

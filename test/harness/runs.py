@@ -23,7 +23,7 @@ import time
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch_fsdp_tests.processes import host, programs
 from torch_fsdp_tests.processes.forkserver import preload, start_fresh
@@ -34,6 +34,7 @@ INPUTS = Path(__file__).parent / "inputs"
 LIMIT = 60  # seconds for a test of a run
 COMMAND_LIMIT = 300  # seconds for a whole run
 POLL = 0.02  # seconds
+NAME = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # of a test, with its own name again since Python 3.11
 
 _TORCH = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "unittest")
 
@@ -48,7 +49,32 @@ def leftovers(folder: str) -> list[str]:
     return [name for name in names if not Path(folder, name, "_remote_module_non_scriptable.py").exists()]
 
 
-def outputs(main: Callable[[Sequence[str]], int], *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether the condition becomes true within these seconds."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+def failures(text: str) -> dict[str, str]:
+    """What unittest prints about each test that failed, and what has another title, by this title."""
+    found = {}
+    for section in text.split("=" * 70 + "\n")[1:]:
+        title = section.partition("\n")[0]
+        name = re.match(rf"[A-Z ]+: {NAME}", title)
+        found[f"{name[2]}.{name[1]}" if name else title] = section
+    return found
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment of this process, without what the suite reads."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+
+
+def outputs(main: Callable[[Sequence[str]], Any], *arguments: str, stdin: str = "") -> tuple[int, str, str]:
     """The exit status, stdout and stderr of a command that runs in this process."""
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -65,10 +91,9 @@ def outputs(main: Callable[[Sequence[str]], int], *arguments: str, stdin: str = 
 
 def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run an interpreter to its end, with this folder on its path as if installed. No device is requested."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     return subprocess.run(
         [sys.executable, *map(str, command)],
-        env=clean | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])} | variables,
+        env=clean_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])} | variables,
         text=True,
         capture_output=True,
         timeout=2 * COMMAND_LIMIT,
@@ -158,14 +183,11 @@ class Run:
         self.left = leftovers(self._scratch.name)
         self._scratch.cleanup()
         self.stdout, self.text = texts
-        name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
-        lines = re.findall(rf"^{name} \.\.\. (.+)$", self.text, re.MULTILINE)
+        lines = re.findall(rf"^{NAME} \.\.\. (.+)$", self.text, re.MULTILINE)
         self.outcomes = {f"{cls}.{test}": outcome for test, cls, outcome in lines}
-        self.words: dict[str, str] = {}
-        for section in self.text.split("=" * 70 + "\n")[1:]:
-            ((outcome, test, cls),) = re.findall(rf"\A([A-Z ]+): {name}", section)
-            self.words[f"{cls}.{test}"] = section
-            self.outcomes.setdefault(f"{cls}.{test}", outcome)  # Python 3.10 prints no line for fixtures of classes
+        self.words = failures(self.text)
+        for test, words in self.words.items():  # Python 3.10 prints no line for fixtures of classes
+            self.outcomes.setdefault(test, words.partition(":")[0])
         *parts, _ = re.split(r"^seconds (\S+) (\S+)\n", self.stdout, flags=re.MULTILINE)
         self.printed = dict(zip(parts[1::3], parts[::3]))
         self.seconds = dict(zip(parts[1::3], map(float, parts[2::3])))

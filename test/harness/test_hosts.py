@@ -22,13 +22,6 @@ def setUpModule():
     _hosts, _others = TwoHosts("10.213.7"), TwoHosts("10.213.8")
 
 
-def tearDownModule():
-    for run in begun() if begun.cache_info().currsize else ():
-        run.stop()
-    for hosts in (_hosts, _others):
-        hosts.close()
-
-
 def torchruns() -> list[Node]:
     """One rank on the first host and two on the second one, and the harness finds the interface."""
     launchers = []

@@ -4,10 +4,8 @@ A launch of two nodes runs ``inputs/launched.py``. It has every fault but the lo
 ``test_launched_suite`` has.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
 import re
 import sys
 import unittest.mock
@@ -27,9 +25,10 @@ from torch_fsdp_tests.processes import host, launcher
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launches import ROOT, TORCHRUN, Launcher, left_after
+from launches import TORCHRUN, Launcher, left_after
+from runs import INPUTS, NAME, ROOT, failures, outputs
 
-FILE = Path(__file__).parent / "inputs" / "launched.py"
+FILE = INPUTS / "launched.py"
 LIMIT = 300  # seconds for a launch
 TEST_LIMIT = 60  # seconds for one of its tests
 GONE = 2  # seconds after the end of a launch in which the ranks of a killed process must disappear
@@ -50,17 +49,12 @@ class Launch(Launcher):
             self.left = left_after(GONE, self)
         finally:
             self.stop()
-        name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
         self.outcomes: dict[str, list[str]] = {}
         for test, cls, outcome in re.findall(
-            rf"^{name} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$", self.text, re.MULTILINE
+            rf"^{NAME} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$", self.text, re.MULTILINE
         ):
             self.outcomes.setdefault(f"{cls}.{test}", []).append(outcome)
-        self.words = {}
-        for section in self.text.split("=" * 70 + "\n")[1:]:
-            title = re.match(rf"[A-Z ]+: {name}", section)
-            if title:
-                self.words[f"{title[2]}.{title[1]}"] = section
+        self.words = failures(self.text)
         return self
 
 
@@ -75,11 +69,6 @@ def started() -> dict[str, Launch]:
 @functools.cache
 def launched(name: str) -> Launch:
     return started()[name].end()
-
-
-def tearDownModule():
-    for launch in started().values() if started.cache_info().currsize else ():
-        launch.stop()
 
 
 class TestTwoNodes(TestCase):
@@ -241,11 +230,10 @@ class TestRule(TestCase):
         ],
     )
     def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
-        with contextlib.redirect_stderr(io.StringIO()) as stderr:
-            with self.assertRaises(SystemExit) as leaving:
-                options.parse(arguments, ELASTIC, ROOT, launch_of(ELASTIC))
-        self.assertEqual(leaving.exception.code, 2)
-        self.assertIn(words, stderr.getvalue())
+        parse = functools.partial(options.parse, environment=ELASTIC, root=ROOT, launch=launch_of(ELASTIC))
+        status, _, err = outputs(parse, *arguments)
+        self.assertEqual(status, 2)
+        self.assertIn(words, err)
 
     @parametrize(
         "wrong,words",
@@ -264,14 +252,10 @@ class TestRule(TestCase):
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
         find_launch = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
-        with (
-            unittest.mock.patch.object(launcher, "found", find_launch),
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            with self.assertRaises(SystemExit) as leaving:
-                main.run_tests(["test_x.py"])
-        self.assertEqual(leaving.exception.code, 2)
-        self.assertRegex(stderr.getvalue(), r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
+        with unittest.mock.patch.object(launcher, "found", find_launch):
+            status, _, err = outputs(main.run_tests, "test_x.py")
+        self.assertEqual(status, 2)
+        self.assertRegex(err, r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
 
 
 instantiate_parametrized_tests(TestTwoNodes)

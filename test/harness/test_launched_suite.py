@@ -22,11 +22,6 @@ def begun() -> tuple[SuiteRun, SuiteRun]:
     return SuiteRun(files, standalone(RANKS)), SuiteRun(["waits", "well"], standalone(2))
 
 
-def tearDownModule():
-    for run in begun() if begun.cache_info().currsize else ():
-        run.stop()
-
-
 @functools.cache
 def faults() -> SuiteRun:
     interrupted()  # or the test that waits would reach its limit

@@ -23,9 +23,9 @@ _slurm: "Slurm"
 
 
 class Slurm:
-    """A Slurm cluster of two hosts with four processors each, until :meth:`close`. It runs as root, from one folder.
+    """A Slurm cluster of two hosts with four processors each, until the tests of the module are over.
 
-    Raises :class:`unittest.SkipTest`, which names what the machine lacks.
+    It runs as root, from one folder. Raises :class:`unittest.SkipTest`, which names what the machine lacks.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,11 @@ class Slurm:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)  # munged wants it
         self._daemons: list[subprocess.Popen] = []
+        unittest.addModuleCleanup(self._close)
         try:
             self._start()
-        except BaseException:
-            self.close()
+        except BaseException:  # after Ctrl-C, unittest cleans nothing up
+            self._close()
             raise
 
     def _start(self) -> None:
@@ -129,7 +130,7 @@ class Slurm:
         )
         return done.stdout.strip()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
@@ -137,19 +138,12 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        self.hosts.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def setUpModule():
     global _slurm
     _slurm = Slurm()
-
-
-def tearDownModule():
-    for run in begun() if begun.cache_info().currsize else ():
-        run.stop()
-    _slurm.close()
 
 
 @functools.cache
