@@ -13,18 +13,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from torch_fsdp_tests.common_distributed import requires
-from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import Reason
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import INPUTS, LIMIT, Process, Run, leftovers
+from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 FAULTS = INPUTS / "faults.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -185,23 +183,18 @@ class TestEndOfTheTestProcess(TestCase):
             variables = {"TMPDIR": scratch, "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)} | environment
             run = Process(FAULTS, ["-v", "EveryKind"], variables, scratch, output, output)
             try:
-                give_up = time.monotonic() + LIMIT
-                while sum(each.read_text().count("hanging") for each in Path(scratch).glob("*/output?")) < 6:
-                    self.assertLess(time.monotonic(), give_up, "the ranks did not come to hang")
-                    time.sleep(0.05)
+                self.assertTrue(wait_until(lambda: self.hanging(scratch) == 6, LIMIT), "the ranks did not come to hang")
                 os.kill(run.pid, number)
                 code = run.wait()
-                self.wait_until(lambda: not self.relatives(scratch))
+                self.assertTrue(wait_until(lambda: not self.relatives(scratch), GONE), self.relatives(scratch))
                 output.seek(0)
                 return code, output.read().decode(), leftovers(scratch)
             finally:
                 run.kill()
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + GONE
-        while not condition():
-            self.assertLess(time.monotonic(), give_up)
-            time.sleep(0.02)
+    def hanging(self, scratch: str) -> int:
+        """How many ranks hang."""
+        return sum(each.read_text().count("hanging") for each in Path(scratch).glob("*/output?"))
 
     def relatives(self, scratch: str) -> list[str]:
         """Processes whose working directory is the scratch directory: the test process and all its descendants."""
@@ -214,18 +207,15 @@ class TestEndOfTheTestProcess(TestCase):
                 continue
         return pids
 
-    def test_sigterm_shows_stacks(self):
-        code, text, left = self.hang(signal.SIGTERM)
-        self.assertEqual(code, -signal.SIGTERM)
+    @parametrize(
+        "own_handler,ends_with",
+        [subtest(("", -signal.SIGTERM), name="alone"), subtest(("1", 7), name="with_a_handler")],
+    )
+    def test_sigterm_shows_stacks(self, own_handler, ends_with):
+        """If the file has a handler, it decides then what happens."""
+        code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER=own_handler)
+        self.assertEqual((code, left), (ends_with, []))
         self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
-        self.assertEqual(left, [])
-
-    def test_sigterm_with_a_handler_of_the_file(self):
-        """The stacks are shown, and then the file's handler decides what happens."""
-        code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER="1")
-        self.assertEqual(code, 7)
-        self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
-        self.assertEqual(left, [])
 
     @parametrize("moment", ["Making", "Removing"])
     def test_sigterm_at_any_moment(self, moment):
@@ -236,14 +226,12 @@ class TestEndOfTheTestProcess(TestCase):
 
     def test_sigint(self):
         code, text, left = self.hang(signal.SIGINT)
-        self.assertEqual(code, -signal.SIGINT)
+        self.assertEqual((code, left), (-signal.SIGINT, []))
         self.assertIn("KeyboardInterrupt", text)
-        self.assertEqual(left, [])
 
     def test_sigkill(self):
         code, _, left = self.hang(signal.SIGKILL)
-        self.assertEqual(code, -signal.SIGKILL)
-        self.assertEqual(left, [])
+        self.assertEqual((code, left), (-signal.SIGKILL, []))
 
 
 instantiate_parametrized_tests(TestLeaks)
