@@ -2,14 +2,19 @@
 
 import contextlib
 import io
+import sys
 import unittest.mock
+from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
 from torch_fsdp_tests.tools.benchmarks import harness, reaching
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import outputs
 
 UPSTREAM_AT = 10.0  # how many times as slow
 
@@ -94,22 +99,12 @@ class TestHarnessBenchmark(TestCase):
 class TestCommand(TestCase):
     """Without it, a wrong argument of a benchmark could end in a traceback, or measure something else."""
 
-    def outputs(self, *arguments: str) -> tuple[int, str, str]:
-        """The exit status of a command, and what it printed."""
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                status = command.main(arguments)
-            except SystemExit as left:
-                status = host.exit_status(left)
-        return status, out.getvalue(), err.getvalue()
-
     def test_help_is_no_error(self):
-        status, out, err = self.outputs("--help")
+        status, out, err = outputs(command.main, "--help")
         self.assertEqual((status, err), (0, ""))
         for name in command.BENCHMARKS:
             self.assertRegex(out, rf"(?m)^  {name} ")
-            self.assertEqual(self.outputs(name, "--help")[0], 0)
+            self.assertEqual(outputs(command.main, name, "--help")[0], 0)
 
     def test_wrong_arguments_are_refused(self):
         for arguments, words in (
@@ -121,7 +116,7 @@ class TestCommand(TestCase):
             (["rediscovery", "--only", "nope"], "programs can show no defect with such an id"),
         ):
             with self.subTest(arguments):
-                status, out, err = self.outputs(*arguments)
+                status, out, err = outputs(command.main, *arguments)
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(words, err)
 

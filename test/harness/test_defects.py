@@ -29,10 +29,9 @@ from torch_fsdp_tests.ranks import Assignment
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import outputs
+from runs import INPUTS, ROOT, outputs
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(Path(__file__).parent / "inputs" / "repaired"))
+sys.path.insert(0, str(INPUTS / "repaired"))
 
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command

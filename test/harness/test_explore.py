@@ -1,12 +1,12 @@
 """The explorer: programs from seeds, what is valid, shrinking, and ranks that end otherwise than expected."""
 
-import contextlib
 import dataclasses
-import io
+import itertools
 import json
 import math
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from torch_fsdp_tests.explore.program import LAYERS, STEPS, Layer, Program, Prog
 from torch_fsdp_tests.explore.reference import Reference
 from torch_fsdp_tests.explore.shrink import shrunk
 from torch_fsdp_tests.ranks import Assignment
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import outputs
 
 SEEDS = range(300)
 FORWARD = Step("forward", number=1)
@@ -70,12 +74,6 @@ class TestPrograms(TestCase):
     def test_contradictory_features_are_refused(self):
         with self.assertRaisesRegex(ProgramError, "no program over 4 ranks can have these together: fsdp1, tp"):
             generate.program_of(1, 4, demanded=("tp", "fsdp1"))
-
-    def test_scripts_are_python(self):
-        for seed in range(40):
-            program = generate.program_of(seed, 4)
-            result = ranks.Result(program, "gradient", 1, "a.weight: [1.0] instead of [2.0]")
-            compile(script.script(program, result), "<script>", "exec")
 
     def test_variations_have_no_feature_that_is_switched_off(self):
         searched = search.Search(search.Settings(seed=5, without=("offload", "low")))
@@ -379,8 +377,8 @@ class TestScripts(TestCase):
 
     def test_scripts_are_python(self):
         for seed in range(60):
-            program = known.valid(generate.program_of(seed))
-            for what in ("raised ValueError: no", "gradient"):
+            programs = known.valid(generate.program_of(seed)), generate.program_of(seed, 4)
+            for program, what in itertools.product(programs, ("raised ValueError: no", "gradient")):
                 result = ranks.Result(program, what, 0, "a.weight: [1.0] instead of [2.0]")
                 compile(script.script(program, result), "script", "exec")
 
@@ -394,14 +392,6 @@ class TestScripts(TestCase):
 
 class TestCommand(TestCase):
     """Without it, a wrong option could end in a traceback."""
-
-    def run_command(self, *arguments: str) -> tuple[Any, str]:
-        output = io.StringIO()
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            try:
-                return command.main(arguments), output.getvalue()
-            except SystemExit as leaving:
-                return leaving.code, output.getvalue()
 
     def test_bad_arguments(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -426,13 +416,13 @@ class TestCommand(TestCase):
                 (("--replay", str(invalid)), "not valid: step 0: there is no such forward"),
             ):
                 with self.subTest(arguments):
-                    status, output = self.run_command(*arguments)
+                    status, _, err = outputs(command.main, *arguments)
                     self.assertEqual(status, 2)
-                    self.assertIn(reason, output)
+                    self.assertIn(reason, err)
 
     def test_features_are_listed(self):
-        status, output = self.run_command("--features")
-        self.assertEqual(status, 0)
+        status, output, err = outputs(command.main, "--features")
+        self.assertEqual((status, err), (0, ""))
         self.assertEqual(len(output.splitlines()), len(generate.FEATURES))
 
 
