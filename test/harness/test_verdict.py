@@ -2,7 +2,7 @@
 
 import signal
 
-from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.ranks.outcome import COLLECTIVE_SHARE, Ending, Outcome, RankReport, judge, raised
 from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tally
 
@@ -115,7 +115,37 @@ class TestBlame(TestCase):
         )
 
 
+class TestExitCodes(TestCase):
+    """Without it, a test that expects or tolerates an exit code could pass with another end of a rank."""
+
+    @parametrize(
+        "end,state,words",
+        [
+            subtest((died(1, 1.0, signal.SIGKILL), State.PASSED, "^$"), name="met"),
+            subtest((reported(1, 1.0, AssertionError()), State.FAILED, "rank 1 of 2 raised; exit"), name="one_raises"),
+            subtest((hung(1, LIMIT), State.FAILED, "rank 1 of 2 was still running.*; exit"), name="one_hangs"),
+        ],
+    )
+    def test_expected_code_of_every_rank(self, end, state, words):
+        verdict = judge([died(0, 1.0, signal.SIGKILL), end], LIMIT, {}, expected_code=-signal.SIGKILL)
+        self.assertEqual(verdict.state, state)
+        self.assertRegex(verdict.text, words.replace("exit", "exit code -9 was expected"))
+
+    @parametrize(
+        "end,state",
+        [
+            subtest((died(1, 1.0), State.PASSED), name="one_dies"),
+            subtest((reported(1, 1.0, AssertionError()), State.FAILED), name="one_fails"),
+            subtest((hung(1, LIMIT), State.TIMED_OUT), name="one_hangs"),
+        ],
+    )
+    def test_any_code_is_tolerated(self, end, state):
+        verdict = judge([each.with_any_ending() for each in (passed(0), end)], LIMIT, {})
+        self.assertEqual(verdict.state, state)
+
+
 instantiate_parametrized_tests(TestBlame)
+instantiate_parametrized_tests(TestExitCodes)
 
 if __name__ == "__main__":
     run_tests()

@@ -261,11 +261,6 @@ class Skips(Case):
             raise unittest.SkipTest("for a reason")
         dist.barrier()
 
-    def test_one_while_another_fails(self):
-        if self.rank == 1:
-            raise unittest.SkipTest("for a reason")
-        self.fail("the other")
-
 
 class Hangs(Case):
     def test_hang_in_python(self):
@@ -447,41 +442,22 @@ class ProcessDeaths(Deaths, Processes):
 
 
 class ProcessCodes(Processes):
-    """Exit codes that a test expects, and exit codes that it tolerates."""
+    """An exit code that a test expects, and one that it tolerates."""
 
     def setUp(self):
         super().setUp()
         test = getattr(self, self._testMethodName).__wrapped__
-        if "special" in self._testMethodName:
-            self.special_return_code_checks[test] = -signal.SIGKILL if "hang" in self._testMethodName else 7
+        if self._testMethodName == "test_special":
+            self.special_return_code_checks[test] = 7
         else:
             self.skip_return_code_checks.append(test)
 
     def test_special(self):
         os._exit(7)
 
-    def test_special_missed_by_one_that_raises(self):
-        self.fail("instead") if self.rank == 1 else os._exit(7)
-
     def test_any(self):
         if self.rank == 1:
             os._exit(7)
-
-    def test_any_of_one_that_raises(self):
-        if self.rank == 1:
-            self.fail("all the same")
-
-
-class ProcessCodesHangs(ProcessCodes):
-    test_special = test_special_missed_by_one_that_raises = None  # type: ignore[assignment]
-    test_any = test_any_of_one_that_raises = None  # type: ignore[assignment]
-
-    def test_hang_special(self):
-        time.sleep(FOREVER) if self.rank == 1 else os.kill(os.getpid(), signal.SIGKILL)
-
-    def test_hang_any(self):
-        if self.rank == 1:
-            time.sleep(FOREVER)
 
 
 class ProcessLeaks(Leaks, Processes):
@@ -697,7 +673,7 @@ class EveryKind(Processes):
         Hangs.test_hang_ignoring_sigterm(self)
 
 
-HANGING = [name for cls in (Hangs, ProcessCodesHangs) for name in vars(cls) if name.startswith("test_hang")]
+HANGING = [name for name in vars(Hangs) if name.startswith("test_hang")]
 TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
 # The base classes must not run as tests themselves.
