@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 import unittest.mock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,6 +88,17 @@ def outputs(main: Callable[[Sequence[str]], Any], *arguments: str, stdin: str = 
         except SystemExit as leaving:
             status = host.exit_status(leaving)
     return status, out.getvalue(), err.getvalue()
+
+
+def assert_refused(
+    case: unittest.TestCase, main: Callable[[Sequence[str]], Any], cases: Iterable[tuple[Sequence[str], str]]
+) -> None:
+    """A command prints nothing but an error with these words for each of these arguments, and exits with status 2."""
+    for arguments, words in cases:
+        with case.subTest(arguments):
+            status, out, err = outputs(main, *arguments)
+            case.assertEqual((status, out), (2, ""))
+            case.assertIn(words, err)
 
 
 def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:

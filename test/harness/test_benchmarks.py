@@ -14,7 +14,7 @@ from torch_fsdp_tests.tools.benchmarks import harness, reaching
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import outputs
+from runs import assert_refused, outputs
 
 UPSTREAM_AT = 10.0  # how many times as slow
 
@@ -107,18 +107,15 @@ class TestCommand(TestCase):
             self.assertEqual(outputs(command.main, name, "--help")[0], 0)
 
     def test_wrong_arguments_are_refused(self):
-        for arguments, words in (
+        cases = (
             ([], "no benchmark is named; name one of these"),
             (["nope"], "there is no benchmark 'nope'; name one of these"),
             (["reaching", "--only", "99"], "99"),
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
             (["coverage", "--after", "soon"], "--after"),
             (["rediscovery", "--only", "nope"], "programs can show no defect with such an id"),
-        ):
-            with self.subTest(arguments):
-                status, out, err = outputs(command.main, *arguments)
-                self.assertEqual((status, out), (2, ""))
-                self.assertIn(words, err)
+        )
+        assert_refused(self, command.main, cases)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch_fsdp_tests.ranks import Assignment
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import outputs
+from runs import assert_refused, outputs
 
 SEEDS = range(300)
 FORWARD = Step("forward", number=1)
@@ -395,13 +395,10 @@ class TestCommand(TestCase):
 
     def test_bad_arguments(self):
         with tempfile.TemporaryDirectory() as folder:
-            bad = Path(folder, "bad.json")
-            bad.write_text("{}")
-            empty = Path(folder, "empty")
-            empty.write_text("")
-            invalid = Path(folder, "invalid.json")
-            invalid.write_text(SMALL.but(steps=(BACKWARD,)).as_json())
-            for arguments, reason in (
+            bad, empty, invalid = (f"{folder}/{name}" for name in ("bad", "empty", "invalid"))
+            for path, text in ((bad, "{}"), (empty, ""), (invalid, SMALL.but(steps=(BACKWARD,)).as_json())):
+                Path(path).write_text(text)
+            cases = (
                 (("--with", "magic"), "unknown feature 'magic'"),
                 (("--seconds", "0"), "is not a number of seconds"),
                 (("--ranks", "3"), "invalid choice"),
@@ -409,16 +406,15 @@ class TestCommand(TestCase):
                 (("--resume",), "needs --output"),
                 (("--with-known", "nope"), "programs avoid no defect nope"),
                 (("--twice", "--record", f"{folder}/record"), "not allowed with"),
-                (("--against", str(empty)), "has no programs"),
-                (("--against", str(bad)), "is not a record"),
+                (("--against", empty), "has no programs"),
+                (("--against", bad), "is not a record"),
                 (("--replay", f"{folder}/none.json"), "cannot be read"),
-                (("--replay", str(bad)), "not a program"),
-                (("--replay", str(invalid)), "not valid: step 0: there is no such forward"),
-            ):
-                with self.subTest(arguments):
-                    status, _, err = outputs(command.main, *arguments)
-                    self.assertEqual(status, 2)
-                    self.assertIn(reason, err)
+                (("--replay", bad), "not a program"),
+            )
+            assert_refused(self, command.main, cases)
+            status, listing, err = outputs(command.main, "--replay", invalid)
+            self.assertEqual((status, listing[:7]), (2, "2 ranks"))
+            self.assertIn("not valid: step 0: there is no such forward", err)
 
     def test_features_are_listed(self):
         status, output, err = outputs(command.main, "--features")
