@@ -245,9 +245,21 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
 class TestAbacus(TestCase):
     """Without it, a test that works only on the CPU or CUDA could go unnoticed on machines without a device."""
 
+    def assert_runs(self, program: str, *policies: str, **variables: str) -> None:
+        """The program says nothing and ends well with each of these policies of late streams."""
+        for policy in policies:
+            with self.subTest(policy=policy):
+                done = run("-c", f"POLICY = {policy!r}\n{program}", ABACUS_LATE=policy, **variables)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def run_files(self, *arguments: str, **variables: str) -> str:
+        """What ``run_test.py`` prints about files in which no test fails."""
+        done = run(ROOT / "run_test.py", "-i", *arguments, **variables)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
     def test_device_differs_from_the_host(self):
-        done = run("-c", DIFFERS)
-        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assert_runs(DIFFERS, "")
 
     def test_host_cannot_touch_its_memory(self):
         """Who reads at its address dies, and the last words say where and why."""
@@ -260,64 +272,46 @@ class TestAbacus(TestCase):
                 self.assertRegex(done.stderr, rf"^the host touched memory of abacus:1 at 0x\w+, {last}\n{stack}\n")
 
     def test_memory_has_a_limit(self):
-        for policy in ("", "last"):
-            with self.subTest(policy=policy):
-                done = run("-c", LIMITED, ABACUS_MEMORY=str(4 * 2**20), ABACUS_LATE=policy)
-                self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assert_runs(LIMITED, "", "last", ABACUS_MEMORY=str(4 * 2**20))
 
     def test_streams_are_busy_at_the_same_time(self):
         """A sleep makes its stream busy, and those that wait for it. The host waits only for a result."""
-        for policy in ("", "last"):
-            with self.subTest(policy=policy):
-                done = run("-W", "ignore", "-c", BUSY, ABACUS_LATE=policy)
-                self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assert_runs(BUSY, "", "last", PYTHONWARNINGS="ignore")
 
     def test_late_streams_show_missing_waits(self):
         """Each missing wait gives a wrong number, and right ones give the right number."""
-        for policy in ("last", "0", "1", "2"):
-            with self.subTest(policy=policy):
-                done = run("-W", "ignore", "-c", f"POLICY = {policy!r}\n{LATE}", ABACUS_LATE=policy)
-                self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assert_runs(LATE, "last", "0", "1", "2", PYTHONWARNINGS="ignore")
 
     def test_whole_files_run_on_late_streams(self):
         for policy in ("last", "1"):
             with self.subTest(policy=policy):
-                done = run(ROOT / "run_test.py", "-i", FILES[0], "--ranks", "2", ABACUS_LATE=policy)
-                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-                self.assertRegex(done.stdout, re.compile(r"^[1-9]\d+ passed, 0 failed, 0 skipped$", re.MULTILINE))
+                printed = self.run_files(FILES[0], "--ranks", "2", ABACUS_LATE=policy)
+                self.assertRegex(printed, r"(?m)^[1-9]\d+ passed, 0 failed, 0 skipped$")
 
     def test_whole_files_run_on_it(self):
-        done = run(ROOT / "run_test.py", "-i", *FILES)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("device abacus, backend ledger, ranks 4, devices not shared", done.stdout.splitlines()[0])
-        skips = re.findall(r"^ +(\d+)  (.*)$", done.stdout, re.MULTILINE)
+        printed = self.run_files(*FILES)
+        self.assertIn("device abacus, backend ledger, ranks 4, devices not shared", printed.splitlines()[0])
+        skips = re.findall(r"^ +(\d+)  (.*)$", printed, re.MULTILINE)
         self.assertEqual({reason: int(count) for count, reason in skips}, VIRTUAL)
-        counts = re.findall(
-            r"^(\d+) (?:passed, 0 failed, 3 skipped$|known defects? of torch)", done.stdout, re.MULTILINE
-        )
+        counts = re.findall(r"^(\d+) (?:passed, 0 failed, 3 skipped$|known defects? of torch)", printed, re.MULTILINE)
         written = sum((ROOT / "test" / f"{file}.py").read_text().count("    def test_") for file in FILES)
         self.assertGreaterEqual(sum(map(int, counts)), written - 3)
 
     def test_race_detector_on_it(self):
         """Autograd orders its streams in C++, where the detector has to follow."""
-        done = run(ROOT / "run_test.py", "-i", FILES[-1], "--check-streams")
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertRegex(done.stdout, re.compile(r"^[1-9]\d* passed, 0 failed, 0 skipped$", re.MULTILINE))
+        printed = self.run_files(FILES[-1], "--check-streams")
+        self.assertRegex(printed, r"(?m)^[1-9]\d* passed, 0 failed, 0 skipped$")
 
     def test_ranks_share_a_single_device(self):
-        done = run(ROOT / "run_test.py", "-i", FILES[-1], ABACUS_DEVICES="1")
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("device abacus, backend ledger, ranks 2, devices shared", done.stdout.splitlines()[0])
+        printed = self.run_files(FILES[-1], ABACUS_DEVICES="1")
+        self.assertIn("device abacus, backend ledger, ranks 2, devices shared", printed.splitlines()[0])
 
     def test_backend_may_refuse_ranks_that_share_a_device(self):
         """Then each rank has a device. Tests that need more skip, and all others pass."""
-        done = run(ROOT / "run_test.py", "-i", *FILES, ABACUS_DEVICES="2", ABACUS_EXCLUSIVE="1")
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("device abacus, backend ledger, ranks 2, devices not shared", done.stdout.splitlines()[0])
-        self.assertRegex(
-            done.stdout, "needs 4 abacus devices, but sees only 2; ranks that share a device cannot use ledger"
-        )
-        self.assertRegex(done.stdout, re.compile(r"^[1-9]\d+ passed, 0 failed, [1-9]\d* skipped$", re.MULTILINE))
+        printed = self.run_files(*FILES, ABACUS_DEVICES="2", ABACUS_EXCLUSIVE="1")
+        self.assertIn("device abacus, backend ledger, ranks 2, devices not shared", printed.splitlines()[0])
+        self.assertIn("needs 4 abacus devices, but sees only 2; ranks that share a device cannot use ledger", printed)
+        self.assertRegex(printed, r"(?m)^[1-9]\d+ passed, 0 failed, [1-9]\d* skipped$")
 
 
 if __name__ == "__main__":
