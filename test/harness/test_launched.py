@@ -26,7 +26,7 @@ from torch_fsdp_tests.processes import host, launcher
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launches import TORCHRUN, Launcher, left_after
-from runs import INPUTS, NAME, ROOT, failures, outputs
+from runs import INPUTS, NAME, ROOT, assert_refused, failures, outputs
 
 FILE = INPUTS / "launched.py"
 LIMIT = 300  # seconds for a launch
@@ -220,20 +220,15 @@ class TestRule(TestCase):
             again = launcher.from_environment(launch.variables("0.7"))
             self.assertEqual(again, dataclasses.replace(launch, agent_store=True, attempt="0.7"))
 
-    @parametrize(
-        "arguments,words",
-        [
+    def test_the_dispatcher_refuses_what_cannot_work(self):
+        cases = (
             (["-j", "2"], "one after the other"),
             (["--devices", "0"], "LOCAL_RANK"),
             (["--coverage"], "without one"),
             (["--ranks", "5"], "the launcher made only 4"),
-        ],
-    )
-    def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
+        )
         parse = functools.partial(options.parse, environment=ELASTIC, root=ROOT, launch=launch_of(ELASTIC))
-        status, _, err = outputs(parse, *arguments)
-        self.assertEqual(status, 2)
-        self.assertIn(words, err)
+        assert_refused(self, parse, cases)
 
     @parametrize(
         "wrong,words",

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -224,25 +225,19 @@ class TestIdleRanks(PeersCase):
         """The bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
         agents = Agents(self.launch(0, size))
         self.close_later(agents._peers)
-        launches = [self.launch(rank, size) for rank in range(1, size)]
-        joined: list[tuple[int, Connection]] = []
-        threads = [
-            threading.Thread(target=lambda each=each: joined.append((each.rank, peers.join(each, agent.ORDERS)[0])))
-            for each in launches
-        ]
-        for thread in threads:
-            thread.start()
-        agents.wait_for_all()
-        for thread in threads:
-            thread.join()
-        ends = dict(joined)
+        with ThreadPoolExecutor(size) as threads:
+            joining = {
+                rank: threads.submit(peers.join, self.launch(rank, size), agent.ORDERS) for rank in range(1, size)
+            }
+            agents.wait_for_all()
         folder = Path("/checkout/test")
         run = RunTests(test_directory=folder, default_directory=folder)
         agents.begin(run, "distributed/test_x", {"TORCH_FSDP_TESTS_SEED": "1234"})
         agents.call([1])
         agents.end()
         traffic = {}
-        for rank, end in sorted(ends.items()):
+        for rank, joined in joining.items():
+            end, _ = joined.result()
             orders = list(end.arrived())
             traffic[rank] = sum(len(messages.encode(order)) for order in orders)
             if orders:
