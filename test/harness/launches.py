@@ -121,6 +121,7 @@ class SuiteRun:
 
     def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="launched-suite-"))
+        unittest.addModuleCleanup(shutil.rmtree, self._scratch, ignore_errors=True)
         tree = self._scratch / "test" / "distributed"
         tree.mkdir(parents=True)
         for number, name in enumerate(files):
@@ -143,11 +144,6 @@ class SuiteRun:
         """Send a signal to the first launcher."""
         self._launchers[0].process.send_signal(number)
 
-    def stop(self) -> None:
-        for launcher in self._launchers:
-            launcher.stop()
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
     def end(self, nodes: int | None = None) -> "SuiteRun":
         """Wait for the first ``nodes`` only: a torchrun that has lost its store runs on for many minutes."""
         self.codes = [launcher.process.wait(LIMIT) for launcher in self._launchers[:nodes]]
@@ -158,7 +154,8 @@ class SuiteRun:
             self.report = json.loads(path.read_text())
             fault = self._started / "fault"
             self.seconds_after_fault = path.stat().st_mtime - fault.stat().st_mtime if fault.exists() else None
-        self.stop()
+        for launcher in self._launchers:
+            launcher.stop()
         return self
 
     def outcomes(self, file: str) -> dict[str, str]:

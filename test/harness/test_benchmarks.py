@@ -107,7 +107,7 @@ class TestCommand(TestCase):
             self.assertEqual(outputs(command.main, name, "--help")[0], 0)
 
     def test_wrong_arguments_are_refused(self):
-        cases = (
+        cases: tuple[tuple[list[str], str], ...] = (
             ([], "no benchmark is named; name one of these"),
             (["nope"], "there is no benchmark 'nope'; name one of these"),
             (["reaching", "--only", "99"], "99"),
