@@ -39,7 +39,7 @@ ENTERED = {
     "Optimizer states": (f"{FSDP1}_optim_utils._optim_state_dict",),
     "Checkpoints": (f"{CHECKPOINT}state_dict_saver.save", f"{CHECKPOINT}state_dict_loader.load"),
     "HSDP": (
-        f"{FSDP1}_init_utils._init_intra_and_inter_node_groups",
+        f"{FSDP1}_init_utils._init_process_group_state_for_hybrid_shard",
         f"{FSDP2}_fsdp_common.HSDPMeshInfo.__post_init__",
     ),
     "Tensor parallelism": ("torch.distributed.tensor.parallel.fsdp.DTensorExtensions.pre_flatten_transform",),
