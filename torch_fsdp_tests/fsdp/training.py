@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,13 +44,6 @@ def replicate_each(modules: Iterable[Any], **kwargs: Any) -> Any:
     for module in modules:
         internals.replicate_on_fsdp2.replicate(module, **kwargs)
     return module
-
-
-def broadcast_parameters(model: nn.Module) -> Any:
-    """Broadcast the first rank's parameters, because threads share one random generator. Returns the model."""
-    for param in model.parameters():
-        dist.broadcast(param.detach(), src=0)
-    return model
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

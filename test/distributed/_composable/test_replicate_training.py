@@ -44,7 +44,6 @@ from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     accumulating,
     backward,
-    broadcast_parameters,
     check_full,
     check_parity,
     loss_of,
@@ -94,7 +93,7 @@ class TestReplicateRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     def _replicated(self, *wrapped: str) -> tuple[nn.Module, list[torch.Tensor]]:
         """An MLP whose named submodules are replicated in turn, and copies of its original parameters."""
         manual_seed(42)
-        model = broadcast_parameters(MLP(3, self.device))
+        model = filled(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
         replicate_each([model.get_submodule(name) for name in wrapped])
         return model, before

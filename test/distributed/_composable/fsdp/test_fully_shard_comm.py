@@ -55,10 +55,10 @@ from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     backward,
-    broadcast_parameters,
     check_gradients,
     check_parity,
     loss_of,
@@ -104,9 +104,8 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     def _init_params(self, sizes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
         """Make parameters that are the same on every rank, although threads share one random generator."""
-        manual_seed(42)
-        params = [nn.Parameter(torch.randn(size, device=self.device)) for size in sizes]
-        broadcast_parameters(nn.ParameterList(params))
+        params = [nn.Parameter(torch.empty(size, device=self.device)) for size in sizes]
+        filled(nn.ParameterList(params))
         return params
 
     def _init_fsdp_param_group(
@@ -1245,8 +1244,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     def test_unshard_without_lazy_init(self):
         """An unshard before the first forward registers the unsharded parameters."""
-        manual_seed(42)
-        model = broadcast_parameters(MLP(4, self.device))
+        model = filled(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
         fully_shard(model)
         model.unshard()

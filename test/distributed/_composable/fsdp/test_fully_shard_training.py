@@ -64,7 +64,6 @@ from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     accumulating,
     backward,
-    broadcast_parameters,
     check_full,
     check_parity,
     loss_of,
@@ -155,7 +154,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     def test_param_registration_after_forward(self, reshard_after_forward):
         """A module that reshards after forward registers shards, others whole parameters. The default root is whole."""
         manual_seed(42)
-        model = broadcast_parameters(MLP(3, self.device))
+        model = filled(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
         fully_shard(model, reshard_after_forward=reshard_after_forward)
         self._check_params(True, model, before)
@@ -170,7 +169,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         self._check_params(True, model, before)
         self.assertEqual({param.placements for param in model.parameters()}, {(Shard(0),)})
 
-        model = broadcast_parameters(nn.Sequential(MLP(3, self.device), MLP(3, self.device)))
+        model = filled(nn.Sequential(MLP(3, self.device), MLP(3, self.device)))
         before_inner, before_root = ([param.detach().clone() for param in mlp.parameters()] for mlp in model)
         shard_each([model[0].in_proj, model[0].out_proj, model], reshard_after_forward=reshard_after_forward)
         for mlp, ref in zip(model, (before_inner, before_root)):
@@ -198,7 +197,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             linear(x)
             linear.weight.full_tensor()  # not equal to weight
         """
-        model = broadcast_parameters(nn.Linear(2, rows, device=self.device))
+        model = filled(nn.Linear(2, rows, device=self.device))
         before = [param.detach().clone() for param in model.parameters()]
         fully_shard(model, reshard_after_forward=2)
         output = model(self._inputs(2, 2))
@@ -211,7 +210,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False, 2], wrapped=[("",), ("in_proj", "out_proj", "")])
     def test_param_registration_after_backward(self, reshard_after_forward, wrapped):
-        model = broadcast_parameters(MLP(8, self.device))
+        model = filled(MLP(8, self.device))
         before = [param.detach().clone() for param in model.parameters()]
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
@@ -1147,7 +1146,7 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
     @subtests(columns=[Shard(1), Shard(-1)])
     def test_shard_placement_fn_contiguous_params_grads(self, columns):
         """Shards of a matrix's columns are contiguous, and so are the unsharded parameters and the gradients."""
-        model = broadcast_parameters(nn.Sequential(MLP(4, self.device), MLP(4, self.device, dim_multiplier=3)))
+        model = filled(nn.Sequential(MLP(4, self.device), MLP(4, self.device, dim_multiplier=3)))
         ref_model = copy.deepcopy(model)
         groups = (model[0], model[1].in_proj, model)
         shard_each(groups, shard_placement_fn=lambda param: columns if param.ndim > 1 else Shard(0))
