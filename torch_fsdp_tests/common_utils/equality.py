@@ -146,8 +146,8 @@ def differences(pairs: Iterable[Pair | Difference], how: Closeness) -> Iterator[
             yield Difference(each.path, str(error))
 
 
-def _are(kinds: tuple[type, ...], *values: object) -> bool:
-    return all(isinstance(value, kinds) for value in values)
+def _are(kinds: tuple[type, ...], x: object, y: object) -> bool:
+    return isinstance(x, kinds) and isinstance(y, kinds)
 
 
 def _alike(x: Any, y: Any) -> tuple[Any, Any]:
