@@ -32,6 +32,7 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Layout, Run
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -166,7 +167,8 @@ class Features(NamedTuple):
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Adam with an ``eps`` as large as the gradients, so that their scale matters."""
-    return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.1, eps=0.1)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.Adam(trained, lr=0.1, eps=0.1, **fused_on_host())
 
 
 def batch(step: int, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -35,6 +35,7 @@ from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import SimpleModel, moments, sharded_state_dicts, step_counts, train_on_share
@@ -192,7 +193,7 @@ class Run:
         self.takes_part = dist.get_rank() < layout.size
         if self.takes_part:
             self.model = layout.apply(filled(model_class().to(rank_device()), seed=seed), self.mesh)
-            self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+            self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2, **fused_on_host())
 
     def train(self, steps: range) -> Run:
         """Train for these steps. Their numbers determine the batches. Returns the run."""
@@ -254,7 +255,7 @@ class Run:
 def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> dict[str, torch.Tensor]:
     """The expected result of :meth:`Run.full` after these steps, from a plain model that each rank trains by itself."""
     model = filled(model_class().to(rank_device()), seed=seed)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2, **fused_on_host())
     train_on_share(model, optim, steps)
     params = dict(model.named_parameters())
     state = {"state": {name: optim.state[param] for name, param in params.items()}}

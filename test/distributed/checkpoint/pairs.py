@@ -21,6 +21,7 @@ from torch_fsdp_tests.common_distributed import get_required_world_size
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, StateDict, VerifyStateDictMixin
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import train
@@ -29,8 +30,8 @@ from torch_fsdp_tests.fsdp.training import train
 def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
     """An optimizer with settings that differ from the defaults."""
     # With the default eps, Adam would turn the rounding of a gradient near zero into a whole step.
-    adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1}
-    return cls(params, lr=0.02, **adam, **settings)
+    adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1, **fused_on_host()}
+    return cls(params, lr=0.02, **(adam | settings))
 
 
 @dataclasses.dataclass

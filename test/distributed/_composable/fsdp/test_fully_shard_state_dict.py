@@ -36,6 +36,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import mean_backward
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
@@ -204,7 +205,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         start = cached.to_local().clone()
         if mutate_after_state_dict:
             self._move_to_new_storage(model)
-        ref_optim, optim = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ref_model, model))
+        settings: dict[str, Any] = {"lr": 1e-2, **fused_on_host()}
+        ref_optim, optim = (torch.optim.AdamW(each.parameters(), **settings) for each in (ref_model, model))
         for step in range(6):
             live = model.weight
             with torch_defect("fsdp2_early_state_dict_goes_stale", when=is_padded and step > 0):
@@ -419,10 +421,10 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         pairs = make_mesh(2, 2, names=("pair", "shard"))["shard"]  # two worlds of two ranks run the same steps
         meshes = [make_mesh(4) if size == 4 else pairs for size in sizes]
         ref_model = self._two_linears(dim)
-        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
+        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2, **fused_on_host())
         models = [self._shard_two_linears(self._two_linears(dim, seed), mesh=mesh) for seed, mesh in enumerate(meshes)]
         models[0].load_state_dict(self._shards_of(ref_model, meshes[0]))
-        optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+        optims = [torch.optim.Adam(model.parameters(), lr=1e-2, **fused_on_host()) for model in models]
         for index, (model, optim) in enumerate(zip(models, optims, strict=True)):
             if index == 1:
                 self._load_states(model, optim, self._states(models[0], optims[0], "full"), "full")

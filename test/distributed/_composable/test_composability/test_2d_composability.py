@@ -47,7 +47,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.checkpoints import TENSOR, Layout, LayoutsMixin, Run, before_tensor, plain_run
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
 from torch_fsdp_tests.fsdp.references import average_gradients, full, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.sharded_states import (
@@ -440,7 +440,7 @@ class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
     def _test_2d_e2e_training(self, run: Run) -> None:
         """Train five steps. Outputs before and after each step, and all final states, equal a plain model's."""
         plain = filled(SimpleModel().to(self.device), seed=0)
-        optim = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        optim = torch.optim.Adam(plain.parameters(), lr=1e-2, **fused_on_host())
         probe = uniform(3, 5, seed=99)
         for step in range(5):
             self.assertEqual(run.model(probe), plain(probe))

@@ -31,7 +31,7 @@ from torch_fsdp_tests.common_utils import run_tests, slowTest
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import ITERATIONS, check_parity, replicate_each
@@ -90,7 +90,7 @@ def part_of(plain: nn.Module, blocks: nn.Module) -> nn.Sequential:
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, **fused_on_host())
 
 
 def states_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

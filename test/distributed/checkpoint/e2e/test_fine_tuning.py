@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import moments, step_counts, train_on_share
@@ -88,7 +89,8 @@ class LowRankModel(_Rows):
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """A new Adam for the trained parameters."""
-    return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.Adam(trained, lr=1e-2, **fused_on_host())
 
 
 class TestFineTuning(DTensorTestBase):

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.sharded_states import moments, step_counts
@@ -59,7 +60,7 @@ def layer_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Adam for this rank's parameters."""
-    return torch.optim.Adam([param for param in model.parameters() if not param.is_meta], lr=0.1)
+    return torch.optim.Adam([param for param in model.parameters() if not param.is_meta], lr=0.1, **fused_on_host())
 
 
 def materialized(state: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class TestPipeline(FSDPTest):
 
     def _load_into_fsdp(self, path: str, wrap: Any, options: StateDictOptions) -> dict[str, Any]:
         model = wrap(filled(PipelineModel().to(self.device), seed=1))
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1, **fused_on_host())
         msd, osd = get_state_dict(model, optim, options=options)
         dcp.load({"model": msd, "optim": osd}, checkpoint_id=path)
         set_state_dict(model, optim, model_state_dict=msd, optim_state_dict=osd, options=options)
