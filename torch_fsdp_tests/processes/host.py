@@ -154,7 +154,7 @@ def favour_throughput() -> None:
     it asks for the lock until the kernel lets the other thread continue: a million times in a test with four ranks.
     """
     with contextlib.suppress(OSError):
-        if LINUX and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
