@@ -10,7 +10,7 @@ from typing import Any
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
-from torch_fsdp_tests.tools.benchmarks import harness, reaching
+from torch_fsdp_tests.tools.benchmarks import harness, reaching, suite
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -65,6 +65,54 @@ class TestReachingBenchmark(TestCase):
             "| held out | 1 of 3 | not noticed | not noticed |",
         ]
         self.assertEqual(rows, expected)
+
+
+def file_of_report(name: str, seconds: float, *tests: tuple[float, list[float], list[float]]) -> dict[str, Any]:
+    """A file in a report. A test has its seconds, and those of its ranks on the clock and of the processor."""
+    rows = [
+        {"test": f"T.test_{number}", "seconds": took, "rank_seconds": ranks, "rank_cpu": cpu, "world_size": len(ranks)}
+        for number, (took, ranks, cpu) in enumerate(tests)
+    ]
+    used = {"user": 2.0, "system": 1.0, "page_faults": 10}
+    return {"file": name, "attempts": [{"began": 1.0, "ended": 1.0 + seconds, "facts": {"used": used}}], "tests": rows}
+
+
+class TestSuiteBenchmark(TestCase):
+    """Without it, a table could say that time was spent where it was not."""
+
+    FILES = (
+        file_of_report("a/one", 10.0, (4.0, [3.0, 2.5], [1.0, 0.5]), (2.0, [], [])),
+        file_of_report("a/two", 5.0, (4.5, [4.0, 4.0], [2.0, 2.0])),
+        file_of_report("three", 1.0),
+    )
+
+    def test_parts_of_a_file(self):
+        spent = suite.spent(self.FILES[0])
+        parts = (spent.imports, spent.starts, spent.ranks, spent.alone)
+        self.assertEqual(parts, (4.0, 1.0, 3.0, 2.0))
+        self.assertEqual((spent.bodies, spent.processor, spent.page_faults), (1.5, 3.0, 10))
+
+    def test_folders_are_sums_longest_first(self):
+        folders = suite.folders(self.FILES)
+        self.assertEqual({name: of.files for name, of in folders.items()}, {"all": 16.0, "a": 15.0, ".": 1.0})
+        self.assertEqual(list(folders), ["all", "a", "."])
+
+    def test_efficiency_is_that_of_the_longest_first(self):
+        self.assertEqual(suite.efficiency(self.FILES, 1), (16.0, 1.0))
+        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 0.8))
+
+    def test_slowest_tests(self):
+        seconds = [row[0] for row in suite.slowest(self.FILES, 2)]
+        self.assertEqual(seconds, [4.5, 4.0])
+        self.assertEqual(suite.slowest(self.FILES, 1), [(4.5, "a/two::T.test_0", 2, 0.5)])
+
+    def test_no_report_is_refused(self):
+        for words in (["nowhere"], [__file__]):
+            with self.subTest(words), contextlib.redirect_stderr(io.StringIO()) as stderr:
+                with self.assertRaises(SystemExit) as refusal:
+                    suite.main(words)
+                self.assertEqual(refusal.exception.code, 2)
+                self.assertIn("is not a report", stderr.getvalue())
 
 
 class TestHarnessBenchmark(TestCase):

@@ -1,4 +1,4 @@
-"""The shared directory of checkpoint tests, over processes, threads, and a single rank."""
+"""The shared directory of checkpoint tests, over processes, threads, and a single rank; copies of state dicts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.distributed.common_state_dict import copied
 from torch_fsdp_tests.ranks import Outcome
 from torch_fsdp_tests.verdict import State
 
@@ -34,6 +36,19 @@ class Method:
     @with_temp_dir
     def fail(self) -> None:
         raise LookupError(self.temp_dir)
+
+
+class TestCopies(TestCase):
+    """Without it, a test could load into a model what is the model's own memory."""
+
+    def test_copies_share_no_memory(self):
+        whole = {"state": {"weight": torch.ones(2)}, "groups": [{"lr": 0.1, "params": ["weight"]}]}
+        copy = copied(whole)
+        self.assertEqual(copy, whole)
+        copy["state"]["weight"].zero_()
+        copy["groups"][0]["params"].append("bias")
+        self.assertEqual(whole["state"]["weight"], torch.ones(2))
+        self.assertEqual(whole["groups"], [{"lr": 0.1, "params": ["weight"]}])
 
 
 class TestLastOut(TestCase):

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import unittest
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,6 +299,22 @@ class TestRanksThatStay(TestCase):
             first, second, *later = (self.pid(f"StayingFsdp.test_{letter}_passes", rank) for letter in "abdgj")
             self.assertEqual(first, second)
             self.assertEqual(len({first, *later}), 1 + len(later))
+
+
+@unittest.skipUnless(
+    hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER, "needs Linux's usual scheduling policy"
+)
+class TestPolicy(MultiProcessTestCase):
+    """Without it, a sixth of the time could be lost again to network threads that ask for a lock."""
+
+    world_size = 1
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_ranks_do_not_interrupt_each_other(self):
+        self.assertEqual(os.sched_getscheduler(0), os.SCHED_BATCH)
 
 
 class TestTimes(TestCase):

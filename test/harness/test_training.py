@@ -20,9 +20,9 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import collectives, combinations
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
-    broadcast_parameters,
     check_full,
     check_gradients,
     check_parity,
@@ -127,7 +127,7 @@ class TestParity(TrainingMixin, FSDPTestMultiThread):
 
     def _pair(self) -> tuple[Any, Any]:
         """A plain model and its sharded copy after a step, with the gradients in place."""
-        ref_model = broadcast_parameters(MLP(3, self.device))
+        ref_model = filled(MLP(3, self.device))
         model = fully_shard(copy.deepcopy(ref_model))
         for each in (ref_model, model):
             train(each, torch.full((2, 3), 1.0 + self.rank, device=self.device))

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.benchmarks {coverage,harness,reaching,rediscovery} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.tools.benchmarks {coverage,harness,reaching,rediscovery,suite} [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "harness": "how long a test with ranks takes, compared with torch.testing._internal",
     "reaching": "how soon --reaching finds each of sixty changes to torch's FSDP",
     "rediscovery": "how soon random programs find each known defect that they can show",
+    "suite": "where the time of a run went, from its report",
 }
 
 
