@@ -42,7 +42,7 @@ class TestCopies(TestCase):
     """Without it, a test could load into a model what is the model's own memory."""
 
     def test_copies_share_no_memory(self):
-        whole = {"state": {"weight": torch.ones(2)}, "groups": [{"lr": 0.1, "params": ["weight"]}]}
+        whole: dict[str, Any] = {"state": {"weight": torch.ones(2)}, "groups": [{"lr": 0.1, "params": ["weight"]}]}
         copy = copied(whole)
         self.assertEqual(copy, whole)
         copy["state"]["weight"].zero_()

@@ -128,7 +128,7 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("which tests").add_argument
     words = "files, folders, globs, file::Class or file::Class::test, relative to test/ or to the current folder, with "
-    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about half a minute"
+    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about 15 seconds"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     words = "the same as TEST"
     add("-i", "--include", **several, help=words)

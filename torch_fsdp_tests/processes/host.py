@@ -151,7 +151,8 @@ def favour_throughput() -> None:
     another one. Does nothing where the system has no such policy, or has given this process another one.
 
     Otherwise gloo's network thread interrupts the thread that has woken it, and which holds a lock that it needs. Then
-    it asks for the lock until the kernel lets the other thread continue: a million times in a test with four ranks.
+    it asks for the lock until the kernel lets the other thread continue (pytorch/gloo#246): a million times in a test
+    with four ranks.
     """
     with contextlib.suppress(OSError):
         if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
