@@ -129,6 +129,8 @@ class TestVerdicts(TreeCase):
         says += ["3 tests, 1 skipped, 1 skipped in part"]
         self.check({"test_x": text}, ["--report", self.root / "r"], passed=1, failed=1, skipped=1, says=says)
         report = json.loads((self.root / "r/report.json").read_text())
+        used = report["files"][0]["attempts"][0]["facts"]["used"]
+        self.assertTrue(all(used[what] > 0 for what in ("user", "page_faults")), used)
         tests = {test["test"].removeprefix("TestX.test_"): test for test in report["files"][0]["tests"]}
         self.assertEqual(
             {name: test["subtests"] for name, test in tests.items()}, {"sub": 4, "some_skip": 3, "skips": 0}

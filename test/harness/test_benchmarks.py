@@ -107,12 +107,7 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual(suite.slowest(self.FILES, 1), [(4.5, "a/two::T.test_0", 2, 0.5)])
 
     def test_no_report_is_refused(self):
-        for words in (["nowhere"], [__file__]):
-            with self.subTest(words), contextlib.redirect_stderr(io.StringIO()) as stderr:
-                with self.assertRaises(SystemExit) as refusal:
-                    suite.main(words)
-                self.assertEqual(refusal.exception.code, 2)
-                self.assertIn("is not a report", stderr.getvalue())
+        assert_refused(self, suite.main, [(["nowhere"], "nowhere"), ([__file__], __file__)])
 
 
 class TestHarnessBenchmark(TestCase):

@@ -51,11 +51,11 @@ def whole(value: Any) -> Any:
 def whole_tree(state_dict: Any) -> Any:
     """The state dict with :func:`whole` of each value, and copies of the tensors. A collective."""
 
-    def copied(value: Any) -> Any:
+    def whole_copy(value: Any) -> Any:
         value = whole(value)
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
-    return tree_map(copied, state_dict, is_leaf=is_sharded)
+    return tree_map(whole_copy, state_dict, is_leaf=is_sharded)
 
 
 def copied(state_dict: Any) -> Any:

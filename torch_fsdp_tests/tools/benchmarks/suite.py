@@ -2,20 +2,22 @@
 
 A file's seconds are those before its first test and after its last one (imports), those in which its tests start and
 end ranks, those in which ranks run tests, and those of tests without ranks. Its processor time is that of all its
-processes. The lower bound of a folder is its processor time divided by the number of cores.
+processes. The lower bound of a folder is its processor time divided by the number of cores. Repeated processes and
+further rounds do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.dispatch.compare import load
+from torch_fsdp_tests.dispatch.expectations import MalformedList
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, makespan, order, simulate
 from torch_fsdp_tests.dispatch.report import FILE
 
@@ -144,11 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     path = options.report / FILE if options.report.is_dir() else options.report
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        files = report["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"{path} is not a report: {error}")
-    if not files:
-        parser.error(f"{path} has no files")
+        report = load(path)
+    except MalformedList as error:
+        parser.error(str(error))
+    if not any("used" in file["attempts"][0]["facts"] for file in report["files"]):
+        parser.error(f"{path} has no processor times: run the tests again with --report")
+    if options.tests < 0:
+        parser.error("--tests must be 0 or more")
     show(report, options.tests)
     return 0
