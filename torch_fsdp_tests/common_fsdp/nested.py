@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from torch_fsdp_tests.common_utils.seed import manual_seed
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
-from .delays import _delayed_reduce_scatter, _delayed_reshard, delay_device
+from .delays import delay_device, delayed_inside
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _maybe_wrap_fsdp, _move_to_device
+
+_fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 
 Layer = Callable[[int, int], nn.Module]
 Wrapper = Callable[..., nn.Module]
@@ -88,7 +91,7 @@ class NestedWrappedModule(FSDPTestModel):
         cls,
         group: dist.ProcessGroup,
         fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
+        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
         **more: Any,
@@ -171,15 +174,15 @@ class ModuleWithDelay(FSDPTestModel):
         return loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        with _delayed_reduce_scatter(self.delay_before_reduction_ms):
+        with delayed_inside(dist, torch_facts.reduce_scatter_name(), self.delay_before_reduction_ms):
             self.module.run_backward(loss)
 
     @staticmethod
     def init(
         module_class: type[FSDPTestModel],
         *model_args: Any,
-        delay_after_loss_ms: int,
-        delay_before_reduction_ms: int,
+        delay_after_loss_ms: int = 0,
+        delay_before_reduction_ms: int = 0,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
         """Wrap the model that ``module_class.init`` returns for the other arguments."""
@@ -191,25 +194,8 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
     """:class:`ModuleWithDelay` around a :class:`NestedWrappedModule`."""
 
     @staticmethod
-    def init(  # type: ignore[override]
-        group: dist.ProcessGroup,
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
-        fsdp_kwargs: dict[str, Any] | None = None,
-        deterministic: bool = False,
-        delay_after_loss_ms: int = 0,
-        delay_before_reduction_ms: int = 0,
-    ) -> ModuleWithDelay:
-        return ModuleWithDelay.init(
-            NestedWrappedModule,
-            group,
-            fsdp_init_mode,
-            device_init_mode,
-            fsdp_kwargs,
-            deterministic,
-            delay_after_loss_ms=delay_after_loss_ms,
-            delay_before_reduction_ms=delay_before_reduction_ms,
-        )
+    def init(*args: Any, **kwargs: Any) -> ModuleWithDelay:
+        return ModuleWithDelay.init(NestedWrappedModule, *args, **kwargs)
 
 
 class DummyDDP(nn.Module):
@@ -268,7 +254,8 @@ class MixtureOfExperts(NestedWrappedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with _delayed_reshard(self.delay_before_free_ms if self.wrap_fsdp else 0):
+        # FSDP1's runtime looks up at each call the function that frees unsharded parameters.
+        with delayed_inside(_fsdp1_runtime, "_reshard", self.delay_before_free_ms if self.wrap_fsdp else 0):
             return self.module(x)
 
     @torch.no_grad()
