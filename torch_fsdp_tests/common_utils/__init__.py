@@ -22,9 +22,7 @@ from torch_fsdp_tests.common_utils.flags import (
     TEST_WITH_SLOW,
     HardwareClassification,
 )
-from torch_fsdp_tests.common_utils.main import (
-    run_tests,
-)
+from torch_fsdp_tests.common_utils.main import run_tests
 from torch_fsdp_tests.common_utils.network import find_free_port
 from torch_fsdp_tests.common_utils.parametrization import (
     _TestParametrizer,
@@ -53,9 +51,7 @@ from torch_fsdp_tests.common_utils.sleep import (
     get_cycles_per_ms,
     host_time,
 )
-from torch_fsdp_tests.common_utils.testcase import (
-    TestCase,
-)
+from torch_fsdp_tests.common_utils.testcase import TestCase
 
 
 def __getattr__(name: str) -> Any:

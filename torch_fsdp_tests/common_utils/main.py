@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import expecttest
@@ -15,7 +15,7 @@ from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.processes import launcher
-from torch_fsdp_tests.verdict import stream
+from torch_fsdp_tests.verdict import events, stream
 
 from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed
@@ -74,7 +74,7 @@ class _Runner(unittest.TextTestRunner):
 class _Program(unittest.TestProgram):
     """unittest's program, which prepares the rank engine after the tests are loaded and before the first one runs."""
 
-    test: unittest.TestSuite | unittest.TestCase
+    test: unittest.TestSuite
     testNames: Sequence[str] | None
 
     def __init__(self, argv: list[str], repeat: int, only_names: bool) -> None:
@@ -93,7 +93,7 @@ class _Program(unittest.TestProgram):
         if self._only_names:
             if ranks.is_seat():
                 sys.exit(0)
-            print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
+            print(*map(events.test_name, events.tests_in(self.test)), sep="\n")
             sys.exit(0)
         if not self.test.countTestCases() and not stream.attached():
             if not ranks.is_seat():
@@ -101,7 +101,7 @@ class _Program(unittest.TestProgram):
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()
         self.exit = False  # the exit status is decided below, in the same way on all versions of Python
-        tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
+        tests = list(events.tests_in(self.test)) if self._repeat > 1 else []  # a suite forgets what it has run
         for _ in range(self._repeat):
             self.test = unittest.TestSuite(tests) if tests else self.test
             super().runTests()
@@ -109,14 +109,6 @@ class _Program(unittest.TestProgram):
                 sys.exit(ranks.conclude(1))
         ran = self.result.testsRun or self.result.skipped
         sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
-
-
-def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.TestCase]:
-    if isinstance(suite, unittest.TestCase):
-        yield suite
-    else:
-        for part in suite:
-            yield from _flat(part)
 
 
 def _check_device() -> None:

@@ -18,13 +18,13 @@ from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.dispatch.listing import plural, seconds, several
+from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import told
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, skip_rows
+from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, shown, skip_rows
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
@@ -32,7 +32,6 @@ _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky"
 RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
-SHOWN = 5  # names of files in a line
 QUIET = 30.0  # seconds of silence after which a log gets a progress line
 
 
@@ -154,9 +153,9 @@ class Console:
         counts = {state: self._counts[state] for state in COUNTED}
         word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
         of = f"/{self._run.repeat}" if self._run.repeat else ""
-        shown = self._paint(f"{word:7s}", _COLOURS.get(word))
+        outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
         limit = f" ({seconds(since)} of {seconds(self._run.duration)})" if self._run.duration else ""
-        self.say(f"round {number:{len(of[1:])}d}{of} {shown} {closing_line(counts)}  {seconds(took)}{limit}")
+        self.say(f"round {number:{len(of[1:])}d}{of} {outcome} {closing_line(counts)}  {seconds(took)}{limit}")
 
     def file_done(self, file: FileResult, is_news: bool = True) -> None:
         """Print one line for each file, and the full output of a file that failed.
@@ -195,8 +194,8 @@ class Console:
         place = f"[{self._done:{self._width}d}/{self._total}]"
         if self._round and not (file.is_bad or file.attempts[-1].unknown or self._run.verbose):
             return
-        shown = self._paint(f"{word:7s}", _COLOURS.get(word))
-        self.say(f"{place} {shown} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
+        outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
+        self.say(f"{place} {outcome} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
         if self._run.verbose:
             for test in results:
                 reason = f": {clean(test.reason)}" if test.reason else ""
@@ -308,8 +307,7 @@ class Console:
         if not_run := counts[State.NOT_RUN]:
             self.say(f"{plural(not_run, 'test')} not reached")
         if results.not_started:
-            names = several(results.not_started, SHOWN)
-            self.say(f"{plural(len(results.not_started), 'file')} not started: {names}")
+            self.say(f"{plural(len(results.not_started), 'file')} not started: {shown(results.not_started)}")
         for words in (*hosts.lines(results.hosts.to_json()), *remarks):
             self.say(words)
         for defect in results.repaired_defects():

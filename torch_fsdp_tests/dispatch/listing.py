@@ -21,12 +21,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def several(names: Sequence[str], most: int) -> str:
-    """The first of some names, and how many more there are: ``a, b and 3 more``."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
-
-
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table for a terminal."""
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -21,25 +21,14 @@ import torch
 
 from torch_fsdp_tests.device import accelerator, machine
 from torch_fsdp_tests.processes import launcher
-from torch_fsdp_tests.processes.leaks import Belongings as Belongings
+from torch_fsdp_tests.processes.leaks import Belongings
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
-from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE as COLLECTIVE_SHARE
-from torch_fsdp_tests.ranks.group import RankGroup as RankGroup
-from torch_fsdp_tests.ranks.launched import conclude as conclude
-from torch_fsdp_tests.ranks.launched import is_seat as is_seat
-from torch_fsdp_tests.ranks.launched import start_ranks as start_ranks
-from torch_fsdp_tests.ranks.outcome import HarnessError as HarnessError
-from torch_fsdp_tests.ranks.outcome import Outcome as Outcome
-from torch_fsdp_tests.ranks.outcome import RanksErred as RanksErred
-from torch_fsdp_tests.ranks.outcome import RanksFailed as RanksFailed
-from torch_fsdp_tests.ranks.outcome import Verdict as Verdict
-from torch_fsdp_tests.ranks.outcome import capture as capture
-from torch_fsdp_tests.ranks.outcome import judge as judge
-from torch_fsdp_tests.ranks.rank import Assignment as Assignment
-from torch_fsdp_tests.ranks.rank import in_rank as in_rank
-from torch_fsdp_tests.ranks.rank import register as register
+from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
+from torch_fsdp_tests.ranks.launched import conclude, is_seat, start_ranks
+from torch_fsdp_tests.ranks.outcome import HarnessError, Outcome, RanksErred, RanksFailed, Verdict, capture, judge
+from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
 from torch_fsdp_tests.ranks.server import close_server, living_server
 from torch_fsdp_tests.verdict import events
 

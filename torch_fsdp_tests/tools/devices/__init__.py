@@ -21,6 +21,7 @@ from torch_fsdp_tests.common_distributed import RankTestCase
 from torch_fsdp_tests.common_distributed.requirements import requirements_of, skip_unless
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import CAPABILITIES, Accelerator
+from torch_fsdp_tests.verdict import events
 
 ENOUGH = 64  # devices; no test needs more
 UPSTREAM = Path(__file__).with_name("upstream.txt")
@@ -48,16 +49,8 @@ def tests_below(folder: Path) -> dict[str, list[unittest.TestCase]]:
         for path in sorted(folder.rglob("test_*.py")):
             name = path.relative_to(root).with_suffix("")
             suite = unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(".".join(name.parts)))
-            found[name.as_posix()] = list(_each(suite))
+            found[name.as_posix()] = list(events.tests_in(suite))
     return found
-
-
-def _each(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
-    for test in suite:
-        if isinstance(test, unittest.TestSuite):
-            yield from _each(test)
-        else:
-            yield test
 
 
 def runs(test: unittest.TestCase, count: int) -> bool:
