@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.dispatch.rounds import place, told
+from torch_fsdp_tests.dispatch.slower import tests_in
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, ranks_in_words, tally, tell
 
@@ -71,11 +72,6 @@ def mark(state: str) -> str:
     """Return a character for a state, in its colour."""
     kind, character = STATES[state]
     return f'<span class="mark {kind}" title="{state}">{character}</span>'
-
-
-def tests_in(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each result of a report, with its file."""
-    return ((file, test) for file in data["files"] for test in file["tests"])
 
 
 def _state_of_file(file: Mapping[str, Any]) -> str:

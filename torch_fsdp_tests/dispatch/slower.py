@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch_fsdp_tests.verdict import State
@@ -30,8 +30,14 @@ Test = Mapping[str, Any]
 Pair = tuple[Test, Test]  # one test before and now
 
 
-def tests_of(report: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(file["file"], test["test"]): test for file in report["files"] for test in file["tests"]}
+def tests_in(report: Report) -> Iterator[tuple[Mapping[str, Any], Test]]:
+    """Each result of a report, with its file."""
+    return ((file, test) for file in report["files"] for test in file["tests"])
+
+
+def tests_of(report: Report) -> dict[tuple[str, str], Test]:
+    """The results of a report by file and name."""
+    return {(file["file"], test["test"]): test for file, test in tests_in(report)}
 
 
 def in_seconds(test: Test) -> str:

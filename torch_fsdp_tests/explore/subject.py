@@ -138,4 +138,4 @@ class Subject:
         """The parameter group of each unit. None without parameters of its own."""
         model = self._space["model"]
         modules = [model.get_submodule(resolved(self.program, unit.modules[0])) for unit in self.program.units]
-        return [internals.group_of(each) if internals.has_group(each) else None for each in modules]
+        return [internals.own_group(each) for each in modules]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-from torch_fsdp_tests.installed_torch.torch_names import attribute, set_attribute
+from torch_fsdp_tests.installed_torch.torch_names import attribute
 
 # Each of these types is a class of torch with a private name, which the comment gives.
 Handle = Any  # FlatParamHandle
@@ -96,6 +96,7 @@ training_state = _reading("_training_state")
 # Of a module to which ``fully_shard`` was applied:
 comm_context = _reading("_comm_ctx", state_of)  # streams and pending collectives; a root shares it with those below
 iteration_context = _reading("_state_ctx", state_of)  # the state of this iteration; a root shares it with those below
+own_group = _reading("_fsdp_param_group", state_of)  # its parameter group; None without parameters of its own
 groups_in = _reading("_fsdp_param_groups", state_of)  # its parameter groups, several if it is on several meshes
 # Of a parameter group:
 forward_positions = _reading("_post_forward_indices")  # in the order of those forwards whose backward has not run
@@ -138,12 +139,7 @@ def is_gathered(flat_param: FlatParam) -> bool:
     return gathered(flat_param).untyped_storage().size() > 0
 
 
-def has_low_precision_shard(flat_param: FlatParam) -> bool:
-    """Whether the flat parameter has a shard in the dtype of mixed precision. Only a low precision dtype has one."""
-    return _has_optional(flat_param, "_mp_shard")
-
-
-def _has_optional(owner: Any, name: str) -> bool:
+def has_optional(owner: Any, name: str) -> bool:
     """Whether an object has an attribute that FSDP sets on some objects only."""
     try:
         attribute(owner, name)
@@ -157,19 +153,9 @@ def numel_of(flat_param: FlatParam) -> int:
     return sum(shape.numel() for shape in shapes_in(flat_param))
 
 
-def set_shard_infos(flat_param: FlatParam, infos: Iterable[Any]) -> None:
-    """Replace what :func:`shard_infos` returns."""
-    set_attribute(flat_param, "_shard_param_infos", infos)
-
-
 def clean_name(name: str) -> str:
     """The parameter's name in the plain model."""
     return fsdp1_common.clean_tensor_name(name)
-
-
-def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
-    """Replace the method with which a handle gathers its flat parameter by a mock. ``kwargs`` go to the mock."""
-    return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
 
 
 def flat_param_of(module: nn.Module) -> FlatParam:
@@ -194,7 +180,7 @@ def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
     return [
         getattr(flat_param, name)
         for name in ("_full_param_padded", "_full_prec_full_param_padded")
-        if _has_optional(flat_param, name)
+        if has_optional(flat_param, name)
     ]
 
 
@@ -225,13 +211,8 @@ def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
         return original(handle, *args)
 
     original = attribute(flat_param.FlatParamHandle, "_all_gather_flat_param")
-    with patched_gather(new=gather):
+    with torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", gather):
         yield
-
-
-def dtensor_extensions() -> type:
-    """The class of the extension that :func:`tensor_extension` returns for DTensors."""
-    return tensor_parallel_fsdp.DTensorExtensions
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -239,14 +220,9 @@ def dtensor_extensions() -> type:
 
 def group_of(module: nn.Module) -> Group:
     """The parameter group of a module to which ``fully_shard`` was applied. Raises ``AssertionError`` without one."""
-    group = attribute(state_of(module), "_fsdp_param_group")
+    group = own_group(module)
     assert group is not None, f"{type(module).__name__} has no parameters of its own to shard"
     return group
-
-
-def has_group(module: nn.Module) -> bool:
-    """Whether the module's FSDP2 state manages parameters of its own."""
-    return attribute(state_of(module), "_fsdp_param_group") is not None
 
 
 def groups_of(model: nn.Module) -> list[Group]:
@@ -278,11 +254,6 @@ def gathered_bytes(group: Group) -> int:
         return 0
     parts = (getattr(whole, "_local_tensor", whole) for whole in wholes if whole is not None)  # of tensor parallelism
     return sum(local.untyped_storage().size() for local in parts)
-
-
-def ddp_of(model: nn.Module) -> Any:
-    """The DDP instance of a model to which the composable ``replicate`` was applied, after the model has run."""
-    return attribute(composable.replicate.state(model), "_ddp")
 
 
 def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import of_all_ranks, replicate_in_place
 from torch_fsdp_tests.fsdp.training import TrainingMixin, accumulating, check_parity, shard_each, train
+from torch_fsdp_tests.installed_torch.torch_names import attribute
 
 DIM = 3
 
@@ -87,7 +88,8 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
             momentum=0.9,
             foreach=False,  # no operator takes DTensors and other tensors together
         )
-        self.assertEqual(internals.ddp_of(model)._get_ddp_logging_data()["num_parameter_tensors"], 1)
+        ddp = attribute(internals.composable.replicate.state(model), "_ddp")
+        self.assertEqual(ddp._get_ddp_logging_data()["num_parameter_tensors"], 1)
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_accumulation(self):

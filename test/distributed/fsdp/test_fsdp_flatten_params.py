@@ -20,6 +20,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import Handle
 from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.installed_torch.torch_names import set_attribute
 
 # The range of a parameter's elements in a shard: first and last index within the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
@@ -206,7 +207,7 @@ class TestFlattenParams(FlattenTest):
 
     def _test_flat_param_shard_metadata(self, handle: Handle, start: int, end: int, expected: Any) -> None:
         """Compare the metadata of the shard from element ``start`` to element ``end``, both inclusive."""
-        internals.set_shard_infos(handle.flat_param, handle._get_shard_metadata(start, end))
+        set_attribute(handle.flat_param, "_shard_param_infos", handle._get_shard_metadata(start, end))
         self.assertEqual(handle.shard_metadata(), expected, may_be="empty")
 
     def _check_table(self, module: nn.Module, handle: Handle, table: dict[tuple[int, int], Offsets]) -> None:

@@ -231,7 +231,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         """Flat parameters have a freed low precision shard if the dtypes differ. Buffers have the low dtype."""
         for flat_param in internals.flat_params(model):
             is_low = dtypes.param != dtypes.full
-            self.assertEqual(internals.has_low_precision_shard(flat_param), is_low)
+            self.assertEqual(internals.has_optional(flat_param, "_mp_shard"), is_low)
             if is_low:
                 shard = internals.low_precision_shard(flat_param)
                 self.assertEqual((shard.dtype, shard.untyped_storage().size()), (dtypes.param, 0))

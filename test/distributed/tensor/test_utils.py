@@ -122,7 +122,7 @@ class Test2DStridedLocalShard(LayoutMixin):
         """FSDP1 exchanges rows, so that the row of each rank has the rank's number."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         cut = distribute_tensor(self._whole(), mesh["tp"], [Shard(0)])
-        extension = internals.dtensor_extensions()(device_handle=None)
+        extension = internals.tensor_parallel_fsdp.DTensorExtensions(device_handle=None)
         with CommDebugMode() as communication:
             found = extension.chunk_dtensor(cut, self.rank, mesh["dp"])
         self.assertEqual(dict(communication.get_comm_counts()), {torch.ops.c10d_functional.all_gather_into_tensor: 1})

@@ -13,6 +13,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import columns, plural
+from torch_fsdp_tests.dispatch.slower import tests_of
 from torch_fsdp_tests.verdict import State
 
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
@@ -28,7 +29,7 @@ class Row:
 
     @property
     def tests(self) -> dict[str, Mapping[str, Any]]:
-        return {f"{file['file']}::{test['test']}": test for file in self.data["files"] for test in file["tests"]}
+        return {"::".join(name): test for name, test in tests_of(self.data).items()} if self.data else {}
 
     @property
     def what(self) -> str:
@@ -126,8 +127,7 @@ class Table:
 
 
 def _failures(row: Row) -> list[tuple[str, Mapping[str, Any]]]:
-    tests = row.tests if row.data else {}
-    return [(name, test) for name, test in sorted(tests.items()) if State(test["outcome"]).is_bad]
+    return [(name, test) for name, test in sorted(row.tests.items()) if State(test["outcome"]).is_bad]
 
 
 def _listed(labels: Sequence[str]) -> str:

@@ -1236,7 +1236,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
         """A root without parameters returns a handle as well. Waiting on it unshards nothing."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
-        self.assertFalse(internals.has_group(model))
+        self.assertIsNone(internals.own_group(model))
         handle = model.unshard(async_op=True)
         self.assertIsNone(handle.wait())
         self.assertEqual([type(param) for param in model.parameters()], [DTensor] * 4)

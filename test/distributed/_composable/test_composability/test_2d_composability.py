@@ -459,7 +459,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     def test_2d_fsdp_state_enable_extension(self):
         """For a submesh FSDP1 uses the extension for DTensors."""
         mesh = make_mesh(*SQUARE, names=("dp", "tp"))
-        self.assertIs(type(self._extension(mesh["dp"])), internals.dtensor_extensions())
+        self.assertIs(type(self._extension(mesh["dp"])), internals.tensor_parallel_fsdp.DTensorExtensions)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -524,7 +524,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     def test_fsdp_2d_extension(self):
         """FSDP1 uses the extension for DTensors only on a submesh. A root mesh has no tensor parallelism."""
         square, line = make_mesh(*SQUARE, names=("dp", "tp")), make_mesh(self.world_size)
-        self.assertIs(type(self._extension(square["dp"])), internals.dtensor_extensions())
+        self.assertIs(type(self._extension(square["dp"])), internals.tensor_parallel_fsdp.DTensorExtensions)
         self.assertIsNone(self._extension(line))
 
     @with_comms
