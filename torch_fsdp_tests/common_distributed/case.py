@@ -170,14 +170,13 @@ class RankTestCase(TestCase):
         register(cls)
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        if methodName != "runTest":
-            method_name = methodName
-        super().__init__(method_name)
-        test = getattr(self, method_name, None)
+        super().__init__(method_name, methodName)
+        name = self._testMethodName
+        test = getattr(self, name, None)
         if test is not None:
-            setattr(self, method_name, self.join_or_run(test))
-        elif method_name != "runTest":
-            raise ValueError(f"{type(self).__qualname__} has no test method {method_name!r}")
+            setattr(self, name, self.join_or_run(test))
+        elif name != "runTest":
+            raise ValueError(f"{type(self).__qualname__} has no test method {name!r}")
 
     def join_or_run(self, fn: Callable) -> types.MethodType:
         """Return the method that replaces the test ``fn``. In the parent it waits for the ranks, and in a rank it is

@@ -18,7 +18,6 @@ from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from .delays import delay_device, delayed_inside
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
-from .states import _maybe_wrap_fsdp, _move_to_device
 
 _fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 
@@ -50,10 +49,11 @@ class NestedWrappedModule(FSDPTestModel):
         super().__init__()
         self.rank = group.rank()
         self.world_size = group.size()
-        move_to_device = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+        moves_first = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
 
         def linear(inputs: int, outputs: int) -> nn.Module:
-            return _move_to_device(nn.Linear(inputs, outputs), move_to_device)
+            layer = nn.Linear(inputs, outputs)
+            return layer.to(get_devtype()) if moves_first else layer
 
         def _maybe_wrap(layer: nn.Module, alone: bool = False) -> nn.Module:
             if not wrap_fsdp:
@@ -119,7 +119,7 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     @classmethod
     def _wrapped(cls, wrap_fsdp: bool, fsdp_kwargs: dict[str, Any], **kwargs: Any) -> nn.Module:
         plain = NestedWrappedModule(wrap_fsdp=False, **kwargs)
-        return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
+        return FSDP(plain, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs) if wrap_fsdp else plain
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):

@@ -16,7 +16,6 @@ from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
-from .states import _move_to_device
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 
@@ -51,7 +50,8 @@ class TransformerWithSharedParams(FSDPTestModel):
         self.register_buffer("long_buffer", torch.zeros(width, dtype=torch.long))
         self.bs = 2
         self.bn = nn.BatchNorm1d(self.bs) if add_bn else nn.Identity()
-        _move_to_device(self, device_init_mode is DEVICEInitMode.DEVICE_BEFORE)
+        if device_init_mode is DEVICEInitMode.DEVICE_BEFORE:
+            self.to(get_devtype())
         if deterministic:
             self.eval()
 

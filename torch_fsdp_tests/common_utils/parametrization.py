@@ -196,7 +196,7 @@ class parametrize(_TestParametrizer):
         """
         match value:
             case torch.dtype():
-                return dtype_name(value)
+                return str(value).removeprefix("torch.")
             case torch.device():
                 return str(value)
             case int() | float() | str():
@@ -218,8 +218,3 @@ class decorateIf(_TestParametrizer):
 
     def _parametrize_test(self, test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
         yield test, "", {}, lambda arguments: [self.decorator] if self.predicate_fn(arguments) else []
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")

@@ -12,19 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests.verdict import State, skip_rows, tally
+from torch_fsdp_tests.verdict import COUNTED, skip_rows, tally
 
 DECLARED = Path(__file__).parent / "data" / "features.txt"
-
-# The names of the numbers of a feature in report.json.
-COUNTS = {
-    State.PASSED: "passed",
-    State.FAILED: "failed",
-    State.SKIPPED: "skipped",
-    State.KNOWN_DEFECT: "known_defects",
-    State.KNOWN_FAILURE: "known_failures",
-    State.NOT_RUN: "not_run",
-}
 
 
 class Feature(NamedTuple):
@@ -101,6 +91,6 @@ def _row(feature: Feature, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         "name": feature.name,
         "group": feature.group,
         "about": feature.about,
-        **{name: counts[state] for state, name in COUNTS.items()},
+        **{name: counts[state] for state, name in COUNTED.items()},
         "missing": skip_rows(tests),
     }

@@ -14,7 +14,7 @@ from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.features import COUNTS, FEATURES, features_of
+from torch_fsdp_tests.dispatch.features import FEATURES, features_of
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
@@ -22,7 +22,18 @@ from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.dispatch.rounds import place, told
 from torch_fsdp_tests.dispatch.slower import tests_in
 from torch_fsdp_tests.processes.messages import from_data
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, SkipKind, State, rank_rows, ranks_in_words, tally, tell
+from torch_fsdp_tests.verdict import (
+    COUNTED,
+    Phase,
+    RankResult,
+    Scope,
+    SkipKind,
+    State,
+    rank_rows,
+    ranks_in_words,
+    tally,
+    tell,
+)
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
@@ -249,7 +260,7 @@ def filters(states: Collection[str], features: Collection[str]) -> str:
 
 
 def state_of_feature(row: Mapping[str, Any]) -> str:
-    return state_of_several({state: row[name] for state, name in COUNTS.items()})
+    return state_of_several({state: row[name] for state, name in COUNTED.items()})
 
 
 def number(count: int, kind: str = "") -> str:

@@ -114,6 +114,7 @@ def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> 
     record = None if results.rounds is None else results.rounds.record(file, test.name)
     rounds = None if record is None else record.to_json()
     rank_times = test.facts if record is None else record.rank_times()
+    facts, part = file.attempts[-1].facts, file.job.part.name
     return {
         "test": test.name,
         "scope": test.scope.value,
@@ -129,12 +130,8 @@ def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> 
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
-        "repeat": _repeat(results.run, file, test) if test.outcome.is_bad else "",
+        "repeat": repeat_command(results.run, part, facts, test.rerun_name) if test.outcome.is_bad else "",
     }
-
-
-def _repeat(run: RunTests, file: FileResult, test: TestResult) -> str:
-    return repeat_command(run, file.job.part.name, file.attempts[-1].facts, test.rerun_name)
 
 
 def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, Needs]]:

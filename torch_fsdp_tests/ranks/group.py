@@ -266,11 +266,8 @@ class RankGroup:
     def _all_ended(self) -> bool:
         return all(process.ending is not None for process in self.processes)
 
-    def _all_heard(self) -> bool:
-        return all(process.reported or process.ending is not None for process in self.processes)
-
     def _is_done(self) -> bool:
-        return self._all_heard() if self._stays else self._all_ended()
+        return all(process.ending is not None or (self._stays and process.reported) for process in self.processes)
 
     def _hear_until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and (left := deadline - time.monotonic()) > 0:

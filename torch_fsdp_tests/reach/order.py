@@ -95,7 +95,8 @@ class Order:
         heapq.heapify(queue)
         while queue:
             promised, seconds, test = heapq.heappop(queue)
-            variants, others = (test.file, self._definition(test)), (test.file, _class_of(test))
+            cls, _, name = test.test.rpartition(".")
+            variants, others = (test.file, self._file(test).definition(name)), (test.file, cls)
             score = scores[test] * AGAIN ** earlier[variants] * SAME_CLASS ** earlier[others]
             if score < -promised:  # since scores only fall, the first test that keeps its promise is the best
                 heapq.heappush(queue, (-score, seconds, test))
@@ -139,9 +140,6 @@ class Order:
 
     def _text(self, test: Reached) -> _Text:
         return self._file(test).text(*test.test.rpartition(".")[::2])
-
-    def _definition(self, test: Reached) -> str:
-        return self._file(test).definition(test.test.rpartition(".")[2])
 
     def _file(self, test: Reached) -> _File:
         return self._files.get(test.file) or self._files.setdefault(test.file, _File(""))
@@ -247,10 +245,6 @@ def _wanted(edits: Iterable[Edit]) -> dict[str, float]:
             for word in words(text):
                 weights[word] = max(weight, weights.get(word, 0.0))
     return weights
-
-
-def _class_of(test: Reached) -> str:
-    return test.test.rpartition(".")[0]
 
 
 # Where a function or a class begins at the margin or in a class, or the first of its decorators.

@@ -134,17 +134,11 @@ def check_calls() -> None:
 
     ``unittest.IsolatedAsyncioTestCase`` runs coroutines, and calls its methods in its own way.
     """
-
-    def call_test(self: unittest.TestCase, method: Callable[[], object]) -> None:
-        checked(self, method)()
-
-    def call_set_up(self: unittest.TestCase) -> None:
-        check_ran(self.setUp(), "setUp")  # type: ignore[func-returns-value]
-
-    def call_tear_down(self: unittest.TestCase) -> None:
-        check_ran(self.tearDown(), "tearDown")  # type: ignore[func-returns-value]
-
-    calls = {"_callTestMethod": call_test, "_callSetUp": call_set_up, "_callTearDown": call_tear_down}
+    calls: dict[str, Callable[..., None]] = {
+        "_callTestMethod": lambda self, method: checked(self, method)(),
+        "_callSetUp": lambda self: check_ran(self.setUp(), "setUp"),
+        "_callTearDown": lambda self: check_ran(self.tearDown(), "tearDown"),
+    }
     for name, call in calls.items():
         setattr(unittest.TestCase, name, call)
 

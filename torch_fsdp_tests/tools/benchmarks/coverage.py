@@ -72,13 +72,10 @@ def _statements(torch_folder: Path, pattern: str) -> Statements:
     statements: Statements = []
     for source in sorted(torch_folder.glob(pattern)):
         path = source.relative_to(torch_folder).as_posix()
-        found = statements_in(ast.parse(source.read_bytes()), module_name(source, torch_folder))
-        statements += [(path, each) for node, each in found if not _is_text(node)]
+        for node, each in statements_in(ast.parse(source.read_bytes()), module_name(source, torch_folder)):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                statements.append((path, each))
     return statements
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _ran(lines: frozenset[str], path: str, statement: Statement) -> bool:
