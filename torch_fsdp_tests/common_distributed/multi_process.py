@@ -114,10 +114,9 @@ class MultiProcessTestCase(RankTestCase):
     def _serve_rank(cls, assignment: Assignment) -> None:
         accelerator.expect(assignment.world_size)
         rank, file_name = assignment.index, assignment.file_name
-        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
         cls._assignment = assignment
         for test in assignment.orders():
-            run = functools.partial(cls._run, rank, test, file_name, None, **fake)
+            run = functools.partial(cls._run, rank, test, file_name, None)
             assignment.report(run_in_rank(rank, run))
 
     @classmethod

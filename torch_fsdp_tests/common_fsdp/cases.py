@@ -76,7 +76,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         device = accelerator.current()
         own_device = device.bind(rank)
         substitutes.install(device)
-        if kwargs.get("fake_pg"):
+        if self.fake_pg:
             dist.init_process_group("fake", rank=rank, world_size=int(self.world_size), store=FakeStore())
         else:
             dist.init_process_group(

@@ -49,10 +49,7 @@ class MLP(nn.Module):
         self.in_proj = nn.Linear(dim, hidden, bias=bias, device=device)
         self.out_proj = nn.Linear(hidden, dim, bias=bias, device=device)
         self.buffer: torch.Tensor | None
-        if with_buffer:
-            self.register_buffer("buffer", torch.randn(dim, device=device))
-        else:
-            self.buffer = None
+        self.register_buffer("buffer", torch.randn(dim, device=device) if with_buffer else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.relu(self.out_proj(F.relu(self.in_proj(x))))

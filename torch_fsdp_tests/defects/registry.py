@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.installed_torch.version_ranges import version_fits
+from torch_fsdp_tests.installed_torch.version_ranges import numbers, version_fits
 
 KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"
@@ -120,7 +120,7 @@ class Defect:
         """
         if not version_fits(torch_version, f">={self.since}"):
             return Answer.CANNOT_BE_TRIED
-        known, version = _known(self.id), _minor(torch_version)
+        known, version = _known(self.id), numbers(torch_version)[:2]
         before = [at for at in known if at <= version]
         after = [at for at in known if at >= version]
         nearest = {known[at] for at in (*sorted(before)[-1:], *sorted(after)[:1])}
@@ -181,7 +181,7 @@ def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 def versions() -> list[str]:
     """The versions of torch about which the registry knows, such as ``2.9``, without gaps."""
-    minors = [_minor(version) for answers in recorded().values() for version in answers]
+    minors = [numbers(version)[:2] for answers in recorded().values() for version in answers]
     return [f"{min(minors)[0]}.{minor}" for minor in range(min(minors)[1], max(minors)[1] + 1)]
 
 
@@ -192,9 +192,5 @@ def _known(id: str) -> dict[tuple[int, ...], Answer]:
         for version, answers in versions.items():
             answer = Answer(answers.get(id, Answer.CANNOT_BE_TRIED))
             if answer in (Answer.PRESENT, Answer.ABSENT):
-                by_version[_minor(version)] = answer
+                by_version[numbers(version)[:2]] = answer
     return by_version
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))

@@ -14,6 +14,7 @@ from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Defect
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.dispatch.listing import columns
+from torch_fsdp_tests.installed_torch.version_ranges import numbers
 
 _OWN = __name__.partition(".")[0]  # the package
 
@@ -141,7 +142,7 @@ MARK = {"present": "present", "absent": "-", "cannot be tried here": "n/a", "cou
 def table() -> str:
     """A table of defects by version, in Markdown, from the answers on each version."""
     seen = registry.recorded()["seen"]
-    versions = sorted(seen, key=lambda version: [int(part) for part in version.split(".")])
+    versions = sorted(seen, key=numbers)
     rows = ["| defect | family | consequence | " + " | ".join(versions) + " |", "|---" * (3 + len(versions)) + "|"]
     for defect in registry.defects():
         marks = [MARK.get(seen[version].get(defect.id, ""), " ") for version in versions]

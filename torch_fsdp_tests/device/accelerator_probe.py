@@ -107,21 +107,13 @@ def _computes_after_fork(device_type: str) -> bool:
     A test process is in the same state when it forks the rank server.
     """
     torch.accelerator.current_accelerator()
-    child = forked(lambda: os._exit(not _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0)))
-    return _exit_status(child, FORK_LIMIT) == 0
 
+    def compute() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, wherever it hangs
+        signal.setitimer(signal.ITIMER_REAL, FORK_LIMIT)
+        os._exit(not _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0))
 
-def _exit_status(child: int, limit: float) -> int | None:
-    """The exit status of a child process. At the limit the child is killed, and the result is None."""
-    give_up = time.monotonic() + limit
-    while time.monotonic() < give_up:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)  # without pidfds, a wait for a child has no timeout
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    return os.waitpid(forked(compute), 0)[1] == 0
 
 
 def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str]) -> bool:

@@ -13,16 +13,17 @@ _CONDITION = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*")
 
 def version_fits(version: str, conditions: str) -> bool:
     """Whether ``2.13.0+cpu`` meets ``>=2.10,<2.14``. Raises ``ValueError`` for conditions that cannot be read."""
-    have = _numbers(re.match(r"[\d.]*", version)[0].strip("."))  # type: ignore[index]
+    have = numbers(version)
     for text in conditions.split(","):
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a version condition such as >=2.10")
-        wanted = _numbers(match[2])
+        wanted = numbers(match[2])
         if not _COMPARE[match[1]](have[: len(wanted)], wanted):
             return False
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part)
+def numbers(version: str) -> tuple[int, ...]:
+    """``(2, 13, 0)`` for ``2.13.0+cpu``. Empty for a text that does not begin with a number."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import columns, plural
 from torch_fsdp_tests.dispatch.slower import tests_of
+from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State
 
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
@@ -57,12 +57,7 @@ def read(output: Path, problems: Mapping[str, str]) -> list[Row]:
         ended = data["exit_code"] in (ExitStatus.OK, ExitStatus.FAILED, ExitStatus.NOTHING_RAN)
         problem = "" if ended and not data["not_started"] else "did not run to its end"
         rows.append(Row(path.parent.name, data, problems.get(path.parent.name, problem)))
-    return sorted(rows, key=lambda row: (_numbers(row.data.get("torch") or row.label), row.label))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    return sorted(rows, key=lambda row: (numbers(row.data.get("torch") or row.label), row.label))
 
 
 class Table:
