@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from . import device
 from .cases import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from .compiled import compiled_fsdp_test, test_compiled_fsdp
-from .device import get_devtype
+from .device import __getattr__, get_devtype
 from .group import DummyProcessGroup
 from .layers import MLP, DoubleLinear, MLPStack, SkipModel
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, FullyShardMode
@@ -47,7 +44,3 @@ from .states import (
 )
 from .training import FSDPTestMixin
 from .transformer import TransformerWithSharedParams
-
-
-def __getattr__(name: str) -> Any:
-    return device.__getattr__(name)

@@ -25,11 +25,6 @@ Layer = Callable[[int, int], nn.Module]
 Wrapper = Callable[..., nn.Module]
 
 
-def _group_of_this_rank() -> dist.ProcessGroup:
-    """Make a group with only the calling rank. Each rank makes its own, and the others need not take part."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
 class NestedWrappedModule(FSDPTestModel):
     """Five linear layers, (4, 8) to (4, 8), under the attribute ``module``.
 
@@ -58,7 +53,9 @@ class NestedWrappedModule(FSDPTestModel):
         def _maybe_wrap(layer: nn.Module, alone: bool = False) -> nn.Module:
             if not wrap_fsdp:
                 return layer
-            return FSDP(layer, _group_of_this_rank() if alone else group, **fsdp_kwargs)
+            # Each rank makes a group with only itself, and the others need not take part.
+            own = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else group
+            return FSDP(layer, own, **fsdp_kwargs)
 
         if deterministic:
             manual_seed(0)

@@ -25,10 +25,9 @@ from torch_fsdp_tests.ranks.outcome import (
     HarnessError,
     Outcome,
     RankReport,
-    ranks_in_words,
 )
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, ranks_in_words
 
 __unittest = True
 

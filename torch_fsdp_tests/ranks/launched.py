@@ -32,9 +32,9 @@ from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
-from torch_fsdp_tests.ranks.outcome import HarnessError, ranks_in_words
+from torch_fsdp_tests.ranks.outcome import HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
-from torch_fsdp_tests.verdict import stream
+from torch_fsdp_tests.verdict import ranks_in_words, stream
 
 __unittest = True
 

@@ -27,8 +27,8 @@ from torch_fsdp_tests.verdict import (
     by_cause,
     first_line,
     kinds_of,
+    ranks_in_words,
 )
-from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 
 __unittest = True
 

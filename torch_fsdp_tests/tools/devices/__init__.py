@@ -25,6 +25,7 @@ from torch_fsdp_tests.verdict import events
 
 ENOUGH = 64  # devices; no test needs more
 UPSTREAM = Path(__file__).with_name("upstream.txt")
+Tests = Mapping[str, Collection[unittest.TestCase]]  # by file
 
 
 class _Asked(BaseException):
@@ -100,10 +101,10 @@ class Upstreams:
     devices: int
 
 
-def upstreams(text: str) -> list[Upstreams]:
-    """The tests in a list like ``upstream.txt``."""
+def upstreams() -> list[Upstreams]:
+    """The tests of PyTorch, as ``upstream.txt`` lists them."""
     found, file, cls, devices = [], "", "", 0
-    for line in text.splitlines():
+    for line in UPSTREAM.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         if not line.startswith(" "):
@@ -116,16 +117,14 @@ def upstreams(text: str) -> list[Upstreams]:
     return found
 
 
-def pairs(
-    theirs: Iterable[Upstreams], ours: Mapping[str, Collection[unittest.TestCase]]
-) -> Iterator[tuple[Upstreams, list[unittest.TestCase]]]:
+def pairs(ours: Tests) -> Iterator[tuple[Upstreams, list[unittest.TestCase]]]:
     """Each test of PyTorch with the tests here that have its name, with any suffixes of parameters and device."""
     named: dict[tuple[str, str, str], list[unittest.TestCase]] = {}
     for file, tests in ours.items():
         for test in tests:
             cls = type(test).__name__.removesuffix("CPU")  # the type of the stand-in
             named.setdefault((file, cls, _written_name(test)), []).append(test)
-    for each in theirs:
+    for each in upstreams():
         yield each, named.get((each.file, each.cls, each.name), [])
 
 
@@ -141,9 +140,9 @@ def _names_in(path: str) -> frozenset[str]:
     return frozenset(re.findall(r"    def (test_\w+)\(", Path(path).read_text(encoding="utf-8")))
 
 
-def missing(ours: Mapping[str, Collection[unittest.TestCase]]) -> list[Upstreams]:
+def missing(ours: Tests) -> list[Upstreams]:
     """The tests of PyTorch that have no test here."""
-    return [each for each, here in pairs(upstreams(UPSTREAM.read_text(encoding="utf-8")), ours) if not here]
+    return [each for each, here in pairs(ours) if not here]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +157,12 @@ class Count:
     behind: tuple[Upstreams, ...]  # that PyTorch runs, and that skip here
 
 
-def count(ours: Mapping[str, Collection[unittest.TestCase]], numbers: Iterable[int]) -> list[Count]:
+def count(ours: Tests, numbers: Iterable[int]) -> list[Count]:
     """What runs on each number of devices. Tests that skip on any number, for another reason, do not count."""
     every = [test for tests in ours.values() for test in tests if runs(test, ENOUGH)]
     able = set(map(id, every))
     theirs = [
-        (test, here)
-        for test, variants in pairs(upstreams(UPSTREAM.read_text(encoding="utf-8")), ours)
-        if (here := [each for each in variants if id(each) in able])
+        (test, here) for test, variants in pairs(ours) if (here := [each for each in variants if id(each) in able])
     ]
     found = []
     for number in numbers:

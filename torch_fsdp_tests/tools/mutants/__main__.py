@@ -59,11 +59,7 @@ def _main(options: Namespace) -> ExitStatus:
         return ExitStatus.OK
     facts = _facts(options, device.type)
     record = Record(options.output / report.RECORD, facts)
-    if options.resume:
-        findings = record.resume()
-    else:
-        findings = []
-        record.start()
+    findings = record.resume() if options.resume else record.start()
     known, wanted = {each.id for each in findings}, {each.id for each in chosen}
     findings = [each for each in findings if each.id in wanted]
     began = time.monotonic()

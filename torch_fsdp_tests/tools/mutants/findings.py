@@ -53,18 +53,18 @@ class Record:
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path, self.facts = path, dict(facts)
 
-    def start(self) -> None:
-        """Start a new file, and rename an old one. Raises ``OSError``."""
+    def start(self) -> list[Finding]:
+        """Start a new file, and rename an old one. Returns the findings so far: none. Raises ``OSError``."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             self._path.replace(self._path.with_suffix(".before.jsonl"))
         self._path.write_text(json.dumps(self.facts) + "\n", encoding="utf-8")
+        return []
 
     def resume(self) -> list[Finding]:
         """Return the findings so far. Raises ``ValueError`` if they belong to another selection."""
         if not self._path.exists():
-            self.start()
-            return []
+            return self.start()
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
         facts = json.loads(whole[0]) if whole else {}
