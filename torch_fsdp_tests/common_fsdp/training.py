@@ -103,7 +103,10 @@ def _check_step(optim: torch.optim.Optimizer, *_: object) -> None:
 class FSDPTestMixin(RankTestCase):
     """What all FSDP test cases share, whether their ranks exist for one test or for many."""
 
-    process_group: Any
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The default process group, in a rank."""
+        return dist.distributed_c10d._get_default_group()
 
     def _check_cpu_offload(self, fsdp_model: FSDP, cpu_offload: CPUOffload) -> None:
         self.assertEqual(cpu_offload, fsdp_model.cpu_offload)

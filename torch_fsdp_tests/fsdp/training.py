@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import RankTestCase
@@ -18,6 +18,7 @@ from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manua
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
 
@@ -146,7 +147,7 @@ class TrainingMixin(RankTestCase):
 
     def _mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
         """A single dimension shards; of two dimensions, the first one replicates. For other meshes pass ``names``."""
-        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names[-len(shape) :])
+        return make_mesh(*shape, names=names[-len(shape) :])
 
     def _replica(self, model: nn.Module) -> Any:
         """A copy of the plain model, on the device."""

@@ -16,7 +16,7 @@ from torch_fsdp_tests.common_distributed import (
     DeviceContinuousTest,
     MultiProcessTestCase,
     RankTestCase,
-    ranks_of,
+    at_most,
     requires,
 )
 from torch_fsdp_tests.device import accelerator, substitutes
@@ -80,9 +80,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
     its own gets the substitutes of :mod:`torch_fsdp_tests.device.substitutes`.
     """
 
-    @property
-    def world_size(self) -> int:
-        return ranks_of(self, MOST_DEVICES)
+    world_size = at_most(MOST_DEVICES)
 
     @property
     def backend(self) -> str:
