@@ -18,6 +18,7 @@ from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
 from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.torch_facts import Fact
+from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind
 from torch_fsdp_tests.verdict.events import Skipped
 
@@ -235,7 +236,7 @@ def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decor
         if accelerator.current().backend != "nccl":
             return None
         nccl = torch.cuda.nccl.version()
-        return None if nccl >= version else f"needs NCCL {_dotted(version)} or newer, found {_dotted(nccl)}: {msg}"
+        return None if nccl >= version else f"needs NCCL {dotted(version)} or newer, found {dotted(nccl)}: {msg}"
 
     return requires(reason)
 
@@ -275,7 +276,3 @@ def sm_is_or_higher_than(device: torch.device, major: int, minor: int) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (major, minor)
-
-
-def _dotted(version: Iterable[int]) -> str:
-    return ".".join(map(str, version))

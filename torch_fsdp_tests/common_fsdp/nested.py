@@ -80,9 +80,6 @@ class NestedWrappedModule(FSDPTestModel):
     def get_loss(self, input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
-    def run_backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
     @classmethod
     def init(
         cls,
@@ -263,7 +260,7 @@ class MixtureOfExperts(NestedWrappedModule):
                 dist.all_reduce(parameter.grad, group=self.group)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        super().run_backward(loss)
         if not self.wrap_fsdp:
             self._average_gradients()
 

@@ -70,9 +70,6 @@ class TransformerWithSharedParams(FSDPTestModel):
         _, target = input
         return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
 
-    def run_backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
     @staticmethod
     def init(
         group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup],

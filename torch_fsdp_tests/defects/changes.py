@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Defect, Refused
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch.version_ranges import dotted
 
 
 class Changes(NamedTuple):
@@ -34,9 +35,9 @@ def between(older: str, newer: str) -> Changes:
         raise Refused(f"{older} is not older than {newer}")
     defects = registry.defects()
     facts = [
-        (f"torch {'.'.join(map(str, fact.since))} {fact.says}.", fact)
+        (f"torch {dotted(fact.since)} {fact.says}.", fact)
         for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
-        if not fact.repairs and ".".join(map(str, fact.since)) in known[known.index(older) + 1 : known.index(newer) + 1]
+        if not fact.repairs and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
     ]
     return Changes(
         [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],

@@ -23,6 +23,7 @@ import torch
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind, events
 
 __unittest = True
@@ -90,18 +91,18 @@ class Fact:
         try:
             if self.seen == (VERSION >= self.since):
                 return ""
-            since = f"as torch does since {_dotted(self.since)}"
+            since = f"as torch does since {dotted(self.since)}"
             return _reported(f": it {self.says}, {since}" if self.seen else f", which {self.says}")
         except torch_names.NameIsGone as error:
             return _reported(f": {error}")
 
     def lacks(self) -> str | None:
         """The reason why a test that needs this fact cannot run, or None if it can."""
-        words = f"needs a torch that {self.says} ({_dotted(self.since)} or newer)"
+        words = f"needs a torch that {self.says} ({dotted(self.since)} or newer)"
         return None if self else Reason(words, SkipKind.TORCH)
 
     def __repr__(self) -> str:
-        return f"<since {_dotted(self.since)} torch {self.says}>"
+        return f"<since {dotted(self.since)} torch {self.says}>"
 
 
 unlike_release: list[str] = []  # how the installed torch differs from its release, as far as this process has noticed
@@ -113,10 +114,6 @@ def _reported(how: str) -> str:
     events.record(unlike_release=unlike_release)
     print(difference, file=sys.stderr)  # a rank records no events, and its output is shown if the test fails
     return difference
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def _find(module: str, path: str) -> Any:

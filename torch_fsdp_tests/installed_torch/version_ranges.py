@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 
 _COMPARE = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt
@@ -27,3 +28,8 @@ def version_fits(version: str, conditions: str) -> bool:
 def numbers(version: str) -> tuple[int, ...]:
     """``(2, 13, 0)`` for ``2.13.0+cpu``. Empty for a text that does not begin with a number."""
     return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
+
+
+def dotted(version: Iterable[int]) -> str:
+    """The opposite of :func:`numbers`."""
+    return ".".join(map(str, version))

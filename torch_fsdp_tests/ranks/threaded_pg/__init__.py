@@ -13,6 +13,7 @@ transfers between two ranks.
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Form, Mismatch, Part, Reduction, describe
 from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     Board,
@@ -33,7 +35,6 @@ from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     CollectiveTimeout,
     Meeting,
     PeerFailed,
-    default_limit,
 )
 
 Tensors = Sequence[Tensor]
@@ -288,7 +289,8 @@ def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, ti
     """
     generation = (prefix_store.add("arrivals", 1) - 1) // world_size
     token = prefix_store.compare_set(f"token/{generation}", "", uuid.uuid4().hex).decode()
-    group = ProcessLocalGroup(rank, world_size, token, min(default_limit(), timeout.total_seconds()))
+    limit = min(settings.timeout(os.environ), timeout.total_seconds())
+    group = ProcessLocalGroup(rank, world_size, token, limit)
     group._join("the creation of the group", [], None).wait()  # as the connection of a real backend does
     return group
 

@@ -7,7 +7,6 @@ end a wait: the meeting opened, another rank failed (`Board.fail`), or the limit
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Mismatch, Part, Reduction, describe, perform
 
@@ -45,11 +43,6 @@ class CollectiveError(RuntimeError):
 
 class CollectiveTimeout(CollectiveError):
     """Some ranks never arrived. The message names them, the collective and the limit."""
-
-
-def default_limit() -> float:
-    """The longest time that a rank waits for the others, in seconds: DISTRIBUTED_TESTS_DEFAULT_TIMEOUT, or 120."""
-    return float(settings.timeout(os.environ))
 
 
 class Fence:
