@@ -13,6 +13,7 @@ from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest
+from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.reach import recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.order import Order, batches, noticed_in
@@ -101,17 +102,13 @@ def _remarks(
 
 def shipped(version: str, folder: Path) -> Path:
     """The map of this version of torch, or of the latest earlier one, or of the first later one."""
-    maps = {_numbers(path.stem): path for path in folder.glob("map-*.json")}
+    maps = {numbers(path.stem.removeprefix("map-")): path for path in folder.glob("map-*.json")}
     if not maps:
         raise UnknownChange(
             "there is no map of what tests reach: record one with --coverage --save-map FILE, and name it with --map"
         )
-    earlier = [numbers for numbers in maps if numbers <= _numbers(version)]
+    earlier = [known for known in maps if known <= numbers(version)]
     return maps[max(earlier) if earlier else min(maps)]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
 def save(run: RunTests, path: Path, results: Results) -> str:
