@@ -10,7 +10,7 @@ from .compiled import compiled_fsdp_test, test_compiled_fsdp
 from .device import __getattr__, get_devtype
 from .group import DummyProcessGroup
 from .layers import MLP, DoubleLinear, MLPStack, SkipModel
-from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, FullyShardMode
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .nested import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,

@@ -25,13 +25,6 @@ class DEVICEInitMode(enum.Enum):
     DEVICE_NEVER = enum.auto()
 
 
-class FullyShardMode(enum.Enum):
-    """How ``compiled_fsdp_test`` runs a test: eagerly, or with the computation of each FSDP module compiled."""
-
-    EAGER = enum.auto()
-    COMPILED_COMPUTE = enum.auto()
-
-
 class FSDPTestModel(nn.Module, abc.ABC):
     """A model that brings its own inputs, loss and backward, so that one loop can train them all."""
 

@@ -164,20 +164,15 @@ class VerifyStateDictMixin(TestCase):
         self.assertEqual(new_optim.state_dict(), optim.state_dict(), **{**MOMENTS, **kwargs})
 
 
-class FusionEmbedding(nn.Module):
-    """Two embeddings, of which a subclass shows the first under its own name."""
+class FusionEmbeddingWithHook(nn.Module):
+    """Two embeddings. In the state dict the first has the name ``weight`` instead of ``embedding.weight``, and DSD is
+    not told.
+    """
 
     def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         self.fusion_embedding = nn.Embedding(fusion_vocab_size, embed_dim)
-
-
-class FusionEmbeddingWithHook(FusionEmbedding):
-    """Has ``weight`` in its state dict instead of ``embedding.weight``, and does not tell DSD."""
-
-    def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
-        super().__init__(vocab_size, fusion_vocab_size, embed_dim)
         self._register_state_dict_hook(type(self)._state_dict_hook)
         self.register_load_state_dict_pre_hook(type(self)._load_state_dict_hook)
 
