@@ -130,18 +130,12 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             maybe_wrap(nn.Sequential(linear(16, 4), linear(4, 8))),
         )
 
-    @staticmethod
-    def _set_nonuniform_req_grad(model: nn.Module, req_grad_mask: str | re.Pattern[str]) -> None:
-        """Freeze the parameters whose names do not begin with a match of the mask."""
-        for name, parameter in model.named_parameters():
-            if re.match(req_grad_mask, name) is None:
-                parameter.requires_grad_(False)
-
     @classmethod
     def init(cls, *args: Any, **kwargs: Any) -> nn.Module:
         model = super().init(*args, **kwargs)
-        # FSDP's own part of a name, if there is one, is between the two numbers.
-        cls._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
+        for name, parameter in model.named_parameters():
+            # FSDP's own part of a name, if there is one, is between the two numbers.
+            parameter.requires_grad_(re.match(r"module\.2\.(_fsdp_wrapped_module\.)?1\.", name) is not None)
         return model
 
 

@@ -56,13 +56,13 @@ def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iter
     Raises :class:`accelerator.ConfigurationError` if the requested device is not available.
     """
     device = accelerator.current()
-    _import_what_ranks_need(ids)
-    waiting, running = list(ids), dict[RankGroup, Defect]()
+    forkserver.preload(torch_facts.PRELOADED)  # with the defects, all that forked ranks need; nothing is computed
+    waiting, running = [registry.defect(id) for id in ids], dict[RankGroup, Defect]()
     selector = selectors.DefaultSelector()
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
-                defect = registry.defect(waiting.pop(0))
+                defect = waiting.pop(0)
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
@@ -81,13 +81,6 @@ def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iter
         for group in running:
             group.close()
         selector.close()
-
-
-def _import_what_ranks_need(ids: Sequence[str]) -> None:
-    """Import what forked ranks need, so that they import nothing. No tensor is computed here or at import."""
-    forkserver.preload(torch_facts.PRELOADED)
-    for id in ids:
-        registry.defect(id)
 
 
 def _obstacle(defect: Defect, device: Accelerator) -> str:

@@ -16,12 +16,9 @@ class RMSNormPython(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        mean_square = x.square().mean(dim=-1, keepdim=True)
-        return x * torch.rsqrt(mean_square + self.eps)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x) * self.weight
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + self.eps) * self.weight
 
 
 class MLPModule(nn.Module):
