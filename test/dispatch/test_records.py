@@ -336,7 +336,8 @@ class TestReports(TreeCase):
         files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
         self.assertEqual(list(files), ["test_x"])
         needs = json.loads((folder / "test-needs.json").read_text())["default"]["default"]
-        self.assertEqual(needs, {"test_x": {"ranks": 1, "devices": 1}})
+        self.assertEqual(needs["test_x"].keys(), {"ranks", "devices", "cores"})
+        self.assertLess(needs["test_x"]["cores"], 0.9)  # it sleeps
         plan = json.loads(
             self.run_command("--dry-run", "--json", "--test-times", folder / "test-times.json", "-i", "test_x")
         )

@@ -21,6 +21,8 @@ TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the sou
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MOST_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
+LEAST_SLOT = 0.25  # of a slot that a file on the CPU takes, even if it only waits: it needs memory, too
+ROUNDING = 1e-6  # of a slot; parts of slots do not add up exactly
 ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
 
 # With more jobs than this on a machine, the order is longest first, and no other orders are tried: with many jobs the
@@ -88,11 +90,11 @@ class ShardedTest:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A future process: a part of a test file, and the number of slots that it gets while it runs."""
+    """A future process: a part of a test file, and how many slots it takes while it runs."""
 
     part: ShardedTest
     devices: int  # accelerators that it is lent; 0 on the CPU
-    slots: int = 1  # devices, or places on the CPU
+    slots: float = 1  # devices; on the CPU also a part of a slot, if the file mostly waits
 
     @property
     def key(self) -> tuple[str, int]:
@@ -211,33 +213,43 @@ def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list
     ]
 
 
-def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
+def make_jobs(
+    parts: Iterable[ShardedTest],
+    needs: Mapping[str, int],
+    lendable: int | None,
+    cores: Mapping[str, float] | None = None,
+) -> list[Job]:
     """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible.
-    Then jobs are planned with their needs, and take one slot each.
+    ``lendable`` is None on the CPU. There a job takes one slot, or less if its file keeps less than one of the
+    ``cores`` busy. If ``lendable`` is 0, devices are needed and none is visible. Then jobs are planned with their
+    needs, and take one slot each.
     """
     jobs = []
     for part in parts:
         need = needs.get(part.name, 1)
         devices = 0 if lendable is None else min(need, lendable or need)
-        jobs.append(Job(part, devices, devices if lendable else 1))
+        busy = min(1.0, max(LEAST_SLOT, (cores or {}).get(part.name, 1.0)))
+        jobs.append(Job(part, devices, busy if lendable is None else devices if lendable else 1))
     return jobs
 
 
-def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, int]], default: Seconds) -> int | None:
+def next_job(
+    queue: Sequence[Job], free: float, releases: Iterable[tuple[Seconds, float]], default: Seconds
+) -> int | None:
     """The index in the queue of the job to start on ``free`` slots now, or None if it is better to wait.
 
     The first job starts if it fits. If it does not fit, it is promised the earliest time at which ``releases`` (seconds
     from now, slots) free enough slots. A later job may start only if it ends before that time, or leaves the promised
     slots free. So wide jobs do not starve, and narrow ones fill the gaps.
     """
-    if not queue or free <= 0:
+    free += ROUNDING
+    if not queue or free < LEAST_SLOT:
         return None
     first = queue[0]
     if first.slots <= free:
         return 0
-    available, promised_at, spare = free, math.inf, 0
+    available, promised_at, spare = free, math.inf, 0.0
     for seconds, slots in sorted(releases):
         available += slots
         if available >= first.slots:
@@ -251,8 +263,8 @@ def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, 
 
 def simulate(jobs: Sequence[Job], slots: int, default: Seconds) -> list[Placement]:
     """Simulate the jobs in this order on this number of slots, with the rule of :func:`next_job`."""
-    queue, running, placed = list(jobs), list[tuple[Seconds, int, int]](), []
-    now, free, count = 0.0, slots, 0
+    queue, running, placed = list(jobs), list[tuple[Seconds, int, float]](), []
+    now, free, count = 0.0, float(slots), 0
     while queue:
         index = next_job(queue, free, [(end - now, width) for end, _, width in running], default)
         if index is None:

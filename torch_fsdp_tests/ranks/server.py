@@ -10,6 +10,7 @@ that is not possible (a later server, threads in the test process, macOS), it is
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -202,7 +203,9 @@ def living_server() -> ServerHandle:
     global _server
     if _server is None or not _server.alive:
         first = _server is None and threading.active_count() == 1
-        if _server is not None:
+        if _server is None:
+            atexit.register(close_server)
+        else:
             _server.connection.close()
         _server = ServerHandle(forked=first and host.can_fork())
     return _server
