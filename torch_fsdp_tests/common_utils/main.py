@@ -155,7 +155,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         set_rng_seed()
         if not options.discover_tests:
             _check_device()
-    except (ValueError, launcher.LaunchError) as error:
+    except ValueError as error:
         print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
     if options.accept:

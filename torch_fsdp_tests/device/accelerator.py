@@ -282,13 +282,8 @@ def _probe(device_type: str, backend: str) -> dict:
 
 def _asked_ranks() -> int | None:
     requested = settings.ranks(os.environ)
-    if requested is None:
-        try:
-            launch = launcher.found()
-        except launcher.LaunchError as error:
-            raise ConfigurationError(str(error)) from error
-        return None if launch is None else launch.world_size
-    return requested
+    launch = launcher.found() if requested is None else None
+    return requested if launch is None else launch.world_size
 
 
 @functools.cache

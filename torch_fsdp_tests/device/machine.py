@@ -48,13 +48,14 @@ def of_host() -> dict[str, Any]:
     import torch
 
     info = _read("/proc/cpuinfo")
-    found = re.search(r"\bBLAS_INFO=(\w+)", torch.__config__.show())
+    blas = re.search(r"\bBLAS_INFO=(\w+)", torch.__config__.show())
+    free = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     return {
         "cpu": cpu_model(info),
         "instruction_sets": ", ".join([torch.backends.cpu.get_cpu_capability(), *_extensions(info)]),
-        "blas": found[1] if found else "unknown",
+        "blas": blas[1] if blas else "unknown",
         "threads": torch.get_num_threads(),
-        "memory": _free_memory(_read("/proc/meminfo")),
+        "memory": round(int(free[1]) * 1024 / GIB, 1) if free else None,
     }
 
 
@@ -78,11 +79,6 @@ def _extensions(info: str) -> list[str]:
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", info, re.MULTILINE)
     flags = set(found[1].split()) if found else set()
     return [name for name in _EXTENSIONS if name in flags]
-
-
-def _free_memory(info: str) -> float | None:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", info, re.MULTILINE)
-    return round(int(found[1]) * 1024 / GIB, 1) if found else None
 
 
 def of_device(device_type: str, backend: str | None = None) -> dict[str, Any]:

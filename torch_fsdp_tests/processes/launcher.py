@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.settings import LAUNCHED_VARIABLE
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -31,7 +32,7 @@ _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux assigns automat
 _OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 
 
-class LaunchError(ValueError):
+class LaunchError(ConfigurationError):
     """The launcher's variables make no sense. The message says what to do."""
 
 

@@ -13,15 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.listing import seconds as duration
-from torch_fsdp_tests.dispatch.select import UnknownTest, select
+from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.reach import MalformedMap, ReachMap
+from torch_fsdp_tests.reach import ReachMap
 from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.exploring import explored
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> ExitStatus:
     host.exit_on_signals()
     try:
         return _main(options.parse(argv))
-    except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
+    except ValueError as error:  # its message is one sentence: of a bad list, map, device or name
         _say(str(error))
         return ExitStatus.REFUSED
 
