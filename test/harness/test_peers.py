@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -41,9 +41,8 @@ class PeersCase(TestCase):
     def setUp(self):
         super().setUp()
         self.store = Store()
-        patch = mock.patch.object(peers, "open_store", lambda launch, serve=False: self.store)
-        patch.start()
-        self.addCleanup(patch.stop)
+        mock.patch.object(peers, "open_store", lambda launch, serve=False: self.store).start()
+        self.addCleanup(mock.patch.stopall)
 
     def launch(self, rank: int, size: int = 3) -> Launch:
         return Launch(rank, size, rank, "127.0.0.1", 1, one_host=True)
@@ -85,6 +84,13 @@ class TestStrangers(PeersCase):
             return end.recv(1) == b""
         except ConnectionError:
             return True
+
+    def test_rank_0_serves_the_store_if_the_launcher_serves_none(self):
+        launch = dataclasses.replace(self.launch(0), port=find_free_port())
+        mock.patch.stopall()
+        self.close_later(Peers(launch, [agent.Signalled]))
+        rank_0, _ = peers.join(dataclasses.replace(launch, rank=1), [])
+        rank_0.close()
 
     def test_only_the_loopback_interface_listens_where_all_are_on_one_machine(self):
         self.assertEqual(self.peers._listener.getsockname()[0], "127.0.0.1")
@@ -129,7 +135,6 @@ class TestStrangers(PeersCase):
         self.assertTrue(self.is_closed(second))
 
     def test_silent_connections_delay_nobody_and_are_closed(self):
-        self.addCleanup(mock.patch.stopall)
         mock.patch.object(peers, "HELLO_LIMIT", 2.0).start()
         silent = [self.stranger() for _ in range(20)]
         self.assertEqual(self.gather(1), [1])
