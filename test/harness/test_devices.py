@@ -3,15 +3,12 @@
 import functools
 import os
 import sys
-from pathlib import Path
 from unittest import mock
+
+from runs import clean_environment, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.tools.devices import __main__ as command
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import clean_environment, outputs
 
 NUMBERS = 1, 2, 3, 4, 8
 

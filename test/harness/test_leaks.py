@@ -10,19 +10,16 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
+
+from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import Reason
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 FAULTS = INPUTS / "faults.py"
 SHARED_MEMORY = Path("/dev/shm")

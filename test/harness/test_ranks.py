@@ -8,13 +8,13 @@ started at the same time.
 import functools
 import os
 import re
-import sys
 import threading
 import time
 import unittest.mock
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from runs import INPUTS, Run
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.case import get_timeout, run_in_rank
@@ -23,10 +23,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import server
 from torch_fsdp_tests.ranks.outcome import Ending, Outcome, RankReport
 from torch_fsdp_tests.verdict import State, events
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, Run
 
 FAULTS = INPUTS / "faults.py"
 HANG_LIMIT = 2  # seconds for a test of faults.py that uses its whole limit

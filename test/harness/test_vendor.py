@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runs import INPUTS, ROOT, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import options
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, ROOT, run_beside
 
 VENDOR = INPUTS / "vendor"
 NAME = "soroban"
