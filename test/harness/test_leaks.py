@@ -205,14 +205,20 @@ class TestEndOfTheTestProcess(TestCase):
         return pids
 
     @parametrize(
-        "own_handler,ends_with",
-        [subtest(("", -signal.SIGTERM), name="alone"), subtest(("1", 7), name="with_a_handler")],
+        "number,own_handler,code,words,count",
+        [
+            subtest((signal.SIGTERM, "", -signal.SIGTERM, "in test_hang_ignoring_sigterm", 6), name="sigterm"),
+            subtest((signal.SIGTERM, "1", 7, "in test_hang_ignoring_sigterm", 6), name="sigterm_with_a_handler"),
+            subtest((signal.SIGINT, "", -signal.SIGINT, "\nKeyboardInterrupt", 1), name="sigint"),
+            subtest((signal.SIGKILL, "", -signal.SIGKILL, "", None), name="sigkill"),
+        ],
     )
-    def test_sigterm_shows_stacks(self, own_handler, ends_with):
-        """If the file has a handler, it decides then what happens."""
-        code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER=own_handler)
-        self.assertEqual((code, left), (ends_with, []))
-        self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
+    def test_signal_while_all_ranks_hang(self, number, own_handler, code, words, count):
+        """SIGTERM shows the stacks. If the file has a handler, it decides then what happens."""
+        ended, text, left = self.hang(number, FAULTS_OWN_HANDLER=own_handler)
+        self.assertEqual((ended, left), (code, []))
+        if count is not None:
+            self.assertEqual(text.count(words), count, text)
 
     @parametrize("moment", ["Making", "Removing"])
     def test_sigterm_at_any_moment(self, moment):
@@ -220,15 +226,6 @@ class TestEndOfTheTestProcess(TestCase):
         run = Run(INPUTS / "ended.py", moment).end()
         self.assertEqual(run.code, -signal.SIGTERM)
         self.assertEqual(run.left, [])
-
-    def test_sigint(self):
-        code, text, left = self.hang(signal.SIGINT)
-        self.assertEqual((code, left), (-signal.SIGINT, []))
-        self.assertIn("KeyboardInterrupt", text)
-
-    def test_sigkill(self):
-        code, _, left = self.hang(signal.SIGKILL)
-        self.assertEqual((code, left), (-signal.SIGKILL, []))
 
 
 instantiate_parametrized_tests(TestLeaks)

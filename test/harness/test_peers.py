@@ -48,13 +48,13 @@ class PeersCase(TestCase):
         return Launch(rank, size, rank, "127.0.0.1", 1, one_host=True)
 
     def close_later(self, made: Peers) -> Peers:
-        self.addCleanup(made._listener.close)
-        self.addCleanup(made._selector.close)
-        self.addCleanup(self.close_all, made)
+        self.addCleanup(self.close, made)
         return made
 
     @staticmethod
-    def close_all(made: Peers) -> None:
+    def close(made: Peers) -> None:
+        made._listener.close()
+        made._selector.close()
         for peer in made.of_rank.values():
             peer.connection.close()
 
@@ -105,7 +105,7 @@ class TestStrangers(PeersCase):
         self.assertEqual(message.signal, 15)
 
     def test_peer_without_the_secret_is_refused(self):
-        for greeting in (
+        greetings = (
             self.hello(secret="guessed"),
             self.hello(rank=0),
             self.hello(rank=3),
@@ -113,18 +113,14 @@ class TestStrangers(PeersCase):
             b"GET / HTTP/1.1\n",
             b'["Hello", {}]\n',
             b'["Signalled", {"signal": 9}]\n',
-        ):
-            with self.subTest(greeting=greeting):
-                end = self.stranger()
-                end.sendall(greeting)
-                self.assertEqual(self.gather(1), [1])
-                self.assertTrue(self.is_closed(end))
-
-    def test_no_more_is_read_than_a_hello_takes(self):
-        end = self.stranger()
-        end.sendall(b"x" * (peers.HELLO_SIZE + 1))
+            b"x" * (peers.HELLO_SIZE + 1),  # no more is read than a hello takes
+        )
+        strangers = [self.stranger() for _ in greetings]
+        for end, greeting in zip(strangers, greetings, strict=True):
+            end.sendall(greeting)
         self.assertEqual(self.gather(1), [1])
-        self.assertTrue(self.is_closed(end))
+        for end, greeting in zip(strangers, greetings, strict=True):
+            self.assertTrue(self.is_closed(end), greeting)
 
     def test_second_connection_of_a_rank_is_refused(self):
         first, second = self.stranger(), self.stranger()
