@@ -51,8 +51,8 @@ CASES: list[tuple[Any, ...]] = [
     ("Deaths", "sigkill", "ERROR", "DEAD was killed by SIGKILL before reporting"),
     ("Deaths", "sigsegv", "ERROR", "DEAD was killed by SIGSEGV before reporting", "in test_sigsegv"),
     ("Deaths", "sigabrt", "ERROR", "DEAD was killed by SIGABRT before reporting", "in test_sigabrt"),
-    ("Deaths", "before_rendezvous", "ERROR", "DEAD exited with code 4 before reporting"),
-    ("Deaths", "after_success", "ERROR",
+    ("Early", "before_rendezvous", "ERROR", "DEAD exited with code 4 before reporting"),
+    ("Late", "after_success", "ERROR",
      {"Process": "rank 1 of 2 reported that it passed and then exited with code 3",
       "Thread": "ranks 0-1 of 2 reported that they passed and then exited with code 3"}),
     ("Deaths", "leaving_a_shared_file", "ERROR", "DEAD was killed by SIGKILL"),
@@ -355,7 +355,7 @@ class TestConfiguration(TestCase):
                 accelerator.current(), server.start_method(), get_timeout("")
 
     def test_a_file_is_refused_before_its_first_test(self):
-        done = Run(FAULTS, "ProcessDeaths.test_after_success", TORCH_FSDP_TESTS_DEVICE="abacus").end()
+        done = Run(FAULTS, "ProcessLate.test_after_success", TORCH_FSDP_TESTS_DEVICE="abacus").end()
         self.assertEqual((done.code, done.outcomes), (2, {}), done.text)
         self.assertRegex(done.text, r"^faults.py: unknown device 'abacus': [^\n]*\n")
         self.assertNotIn("Traceback", done.text)
