@@ -3,7 +3,7 @@
 import functools
 import subprocess
 
-from hosts import NAMES, TwoHosts
+from hosts import ADDRESSES, NAMES, TwoHosts
 from launches import TORCHRUN, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -16,15 +16,15 @@ _hosts: TwoHosts
 
 def setUpModule():
     global _hosts
-    _hosts = TwoHosts("10.213.7")
+    _hosts = TwoHosts()
 
 
 def torchruns() -> list[Node]:
     """One rank on the first host and two on the second one, and the harness finds the interface."""
     launchers = []
-    for host, (device, address) in enumerate(zip(_hosts.devices, _hosts.addresses, strict=True)):
+    for host, (device, address) in enumerate(zip(_hosts.devices, ADDRESSES, strict=True)):
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(1 + host), "--node-rank", str(host)]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{PORT}"]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
         # Otherwise torchrun looks up the address of its own name, which does not resolve.
         torchrun += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", address]
         launchers.append(Node(torchrun, _hosts.prefix(host), {"LINK": device}))
