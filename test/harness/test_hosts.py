@@ -33,8 +33,10 @@ def torchruns() -> list[Node]:
 
 @functools.cache
 def lost() -> SuiteRun:
-    """Rounds of three files. In the second, a test fails at the last rank, and then the link goes down."""
-    files = ["fails_in_turn", "well", "link_goes_down"]
+    """Rounds of three files. In the second, a test fails at the last rank, and then the link goes down. So the third
+    file runs once.
+    """
+    files = ["fails_in_turn", "link_goes_down", "well"]
     return SuiteRun(files, *torchruns(), arguments=["--repeat", "3"]).end(nodes=1)
 
 
@@ -59,6 +61,7 @@ class TestTwoHosts(TestCase):
         self.assertEqual((run.report["exit_code"], run.report["rounds"]["complete"]), (3, 1))
         lost_test, earlier = run.of_file("link_goes_down")["tests"]
         self.assertEqual((lost_test["outcome"], earlier["outcome"]), ("crashed", "passed"))
+        self.assertEqual({test["rounds"]["rounds"] for test in run.of_file("well")["tests"]}, {1})
         self.assertRegex(lost_test["reason"], r"was stopped because the process of rank \d .* was lost$")
         self.assertLess(run.seconds_after_fault, SILENCE + SECONDS)
         self.assertEqual(run.left, [])

@@ -43,7 +43,6 @@ def started() -> dict[str, Run]:
     }
 
 
-@functools.cache
 def ended(name: str) -> Run:
     return started()[name].end()
 

@@ -146,11 +146,6 @@ def started() -> dict[tuple[str, bool], Run]:
 
 def faults(kind: str, hanging: bool = False) -> Run:
     """One run of the faults for a kind of ranks. All tests of this file share it."""
-    return ended(kind, hanging)
-
-
-@functools.cache
-def ended(kind: str, hanging: bool) -> Run:
     return started()[kind, hanging].end()
 
 
