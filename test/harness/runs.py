@@ -179,8 +179,11 @@ class Run:
         self._outputs = stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         own = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
         self._process = Process(file, ["-v", *arguments], own | environment, ROOT, stdout, stderr)
+        self.code: int | None = None  # until it has ended
 
     def end(self) -> Run:
+        if self.code is not None:
+            return self
         try:
             self.code = self._process.wait()
         except TimeoutError:

@@ -1,12 +1,11 @@
 """The device under test as a value: its answers, and their sources."""
 
-import contextlib
 import os
 import signal
-import unittest.mock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import SkipTest, mock
 
 import torch
 
@@ -38,7 +37,7 @@ def misspelt(backend: str | None, ranks: int | None) -> Accelerator:
 
 
 def under_test(value: Accelerator) -> AbstractContextManager[object]:
-    return unittest.mock.patch.object(accelerator, "current", lambda: value)
+    return mock.patch.object(accelerator, "current", lambda: value)
 
 
 class TestValue(TestCase):
@@ -69,7 +68,7 @@ class TestValue(TestCase):
         self.assertEqual([sharing.ranks_up_to(4), sharing.ranks_up_to(4, least=3)], [2, 3])
 
     def test_ranks_up_to_what_the_user_asks_for(self):
-        with unittest.mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_RANKS": "2"}):
+        with mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_RANKS": "2"}):
             self.assertEqual([HOST.ranks_up_to(4), HOST.ranks_up_to(4, least=4)], [2, 4])
         for count, ranks, size in ((8, 2, 4), (2, 4, 4), (2, 8, 4)):
             sharing = Accelerator("xpu", "gloo", count, ranks, frozenset({"shared_device"}))
@@ -96,11 +95,10 @@ class TestChoice(TestCase):
 
     def chosen(self, declared: dict[str, Vendor], **variables: str) -> Accelerator:
         names = {f"TORCH_FSDP_TESTS_{name}": value for name, value in variables.items()}
-        with unittest.mock.patch.object(vendors, "load", declared.get):
-            with unittest.mock.patch.dict(os.environ, names):
-                accelerator._resolve.cache_clear()
-                self.addCleanup(accelerator._resolve.cache_clear)
-                return accelerator.current()
+        with mock.patch.object(vendors, "load", declared.get), mock.patch.dict(os.environ, names):
+            accelerator._resolve.cache_clear()
+            self.addCleanup(accelerator._resolve.cache_clear)
+            return accelerator.current()
 
     def test_vendor_describes_its_own_device(self):
         declared = {"abacus": vendors.Vendor("abacus", describe=f"{__name__}:describe")}
@@ -108,11 +106,9 @@ class TestChoice(TestCase):
         self.assertEqual(self.chosen(declared, DEVICE="abacus", RANKS="3").ranks, 3)
 
     def test_descriptions_that_fail(self):
+        not_found = "cannot be imported: ModuleNotFoundError: .*; write it, or leave `describe` out"
         for name, words in (
-            (
-                "no_such_module:describe",
-                "cannot be imported: ModuleNotFoundError: .*; write it, or leave `describe` out",
-            ),
+            ("no_such_module:describe", not_found),
             (f"{__name__}:nothing", "cannot be imported: AttributeError: "),
             ("builtins:dict", "returned a dict; it must return an Accelerator"),
             ("builtins:len", "failed: TypeError: "),
@@ -122,7 +118,7 @@ class TestChoice(TestCase):
                 self.chosen({"foo": vendors.Vendor("foo", describe=name)}, DEVICE="foo")
 
     def test_message_for_unknown_device_lists_those_of_torch(self):
-        with unittest.mock.patch.object(torch.accelerator, "current_accelerator", lambda: None):
+        with mock.patch.object(torch.accelerator, "current_accelerator", lambda: None):
             with self.assertRaisesRegex(ConfigurationError, "^unknown device 'foo': torch .* know cpu$"):
                 self.chosen({}, DEVICE="foo")
 
@@ -131,8 +127,8 @@ class TestChoice(TestCase):
         declared = {"xpu": vendors.Vendor("xpu", backend="gloo")}
         answer = {"count": 3, "capabilities": ["streams"]}
         with (
-            unittest.mock.patch.object(accelerator, "_probe", lambda *_: answer),
-            unittest.mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True),
+            mock.patch.object(accelerator, "_probe", lambda *_: answer),
+            mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True),
         ):
             device = self.chosen(declared, DEVICE="xpu")
         self.assertEqual((device.backend, device.count, device.capabilities), ("gloo", 3, {"streams"}))
@@ -143,10 +139,9 @@ class TestChoice(TestCase):
 
     def test_no_device_of_that_kind(self):
         absent = {"count": 0, "capabilities": []}
-        with unittest.mock.patch.object(accelerator, "_probe", lambda *_: absent):
-            with unittest.mock.patch.object(accelerator, "_checked_backend", lambda *_: "xccl"):
-                with self.assertRaisesRegex(ConfigurationError, "sees none: check the driver"):
-                    accelerator.from_torch("xpu", None, None)
+        with mock.patch.multiple(accelerator, _probe=lambda *_: absent, _checked_backend=lambda *_: "xccl"):
+            with self.assertRaisesRegex(ConfigurationError, "sees none: check the driver"):
+                accelerator.from_torch("xpu", None, None)
 
     def test_probe_runs_in_its_own_process(self):
         """If torch was built without a device type, one sentence says so, and this process initialises nothing."""
@@ -158,13 +153,13 @@ class TestChoice(TestCase):
         answer = {"count": 1, "capabilities": ["fork"]}
         probe = accelerator._probe.__wrapped__
         with (
-            unittest.mock.patch.dict(accelerator._answers, clear=True),
-            unittest.mock.patch.object(accelerator_probe, "ask", return_value=answer) as ask,
-            unittest.mock.patch.object(accelerator.events, "record") as recorded,
+            mock.patch.dict(accelerator._answers, clear=True),
+            mock.patch.object(accelerator_probe, "ask", return_value=answer) as ask,
+            mock.patch.object(accelerator.events, "record") as recorded,
         ):
             self.assertEqual(probe("xpu", "xccl"), answer)
             recorded.assert_called_once_with(probed={"xpu xccl": answer})
-            with unittest.mock.patch.dict(os.environ, accelerator.environment()):
+            with mock.patch.dict(os.environ, accelerator.environment()):
                 self.assertEqual(probe("xpu", "xccl"), answer)
             ask.assert_called_once_with("xpu", "xccl")
 
@@ -185,10 +180,7 @@ class TestSharing(TestCase):
             probed.append(name)
             return {"count": count, "capabilities": ["shared_device"] * facts[name]}
 
-        with (
-            unittest.mock.patch.object(accelerator, "_probe", probe),
-            unittest.mock.patch.object(accelerator, "_checked_backend", lambda kind, name: name or "xccl"),
-        ):
+        with mock.patch.multiple(accelerator, _probe=probe, _checked_backend=lambda kind, name: name or "xccl"):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
     def test_tests_with_more_ranks_than_devices(self):
@@ -208,7 +200,7 @@ class TestSharing(TestCase):
         """There each rank of a launch has a device, although one machine does not have as many."""
         for one_host, backend in ((False, "xccl"), (True, "gloo")):
             launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
-            with unittest.mock.patch.object(launcher, "found", lambda launch=launch: launch):
+            with mock.patch.object(launcher, "found", lambda launch=launch: launch):
                 device, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
                 self.assertEqual((device.backend, device.is_shared), (backend, one_host))
                 self.assertEqual(device.for_ranks(16).backend, backend)
@@ -216,7 +208,7 @@ class TestSharing(TestCase):
     def test_device_of_the_test_that_runs(self):
         device, _ = self.chosen(count=2, own=False, gloo=True)
         self.addCleanup(accelerator.expect, 0)
-        with unittest.mock.patch.object(accelerator, "_resolve", lambda *_: device):
+        with mock.patch.object(accelerator, "_resolve", lambda *_: device):
             for ranks, backend in ((2, "xccl"), (4, "gloo"), (0, "xccl")):
                 accelerator.expect(ranks)
                 self.assertEqual(accelerator.current().backend, backend)
@@ -239,6 +231,15 @@ class TestSharing(TestCase):
                 self.assertRegex(device.lacks_room_for(2) or "", lacking or "^$")
 
 
+# What the probe tries, and the capabilities that follow.
+ATTEMPTS = {
+    "_computes_after_fork": ["fork"],
+    "_shares_a_device": ["shared_device"],
+    "_has_symmetric_memory": ["symmetric_memory"],
+    "_collective_works": ["bf16_collectives", "fp16_collectives", "premul_sum"],
+}
+
+
 class Module:
     """Replaces ``torch.get_device_module``, for a device with these capabilities."""
 
@@ -254,12 +255,11 @@ class TestProbe(TestCase):
     """
 
     def described(self, module: object, backend: str = "nccl", /, **answers: bool) -> dict[str, Any]:
-        always = {"_computes_after_fork": False, "_shares_a_device": False, "_has_symmetric_memory": False}
-        always |= {"_collective_works": False} | answers
-        with contextlib.ExitStack() as patches:
-            for name, answer in always.items():
-                patches.enter_context(unittest.mock.patch.object(accelerator_probe, name, lambda *_, a=answer, **__: a))
-            patches.enter_context(unittest.mock.patch.object(torch, "get_device_module", lambda kind: module))
+        attempts = {name: mock.Mock(return_value=answers.get(name, False)) for name in ATTEMPTS}
+        with (
+            mock.patch.multiple(accelerator_probe, **attempts),
+            mock.patch.object(torch, "get_device_module", lambda kind: module),
+        ):
             return accelerator_probe.describe("xpu", backend)
 
     def test_nothing_is_taken_for_granted(self):
@@ -269,12 +269,7 @@ class TestProbe(TestCase):
         self.assertEqual(self.described(Module(0)), {"count": 0, "capabilities": []})
 
     def test_each_capability_has_its_own_attempt(self):
-        for attempt, names in {
-            "_computes_after_fork": ["fork"],
-            "_shares_a_device": ["shared_device"],
-            "_has_symmetric_memory": ["symmetric_memory"],
-            "_collective_works": ["bf16_collectives", "fp16_collectives", "premul_sum"],
-        }.items():
+        for attempt, names in ATTEMPTS.items():
             self.assertEqual(self.described(Module(2), **{attempt: True})["capabilities"], names)
         able = Module(2, set_device=lambda index: None, graph=object, can_device_access_peer=lambda a, b: True)
         self.assertEqual(self.described(able)["capabilities"], ["device_index", "peer_access", "graphs"])
@@ -290,7 +285,7 @@ class TestProbe(TestCase):
         self.assertEqual(self.described(Module(1), "gloo", _shares_a_device=True)["variables"], {})
         # With enough devices this is not probed, because the probe starts the device's runtime twice.
         self.assertEqual(self.described(Module(8), _shares_a_device=True)["capabilities"], [])
-        with unittest.mock.patch.dict(accelerator._answers, {"xpu nccl": shared}, clear=True):
+        with mock.patch.dict(accelerator._answers, {"xpu nccl": shared}, clear=True):
             self.assertLessEqual(variables.items(), accelerator.environment().items())
 
     def test_a_forked_process_is_tried_and_has_a_limit(self):
@@ -326,34 +321,30 @@ class TestMachine(TestCase):
 
     def test_of_devices(self):
         """What a device's module cannot tell is left out."""
-        properties = unittest.mock.Mock(driver_version="1.2")
+        properties = mock.Mock(driver_version="1.2")
         able = Module(
             2,
             get_device_name=lambda index: "Nine",
             get_device_properties=lambda index: properties,
             mem_get_info=lambda index: ((index + 3) << 30, 0),
-            beads=unittest.mock.Mock(version=lambda: (2, 27, 5)),
+            beads=mock.Mock(version=lambda: (2, 27, 5)),
         )
-        with unittest.mock.patch.object(torch, "get_device_module", lambda kind: able):
+        with mock.patch.object(torch, "get_device_module", lambda kind: able):
             facts = machine.of_device("xpu", "beads")
         self.assertEqual([facts[name] for name in ("accelerator", "driver", "device_memory")], ["2 x Nine", "1.2", 3.0])
         self.assertEqual(facts["libraries"]["beads"], "2.27.5")
-        with unittest.mock.patch.object(torch, "get_device_module", lambda kind: Module(1)):
+        with mock.patch.object(torch, "get_device_module", lambda kind: Module(1)):
             self.assertLessEqual(machine.of_device("xpu").keys(), {"libraries", "driver"})
 
     def test_facts_reach_the_device(self):
         """The probe's facts become part of the value, and then of the report."""
         answer = {"count": 1, "capabilities": [], "machine": {"accelerator": "1 x Nine"}}
-        with unittest.mock.patch.object(accelerator, "_probe", lambda *_: answer):
+        with mock.patch.object(accelerator, "_probe", lambda *_: answer):
             self.assertEqual(accelerator.from_torch("xpu", "gloo", 1).machine, answer["machine"])
 
     def test_in_words(self):
-        facts = {
-            **self.FACTS,
-            "accelerator": "8 x Nine",
-            "driver": "550",
-            "libraries": {"cuda": "12.8", "nccl": "2.27"},
-        }
+        libraries = {"cuda": "12.8", "nccl": "2.27"}
+        facts = {**self.FACTS, "accelerator": "8 x Nine", "driver": "550", "libraries": libraries}
         words = "Beads, AVX2, BLAS mkl, 2 threads, 8 x Nine, driver 550, cuda 12.8, nccl 2.27"
         self.assertEqual(machine.in_one_line(facts), words)
         self.assertEqual(machine.in_one_line({}), "")
@@ -378,7 +369,7 @@ class TestRequirements(TestCase):
         with under_test(device):
             try:
                 return test(self)
-            except unittest.SkipTest as skip:
+            except SkipTest as skip:
                 return str(skip)
 
     def test_devices(self):
@@ -414,7 +405,7 @@ class TestRequirements(TestCase):
 
     def test_nccl_is_required_only_if_it_is_under_test(self):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")
-        with unittest.mock.patch("torch.distributed.is_nccl_available", lambda: False):
+        with mock.patch("torch.distributed.is_nccl_available", lambda: False):
             self.assertIn("without the backend nccl", self.reason(requires_nccl(), Accelerator("x", "nccl", 2, 2)))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed import fake_pg
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
@@ -90,18 +90,15 @@ class TestFakeWorld(MultiProcessTestCase):
         with self.assertRaisesRegex(RuntimeError, "error_on_collective"):
             dist.all_reduce(torch.ones(1, device=self.device()))
 
-    def fully_sharded(self, rank: int, **kwargs: Any) -> nn.Module:
-        with torch.device("meta"):
-            model = nn.Linear(COLUMNS, ROWS, bias=False)
-        fully_shard(model, **kwargs)
-        model.to_empty(device=self.device())
-        nn.init.ones_(model.weight)
-        return model
-
-    def check_shards(self, rank: int, local_rows: int) -> None:
+    @parametrize("rank,local_rows", [(514, 2), (1023, 0)])
+    def test_fully_shard(self, rank, local_rows):
         self.fake(rank)
         mesh = init_device_mesh(self.device().type, (WORLD,))
-        model = self.fully_sharded(rank, mesh=mesh)
+        with torch.device("meta"):
+            model = nn.Linear(COLUMNS, ROWS, bias=False)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device=self.device())
+        nn.init.ones_(model.weight)
         self.assertEqual(model.weight.shape, (ROWS, COLUMNS))
         self.assertEqual(model.weight.to_local().shape, (local_rows, COLUMNS))
         # The shape has only the rank's own rows. Storage and messages are padded to the largest shard's 2 rows.
@@ -117,12 +114,6 @@ class TestFakeWorld(MultiProcessTestCase):
         self.assertEqual(scatters, [(padded, WORLD * padded)])
         self.assertEqual(model.weight.grad.to_local().shape, (local_rows, COLUMNS))
         self.assertEqual(model.weight.to_local().shape, (local_rows, COLUMNS))
-
-    def test_fully_shard_of_a_rank_with_rows(self):
-        self.check_shards(rank=514, local_rows=2)
-
-    def test_fully_shard_of_a_rank_without_rows(self):
-        self.check_shards(rank=1023, local_rows=0)
 
     def test_fsdp1_flat_parameter(self):
         self.fake(rank=1)
@@ -147,6 +138,8 @@ class TestFakeWorld(MultiProcessTestCase):
             self.assertEqual(dist.Backend.default_device_backend_map, known)
         importlib.reload(fake_pg)
 
+
+instantiate_parametrized_tests(TestFakeWorld)
 
 if __name__ == "__main__":
     run_tests()

@@ -7,10 +7,11 @@ A launch of two nodes runs ``inputs/launched.py``. It has every fault but the lo
 import dataclasses
 import functools
 import re
-import sys
 import unittest.mock
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from launches import TORCHRUN, Launcher, left_after
+from runs import INPUTS, NAME, ROOT, assert_refused, failures, outputs
 
 from torch_fsdp_tests.common_utils import (
     TestCase,
@@ -22,11 +23,6 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.dispatch import options
 from torch_fsdp_tests.processes import host, launcher
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from launches import TORCHRUN, Launcher, left_after
-from runs import INPUTS, NAME, ROOT, assert_refused, failures, outputs
 
 FILE = INPUTS / "launched.py"
 LIMIT = 300  # seconds for a launch

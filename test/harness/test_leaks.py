@@ -5,24 +5,22 @@ The real command runs the leaks of ``inputs/faults.py`` in all three kinds of ra
 """
 
 import functools
+import itertools
 import os
 import queue
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
+
+from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import Reason
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 FAULTS = INPUTS / "faults.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,7 +44,6 @@ def started() -> dict[str, Run]:
     }
 
 
-@functools.cache
 def ended(name: str) -> Run:
     return started()[name].end()
 
@@ -131,8 +128,8 @@ class TestChildren(TestCase):
     """Without it, a process that a test leaves could be missed while the thread that started it ends."""
 
     def test_processes_are_seen_while_their_forking_thread_ends(self):
-        """The kernel then hands the children to another thread. Before the fix, ten of 200 such ends were missed."""
-        for _ in range(200):
+        """The kernel then hands the children to another thread. Single readings miss 30 of 100 such ends."""
+        for _ in range(100):
             self._look_at_one()
 
     def _look_at_one(self) -> None:
@@ -146,9 +143,11 @@ class TestChildren(TestCase):
         thread = threading.Thread(target=fork)
         thread.start()
         with forked.get(timeout=LIMIT) as child:
+            looks = []
             may_end.set()
-            looks = [host.children() for _ in range(50)]
-            thread.join()
+            while Path("/proc/self/task", str(thread.native_id)).exists():
+                looks.append(host.children())
+            looks.append(host.children())
             child.kill()
         self.assertEqual([look for look in looks if child.pid not in look], [])
 
@@ -157,22 +156,23 @@ class TestChildren(TestCase):
 class TestManyTests(TestCase):
     """Without it, a long file could slowly use up memory, file descriptors or threads.
 
-    276 tests in one file. The first tests of each kind do not count, because they import and cache much.
+    156 tests in one file. The first tests of each kind do not count, because they import and cache much.
     """
 
     def test_nothing_grows(self):
         run = ended("many")
         self.assertEqual(run.code, 0, run.text[-2000:])
-        self.assertIn("Ran 276 tests", run.text)
-        measured: dict[tuple[str, ...], dict[int, int]] = {}
-        for kind, who, what, number, value in re.findall(r"^(\w+) (\w+) (\w+) (\d+) (\d+)$", run.stdout, re.M):
-            measured.setdefault((kind, who, what), {})[int(number)] = int(value)
+        self.assertIn("Ran 156 tests", run.text)
+        measured: dict[tuple[str, ...], list[int]] = {}
+        for kind, who, what, value in re.findall(r"^(\w+) (\w+) (\w+) \d+ (\d+)$", run.stdout, re.M):
+            measured.setdefault((kind, who, what), []).append(int(value))
         self.assertEqual(len(measured), 3 * 2 * 4)
         for place, values in measured.items():
-            numbers = sorted(values)
-            early, late = values[numbers[0]], values[numbers[-1]]
-            allowed = 2_000 if place[2] == "kilobytes" else 0
-            self.assertLessEqual(late - early, allowed, f"{place}: {values}")
+            steps = [later - earlier for earlier, later in itertools.pairwise(values)]
+            if place[2] == "kilobytes":  # a table that doubles its size makes one large step
+                self.assertLessEqual(min(steps), 300, f"{place}: {values}")
+            else:
+                self.assertLessEqual(values[-1], values[0], f"{place}: {values}")
 
 
 class TestEndOfTheTestProcess(TestCase):
@@ -208,14 +208,20 @@ class TestEndOfTheTestProcess(TestCase):
         return pids
 
     @parametrize(
-        "own_handler,ends_with",
-        [subtest(("", -signal.SIGTERM), name="alone"), subtest(("1", 7), name="with_a_handler")],
+        "number,own_handler,code,words,count",
+        [
+            subtest((signal.SIGTERM, "", -signal.SIGTERM, "in test_hang_ignoring_sigterm", 6), name="sigterm"),
+            subtest((signal.SIGTERM, "1", 7, "in test_hang_ignoring_sigterm", 6), name="sigterm_with_a_handler"),
+            subtest((signal.SIGINT, "", -signal.SIGINT, "\nKeyboardInterrupt", 1), name="sigint"),
+            subtest((signal.SIGKILL, "", -signal.SIGKILL, "", None), name="sigkill"),
+        ],
     )
-    def test_sigterm_shows_stacks(self, own_handler, ends_with):
-        """If the file has a handler, it decides then what happens."""
-        code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER=own_handler)
-        self.assertEqual((code, left), (ends_with, []))
-        self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
+    def test_signal_while_all_ranks_hang(self, number, own_handler, code, words, count):
+        """SIGTERM shows the stacks. If the file has a handler, it decides then what happens."""
+        ended, text, left = self.hang(number, FAULTS_OWN_HANDLER=own_handler)
+        self.assertEqual((ended, left), (code, []))
+        if count is not None:
+            self.assertEqual(text.count(words), count, text)
 
     @parametrize("moment", ["Making", "Removing"])
     def test_sigterm_at_any_moment(self, moment):
@@ -223,15 +229,6 @@ class TestEndOfTheTestProcess(TestCase):
         run = Run(INPUTS / "ended.py", moment).end()
         self.assertEqual(run.code, -signal.SIGTERM)
         self.assertEqual(run.left, [])
-
-    def test_sigint(self):
-        code, text, left = self.hang(signal.SIGINT)
-        self.assertEqual((code, left), (-signal.SIGINT, []))
-        self.assertIn("KeyboardInterrupt", text)
-
-    def test_sigkill(self):
-        code, _, left = self.hang(signal.SIGKILL)
-        self.assertEqual((code, left), (-signal.SIGKILL, []))
 
 
 instantiate_parametrized_tests(TestLeaks)

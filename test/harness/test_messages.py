@@ -1,12 +1,14 @@
 """Messages between processes: typed values over a socket, and what happens if something else arrives."""
 
 import dataclasses
+import functools
 import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from runs import INPUTS, ROOT, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.processes import messages
@@ -151,15 +153,14 @@ class TestSilence(TestCase):
 
     def test_a_silent_machine_is_known(self):
         """This also works while data is unacknowledged, when the kernel does not send keep-alive probes."""
-        command = [sys.executable, str(Path(__file__).parent / "inputs" / "silent.py"), str(SILENT)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        both = [subprocess.Popen([*command, *data], env=environment, **pipes) for data in ([], ["data"])]
-        for out, err, status in [(*process.communicate(), process.returncode) for process in both]:
-            if "no network of its own" in err:
-                self.skipTest(err.strip())
-            self.assertEqual(status, 0, err)
-            self.assertLess(float(out), 3 * SILENT)
+        command = functools.partial(run_beside, ROOT, INPUTS / "silent.py", SILENT)
+        with ThreadPoolExecutor() as threads:
+            both = [threads.submit(command), threads.submit(command, "data")]
+        for done in (each.result() for each in both):
+            if "no network of its own" in done.stderr:
+                self.skipTest(done.stderr.strip())
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertLess(float(done.stdout), 3 * SILENT)
 
 
 instantiate_parametrized_tests(TestMessages)

@@ -206,17 +206,23 @@ def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
     return outcomes
 
 
-class TestBesideGloo(MultiProcessTestCase):
+class ThreadsTestCase(MultiProcessTestCase):
+    """A rank process runs a test's threads. If a thread hangs, it can be killed with the process."""
+
+    world_size = 1
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+
+class TestBesideGloo(ThreadsTestCase):
     """Without it, a test with ranks in threads could see other results of collectives than over gloo.
 
     Each rank process has gloo's results for its rank. It computes them again in a threaded world, and compares.
     """
 
     world_size = 4
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
 
     def gloo(self, body: Callable[[int, int], Any]) -> Any:
         dist.init_process_group(
@@ -246,16 +252,6 @@ class TestBesideGloo(MultiProcessTestCase):
 
     def test_objects(self):
         self.assertEqual(self.gloo(objects), self.threaded(objects))
-
-
-class ThreadsTestCase(MultiProcessTestCase):
-    """One rank process that runs a test's threads. If a thread hangs, it can be killed with the process."""
-
-    world_size = 1
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
 
 
 class TestArithmetic(ThreadsTestCase):

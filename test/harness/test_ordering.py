@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed import MultiThreadedTestCase
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, defect_blocks, run_tests
+from torch_fsdp_tests.common_utils import (
+    TestCase,
+    defect_blocks,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch_fsdp_tests.defects import races, registry, torch_defect
 from torch_fsdp_tests.device import accelerator, ordering
 
@@ -23,7 +29,8 @@ class TestOrdering(TestCase):
         super().setUp()
         self.device = accelerator.current().device()
         self.module = torch.get_device_module(self.device.type)
-        self.here, self.side = self.module.current_stream(), self.module.Stream()
+        self.here = self.module.current_stream()
+        self.side, self.third = self.module.Stream(), self.module.Stream()
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         self.recording = stack.enter_context(ordering.recorded())
@@ -32,65 +39,64 @@ class TestOrdering(TestCase):
     def _races(self) -> list[tuple[str, str]]:
         return [(race.earlier, race.later) for race in self.recording.races]
 
-    def test_write_and_read(self):
-        with self.module.stream(self.side):
+    def read(self, stream: Any) -> None:
+        with self.module.stream(stream):
             self.x + 1
+
+    def write(self, stream: Any) -> None:
+        with self.module.stream(stream):
+            self.x.add_(1)
+
+    def test_write_and_read(self):
+        self.read(self.side)
         self.assertEqual(self._races(), [("aten::zeros on stream 0", "aten::add.Tensor on stream 1")])
 
     def test_read_and_write(self):
         self.side.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x + 1
-        self.x.add_(1)
+        self.read(self.side)
+        self.write(self.here)
         self.assertEqual(self._races(), [("aten::add.Tensor on stream 1", "aten::add_.Tensor on stream 0")])
 
     def test_two_reads_are_no_race(self):
         self.side.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x + 1
-        self.x + 1
+        self.read(self.side)
+        self.read(self.here)
         self.assertEqual(self._races(), [])
 
     def test_waiting_for_a_stream(self):
         """Later work on the other stream is not waited for."""
         self.side.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x.add_(1)
+        self.write(self.side)
         self.here.wait_stream(self.side)
-        self.x.add_(1)
+        self.write(self.here)
         self.assertEqual(self._races(), [])
-        with self.module.stream(self.side):
-            self.x.add_(1)
+        self.write(self.side)
         self.assertEqual(len(self._races()), 1)
 
     def test_waiting_for_an_event(self):
         """An event stands for the work before it was recorded."""
         event = self.here.record_event()
         self.side.wait_event(event)
-        with self.module.stream(self.side):
-            self.x.add_(1)
+        self.write(self.side)
         self.assertEqual(self._races(), [])
         self.x.mul_(2)
         self.here.wait_event(event)
         self.assertEqual(len(self._races()), 1)
 
     def test_order_by_way_of_a_third_stream(self):
-        third = self.module.Stream()
-        third.wait_stream(self.here)
+        self.third.wait_stream(self.here)
         event = self.module.Event()
-        event.record(third)
+        event.record(self.third)
         event.wait(self.side)
-        with self.module.stream(self.side):
-            self.x.add_(1)
+        self.write(self.side)
         self.assertEqual(self._races(), [])
 
     def test_host_that_synchronizes(self):
         self.here.synchronize()
-        with self.module.stream(self.side):
-            self.x.add_(1)
+        self.write(self.side)
         self.assertEqual(self._races(), [])
         self.side.record_event().synchronize()
-        self.x.add_(1)
+        self.write(self.here)
         self.assertEqual(self._races(), [])
 
     def test_host_that_reads_a_copy(self):
@@ -139,44 +145,38 @@ class TestOrdering(TestCase):
     def test_memory_that_is_freed(self):
         """The next allocation on the memory's stream must come after reads on other streams."""
         self.side.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x + 1
+        self.read(self.side)
         del self.x
         torch.ones(1, device=self.device) + 1  # the memory is freed when the next operator is called
         self.x = torch.ones(8, device=self.device)
         self.assertEqual(self._races()[0][0], "aten::add.Tensor on stream 1")
         self.assertIn("memory's next owner", self._races()[0][1])
 
-    def _races_if_kept_for(self, stream: Any, waits: str = "never") -> int:
-        """Read memory on the side stream, free it, and allocate. ``stream`` waits for the side stream."""
+    @parametrize(
+        "stream,waits,races", [("side", "never", 0), ("third", "after_the_read", 0), ("third", "too_early", 1)]
+    )
+    def test_memory_that_is_kept_for_a_stream(self, stream, waits, races):
+        """Memory that was read on the side stream is freed for this stream, which may wait for the side stream."""
         self.side.wait_stream(self.here)
-        if waits == "too early":
-            stream.wait_stream(self.side)
-        with self.module.stream(self.side):
-            self.x + 1
-        if waits == "after the read":
-            stream.wait_stream(self.side)
-        self.recording.keep_for(self.x, stream)
+        if waits == "too_early":
+            self.third.wait_stream(self.side)
+        self.read(self.side)
+        if waits == "after_the_read":
+            self.third.wait_stream(self.side)
+        self.recording.keep_for(self.x, getattr(self, stream))
         self.x.untyped_storage().resize_(0)
         torch.ones(8, device=self.device)
-        return len(self._races())
-
-    def test_memory_that_is_kept_for_a_stream(self):
-        self.assertEqual(self._races_if_kept_for(self.side), 0)
-
-    def test_memory_that_is_kept_for_a_stream_that_waited(self):
-        self.assertEqual(self._races_if_kept_for(self.module.Stream(), waits="after the read"), 0)
-
-    def test_memory_that_is_kept_for_a_stream_that_waited_too_early(self):
-        self.assertEqual(self._races_if_kept_for(self.module.Stream(), waits="too early"), 1)
+        self.assertEqual(len(self._races()), races)
 
     def test_resized_memory(self):
         self.side.wait_stream(self.here)
-        with self.module.stream(self.side):
-            self.x + 1
+        self.read(self.side)
         self.x.untyped_storage().resize_(0)
         self.x.untyped_storage().resize_(32)
         self.assertEqual(len(self._races()), 1)
+
+
+instantiate_parametrized_tests(TestOrdering)
 
 
 class TestThreads(MultiThreadedTestCase):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -41,21 +41,20 @@ class PeersCase(TestCase):
     def setUp(self):
         super().setUp()
         self.store = Store()
-        patch = mock.patch.object(peers, "open_store", lambda launch, serve=False: self.store)
-        patch.start()
-        self.addCleanup(patch.stop)
+        mock.patch.object(peers, "open_store", lambda launch, serve=False: self.store).start()
+        self.addCleanup(mock.patch.stopall)
 
     def launch(self, rank: int, size: int = 3) -> Launch:
         return Launch(rank, size, rank, "127.0.0.1", 1, one_host=True)
 
     def close_later(self, made: Peers) -> Peers:
-        self.addCleanup(made._listener.close)
-        self.addCleanup(made._selector.close)
-        self.addCleanup(self.close_all, made)
+        self.addCleanup(self.close, made)
         return made
 
     @staticmethod
-    def close_all(made: Peers) -> None:
+    def close(made: Peers) -> None:
+        made._listener.close()
+        made._selector.close()
         for peer in made.of_rank.values():
             peer.connection.close()
 
@@ -86,6 +85,13 @@ class TestStrangers(PeersCase):
         except ConnectionError:
             return True
 
+    def test_rank_0_serves_the_store_if_the_launcher_serves_none(self):
+        launch = dataclasses.replace(self.launch(0), port=find_free_port())
+        mock.patch.stopall()
+        self.close_later(Peers(launch, [agent.Signalled]))
+        rank_0, _ = peers.join(dataclasses.replace(launch, rank=1), [])
+        rank_0.close()
+
     def test_only_the_loopback_interface_listens_where_all_are_on_one_machine(self):
         self.assertEqual(self.peers._listener.getsockname()[0], "127.0.0.1")
 
@@ -99,7 +105,7 @@ class TestStrangers(PeersCase):
         self.assertEqual(message.signal, 15)
 
     def test_peer_without_the_secret_is_refused(self):
-        for greeting in (
+        greetings = (
             self.hello(secret="guessed"),
             self.hello(rank=0),
             self.hello(rank=3),
@@ -107,18 +113,14 @@ class TestStrangers(PeersCase):
             b"GET / HTTP/1.1\n",
             b'["Hello", {}]\n',
             b'["Signalled", {"signal": 9}]\n',
-        ):
-            with self.subTest(greeting=greeting):
-                end = self.stranger()
-                end.sendall(greeting)
-                self.assertEqual(self.gather(1), [1])
-                self.assertTrue(self.is_closed(end))
-
-    def test_no_more_is_read_than_a_hello_takes(self):
-        end = self.stranger()
-        end.sendall(b"x" * (peers.HELLO_SIZE + 1))
+            b"x" * (peers.HELLO_SIZE + 1),  # no more is read than a hello takes
+        )
+        strangers = [self.stranger() for _ in greetings]
+        for end, greeting in zip(strangers, greetings, strict=True):
+            end.sendall(greeting)
         self.assertEqual(self.gather(1), [1])
-        self.assertTrue(self.is_closed(end))
+        for end, greeting in zip(strangers, greetings, strict=True):
+            self.assertTrue(self.is_closed(end), greeting)
 
     def test_second_connection_of_a_rank_is_refused(self):
         first, second = self.stranger(), self.stranger()
@@ -129,7 +131,6 @@ class TestStrangers(PeersCase):
         self.assertTrue(self.is_closed(second))
 
     def test_silent_connections_delay_nobody_and_are_closed(self):
-        self.addCleanup(mock.patch.stopall)
         mock.patch.object(peers, "HELLO_LIMIT", 2.0).start()
         silent = [self.stranger() for _ in range(20)]
         self.assertEqual(self.gather(1), [1])

@@ -5,24 +5,21 @@ its entry point. Its tensors are on the CPU, so this cannot test tensors of a se
 """
 
 import contextlib
-import io
 import os
 import re
 import sys
+import tempfile
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from runs import INPUTS, ROOT, clean_environment, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import options
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, ROOT, run_beside
 
 VENDOR = INPUTS / "vendor"
 NAME = "soroban"
@@ -33,9 +30,8 @@ WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
 @contextlib.contextmanager
 def installed(**variables: str) -> Iterator[None]:
     """Put the vendor's package on the path of this process. Only the given settings are set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     with (
-        unittest.mock.patch.dict(os.environ, kept | variables, clear=True),
+        unittest.mock.patch.dict(os.environ, clean_environment() | variables, clear=True),
         unittest.mock.patch.object(sys, "path", [*sys.path, str(VENDOR)]),
     ):
         accelerator._resolve.cache_clear()
@@ -49,29 +45,21 @@ class TestNewDevice(TestCase):
     """Without it, a vendor would have to change this project before it could test its device."""
 
     def test_whole_file_runs_on_the_vendors_device(self):
-        """Every test of a file that was written before the device existed. The vendor binds each rank to the device
-        that the dispatcher lends by the vendor's own variable.
+        """Every test of a file that was written before the device existed. The vendor binds each rank to a device that
+        the dispatcher lends by the vendor's own variable. Tests of two ranks use two frames, each alone. A test of four
+        ranks does not skip: its ranks share the frames over another backend.
         """
-        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1"}
-        options = ("--device", NAME, "--devices", 1, "--ranks", 3, "-i", FILE, "-v")
+        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1", "SOROBAN_EXCLUSIVE": "1"}
+        options = ("--device", NAME, "--devices", "1,0", "-i", FILE, "-v")
         done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn(f"device {NAME}, backend gloo, ranks 3, devices shared", done.stdout)
+        self.assertIn(f"device {NAME}, backend gloo, ranks 2, devices not shared", done.stdout)
         (passed,) = re.findall(r"^(\d+) passed, 0 failed, 0 skipped$", done.stdout, re.MULTILINE)
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
         self.assertGreaterEqual(int(passed), written)
-        bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
-        self.assertEqual(bound, {(rank, "1") for rank in "0123"})
-
-    def test_only_tests_with_too_many_ranks_share_over_another_backend(self):
-        """Tests of two ranks use two frames, each alone. A test of four ranks does not skip: its ranks share them."""
-        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1", "SOROBAN_EXCLUSIVE": "1"}
-        done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "-i", FILE, "-v", **variables)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertRegex(done.stdout, re.compile(r"^\d+ passed, 0 failed, 0 skipped$", re.MULTILINE))
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)( alone)?$", done.stdout, re.MULTILINE))
-        wanted = {("0", "0", " alone"), ("1", "1", " alone"), *((str(rank), str(rank % 2), "") for rank in range(4))}
-        self.assertEqual(bound, wanted)
+        shared = {("0", "1", ""), ("1", "0", ""), ("2", "1", ""), ("3", "0", "")}
+        self.assertEqual(bound, {("0", "1", " alone"), ("1", "0", " alone")} | shared)
 
     def test_dispatcher_finds_what_its_vendor_counts_without_torch(self):
         code = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
@@ -111,20 +99,27 @@ class TestWishes(TestCase):
     The dispatcher's options, the variables, and the harness' settings agree.
     """
 
-    def of_dispatcher(self, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-        run = options.parse(arguments, environment, ROOT)
+    def of_dispatcher(self, *arguments: str, **environment: str) -> dict[str, Any]:
+        run = options.parse(["--list", *arguments], environment, ROOT)
         return {name: getattr(run, name) for name in WISHES}
 
     @parametrize("name", sorted(WISHES))
     def test_an_option_is_its_variable(self, name):
-        value = str(WISHES[name])
-        variable = f"TORCH_FSDP_TESTS_{name.upper()}"
-        by_option = self.of_dispatcher([f"--{name}", value, "--list"], {})
-        self.assertEqual(by_option, self.of_dispatcher(["--list"], {variable: value}))
+        option, variable = (f"--{name}", str(WISHES[name])), f"TORCH_FSDP_TESTS_{name.upper()}"
+        by_option = self.of_dispatcher(*option)
         self.assertEqual(by_option[name], WISHES[name])
-        other = {variable: "7"}
-        self.assertEqual(by_option, self.of_dispatcher([f"--{name}", value, "--list"], other))  # an option wins
-        self.assertEqual(self.of_dispatcher(["--list"], {variable: ""}), self.of_dispatcher(["--list"], {}))
+        self.assertEqual(by_option, self.of_dispatcher(**{variable: option[1]}))
+        self.assertEqual(by_option, self.of_dispatcher(*option, **{variable: "7"}))  # an option wins
+        self.assertEqual(self.of_dispatcher(**{variable: ""}), self.of_dispatcher())
+
+    def test_the_dispatcher_tells_a_file(self):
+        wishes = "cpu", "gloo", "3"  # the CPU is the subject: it needs no torch
+        options = [word for name, value in zip(WISHES, wishes, strict=True) for word in (f"--{name}", value)]
+        variables = [f"TORCH_FSDP_TESTS_{name.upper()}" for name in WISHES]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "test_x.py").write_text(f"import os\nprint([os.environ[name] for name in {variables}])\n")
+            done = run_beside(ROOT, ROOT / "run_test.py", "--test-directory", folder, *options)
+        self.assertIn(f"\n{[*wishes]}\n", done.stdout, "shown, because a file without tests fails")
 
     def test_the_harness_obeys_the_variables(self):
         variables = {f"TORCH_FSDP_TESTS_{name.upper()}": str(value) for name, value in WISHES.items()}
@@ -135,13 +130,6 @@ class TestWishes(TestCase):
             unset = accelerator.current()
         with installed():
             self.assertEqual(accelerator.current(), unset)
-
-    @parametrize("ranks", ["0", "two", "-1"])
-    def test_both_refuse_the_same_numbers(self, ranks):
-        with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
-            self.of_dispatcher(["--list"], {"TORCH_FSDP_TESTS_RANKS": ranks})
-        with installed(TORCH_FSDP_TESTS_RANKS=ranks), self.assertRaises(accelerator.ConfigurationError):
-            accelerator.current()
 
 
 instantiate_parametrized_tests(TestWishes)
