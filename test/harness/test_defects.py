@@ -33,6 +33,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 sys.path.insert(0, str(Path(__file__).parent))
 
 from runs import INPUTS, ROOT, assert_refused, outputs
+from sources import TESTS_OF_FSDP, trees
 
 sys.path.insert(0, str(INPUTS / "repaired"))
 
@@ -45,8 +46,8 @@ Program = Callable[..., tuple[Any, Any]]
 
 def named_in_tests() -> set[str]:
     """The ids of the defects that tests of FSDP show, as a whole or in a block."""
-    paths = sorted((ROOT / "test" / "distributed").rglob("test_*.py"))
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    files = trees(TESTS_OF_FSDP, with_words="torch_defect")
+    nodes = (node for _, tree in files for node in ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_defect"]
     return {ast.literal_eval(id) for call in calls for id in call.args}
 
@@ -73,11 +74,7 @@ class TestRegistry(TestCase):
                     self.assertEqual(answers, [Answer.PRESENT, Answer.ABSENT])
 
     def test_no_expected_failure_is_without_a_defect(self):
-        files = []
-        for path in sorted((ROOT / "test" / "distributed").rglob("*.py")):
-            if re.search(r"expectedFailure|xfailIf", path.read_text(encoding="utf-8")):
-                files.append(path.name)
-        self.assertEqual(files, [])
+        self.assertEqual([*trees(TESTS_OF_FSDP, with_words=r"expectedFailure|xfailIf")], [])
 
     def test_every_defect_says_what_it_is(self):
         for id in registry.ids():
