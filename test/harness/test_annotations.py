@@ -1,12 +1,16 @@
 """Every helper of the tests is annotated, according to the syntax trees. mypy checks the annotations."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sources import TESTS, trees
+
 FIXTURES = {f"{stage}{of}" for stage in ("setUp", "tearDown") for of in ("", "Class", "Module")}
 FIXTURES |= {"perThreadSetUp", "perThreadTearDown"}
 
@@ -20,10 +24,10 @@ def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
             yield from outermost_functions(child)
 
 
-def unannotated(source: str) -> list[str]:
+def unannotated(tree: ast.Module) -> list[str]:
     """The helpers without an annotation of their result or of a parameter other than ``self`` and ``cls``."""
     found = []
-    for function in outermost_functions(ast.parse(source)):
+    for function in outermost_functions(tree):
         if function.name.startswith("test") or function.name in FIXTURES:
             continue
         given = function.args
@@ -56,13 +60,13 @@ class TestAnnotations(TestCase):
     """Without it, helpers without annotations could come in, and mypy would not check them."""
 
     def test_every_helper_is_annotated(self):
-        files = {path.relative_to(TESTS): unannotated(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")}
+        files = {str(path.relative_to(TESTS)): unannotated(tree) for path, tree in trees(TESTS)}
         self.assertGreater(len(files), 100)
-        self.assertEqual({str(path): names for path, names in files.items() if names}, {})
+        self.assertEqual({path: names for path, names in files.items() if names}, {})
 
     def test_what_is_found(self):
         expected = ["no_result", "no_parameter", "no_starred", "no_keyword", "no_result_of_a_method"]
-        self.assertEqual(unannotated(SAMPLE), expected)
+        self.assertEqual(unannotated(ast.parse(SAMPLE)), expected)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import types
@@ -371,21 +370,6 @@ class RunTestsTest(TestCase):
         cls.ours.write_text(SUITE.format(**ours, run="run_tests()"))
         cls.plain.write_text(SUITE.format(**plain))
 
-    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
-        """Start the real command in a fresh interpreter."""
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.ours.parent,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        )
-
-    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        text, _ = process.communicate(timeout=60)
-        return process.returncode, text
-
     def call(self, file: Path, *arguments: str, **environment: str) -> tuple[int, str]:
         """The same as the real command, but if possible in a fork, which need not import torch again."""
         with tempfile.TemporaryFile() as output:
@@ -411,9 +395,8 @@ class RunTestsTest(TestCase):
         return re.sub(r"line \d+", "line N", text)
 
     def test_prints_what_unittest_prints(self):
-        # Both are fresh interpreters: a fork would inherit run_test.py's changes to unittest in this process.
-        commands = [[file, "-v", "--locals", "Alpha"] for file in (self.ours, self.plain)]
-        (our_status, our_text), (status, text) = map(self.finish, [self.start(*command) for command in commands])
+        results = [self.call(file, "-v", "--locals", "Alpha") for file in (self.ours, self.plain)]
+        (our_status, our_text), (status, text) = results
         self.assertEqual(our_status, status)
         self.assertEqual(self.normal(our_text), self.normal(text))
         self.assertIn("number = 41", our_text)

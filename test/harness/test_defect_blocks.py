@@ -1,9 +1,11 @@
 """Tests and blocks that show known defects of torch: how they are joined over ranks, and how a run reports them."""
 
 import json
+import re
 import sys
 import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 from torch_fsdp_tests import settings
@@ -20,6 +22,7 @@ from runs import INPUTS, ROOT, run_beside
 SHOWN = "fsdp2_extension_gets_one_payload"
 OTHER = "fsdp2_uneven_rows_shown_wrong"
 
+# A comment beside each test says how it ends.
 TEST_FILE = f"""
 import os
 
@@ -32,67 +35,67 @@ from torch_fsdp_tests.defects import torch_defect
 
 
 class NotShown:
-    def test_not_shown(self):
+    def test_not_shown(self):  # passed, if strict unexpected success
         with torch_defect("{SHOWN}"):
             self.assertEqual(1, 1)
 
-    def test_too_few_subtests(self):
+    def test_too_few_subtests(self):  # known defect, if strict unexpected success
         for number in range(3):
             with self.subTest(number=number), torch_defect("{SHOWN}"):
                 self.assertNotEqual(number, 1)
 
     @torch_defect("{SHOWN}")
-    def test_decorated_passes(self):
+    def test_decorated_passes(self):  # passed, if strict unexpected success
         pass
 
 
 class ShownOnOneRank:
-    def test_shown_on_one_rank(self):
+    def test_shown_on_one_rank(self):  # known defect
         with torch_defect("{SHOWN}"):
             self.assertNotEqual(self.rank, 1)
         dist.barrier()
 
 
 class Bodies(NotShown):
-    def test_shown(self):
+    def test_shown(self):  # known defect
         with torch_defect("{SHOWN}"):
             self.assertEqual(0.75, 1.5)
         self.assertEqual(1, 1)
 
-    def test_raises_something_else(self):
+    def test_raises_something_else(self):  # error
         with torch_defect("{SHOWN}"):
             raise ValueError("on purpose")
 
-    def test_fails_after_the_block(self):
+    def test_fails_after_the_block(self):  # failed
         with torch_defect("{SHOWN}"):
             self.assertEqual(0.75, 1.5)
         self.assertEqual("after", "the block")
 
-    def test_shown_where_not_expected(self):
+    def test_shown_where_not_expected(self):  # failed
         with torch_defect("{SHOWN}", when=False):
             self.assertEqual(0.75, 1.5)
 
-    def test_some_subtests(self):
+    def test_some_subtests(self):  # known defect
         for number in range(3):
             with self.subTest(number=number), torch_defect("{SHOWN}", when=number == 1):
                 self.assertNotEqual(number, 1)
 
     @torch_defect("{OTHER}")
-    def test_block_in_a_decorated_test(self):
+    def test_block_in_a_decorated_test(self):  # known defect
         with torch_defect("{SHOWN}"):
             self.assertEqual(0.75, 1.5)
         self.fail()
 
     @torch_defect("{SHOWN}")
-    def test_decorated_is_shown(self):
+    def test_decorated_is_shown(self):  # known defect
         self.assertEqual(0.75, 1.5)
 
     @torch_defect("{SHOWN}")
-    def test_decorated_raises_something_else(self):
+    def test_decorated_raises_something_else(self):  # error
         raise ValueError("on purpose")
 
     @torch_defect("{OTHER}", "{SHOWN}")
-    def test_decorated_shows_one_of_two(self):
+    def test_decorated_shows_one_of_two(self):  # known defect
         self.assertEqual(0.75, 1.5)
 
 
@@ -101,16 +104,16 @@ class TestPlain(Bodies, TestCase):
 
 
 class OfRanks(Bodies, ShownOnOneRank):
-    def test_defect_may_be_shown_by_any_rank(self):
+    def test_defect_may_be_shown_by_any_rank(self):  # known defect
         for rank in range(2):
             with torch_defect("{SHOWN}"):
                 self.assertNotEqual(self.rank, rank)
 
-    def test_shown_on_another_rank(self):
+    def test_shown_on_another_rank(self):  # failed
         with torch_defect("{SHOWN}", when=self.rank == 0):
             self.assertNotEqual(self.rank, 1)
 
-    def test_rank_that_does_not_show_it_may_fail_after_the_block(self):
+    def test_rank_that_does_not_show_it_may_fail_after_the_block(self):  # failed
         with torch_defect("{SHOWN}"):
             self.assertNotEqual(self.rank, 1)
         self.assertNotEqual(self.rank, 0)
@@ -120,7 +123,7 @@ class TestProcesses(OfRanks, FSDPTest):
     world_size = 2
 
     @torch_defect("{SHOWN}")
-    def test_decorated_crashes(self):
+    def test_decorated_crashes(self):  # crashed
         os._exit(7)
 
 
@@ -160,41 +163,18 @@ if __name__ == "__main__":
     run_tests()
 """
 
-STATES = {
-    "test_shown": "known defect",
-    "test_not_shown": "passed",
-    "test_raises_something_else": "error",
-    "test_fails_after_the_block": "failed",
-    "test_shown_where_not_expected": "failed",
-    "test_some_subtests": "known defect",
-    "test_too_few_subtests": "known defect",
-    "test_block_in_a_decorated_test": "known defect",
-    "test_decorated_is_shown": "known defect",
-    "test_decorated_passes": "passed",
-    "test_decorated_raises_something_else": "error",
-    "test_decorated_shows_one_of_two": "known defect",
+OUTCOMES = {
+    name: (outcome, strict or outcome)
+    for name, outcome, strict in re.findall(r"def (\w+)\(self\):  # ([\w ]+)(?:, if strict (.*))?", TEST_FILE)
 }
-OF_RANKS = {
-    "test_shown_on_one_rank": "known defect",
-    "test_defect_may_be_shown_by_any_rank": "known defect",
-    "test_shown_on_another_rank": "failed",
-    "test_rank_that_does_not_show_it_may_fail_after_the_block": "failed",
-}
-NOT_SHOWN = ("test_not_shown", "test_too_few_subtests", "test_decorated_passes")
-WANTED = {
-    **{f"TestPlain.{test}": state for test, state in STATES.items()},
-    **{
-        f"{cls}.{test}": state
-        for cls in ("TestProcesses", "TestThreads")
-        for test, state in (STATES | OF_RANKS).items()
-    },
-    "TestProcesses.test_decorated_crashes": "crashed",
-    **{
-        f"TestStrict{kind}.{test}": "unexpected success"
-        for kind in ("Plain", "Processes", "Threads")
-        for test in NOT_SHOWN
-    },
-    **{f"TestStrict{kind}.test_shown_on_one_rank": "known defect" for kind in ("Processes", "Threads")},
+NOT_SHOWN = {name for name, (outcome, strict) in OUTCOMES.items() if strict != outcome}
+COUNTS = {  # of tests in the classes
+    "TestPlain": 12,
+    "TestProcesses": 17,
+    "TestThreads": 16,
+    "TestStrictPlain": 3,
+    "TestStrictProcesses": 4,
+    "TestStrictThreads": 4,
 }
 
 
@@ -217,10 +197,11 @@ class TestInARun(TestCase):
             report = json.loads(Path(folder, "report", "report.json").read_text())
             page = Path(folder, "report", "report.html").read_text()
         tests = {test["test"]: test for file in report["files"] for test in file["tests"]}
-        states = {name: test["outcome"] for name, test in tests.items()}
-        self.assertEqual((done.returncode, states), (1, WANTED))
+        wanted = {name: OUTCOMES[name.partition(".")[2]]["Strict" in name] for name in tests}
+        self.assertEqual({name: test["outcome"] for name, test in tests.items()}, wanted)
+        self.assertEqual((done.returncode, Counter(name.partition(".")[0] for name in tests)), (1, COUNTS))
         shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
-        known = sorted(f"test_it::{test}" for test, state in WANTED.items() if state == "known defect")
+        known = sorted(f"test_it::{test}" for test, state in wanted.items() if state == "known defect")
         self.assertEqual(sorted(shown[SHOWN]), known)
         of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
         self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
@@ -229,7 +210,7 @@ class TestInARun(TestCase):
 
         (repaired,) = report["repaired_defects"]
         self.assertIn(f"repaired in this torch: {SHOWN} (An all-gather extension that sends", done.stdout)
-        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, set(NOT_SHOWN))
+        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, NOT_SHOWN)
         self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
         self.assertNotIn(" (number=1)", "".join(repaired["places"]))
         words = rf"{SHOWN} did not show at test_it.py:\d+ \(number=0\), test_it.py:\d+ \(number=2\)"

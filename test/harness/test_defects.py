@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import json
 import os
@@ -13,38 +13,41 @@ import sys
 import tempfile
 import unittest
 import unittest.mock
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import launch, registry, texts, trial
 from torch_fsdp_tests.defects.__main__ import main
-from torch_fsdp_tests.defects.registry import Answer, Consequence
+from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
-from torch_fsdp_tests.ranks import Assignment
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from runs import INPUTS, ROOT, assert_refused, outputs
+from sources import TESTS_OF_FSDP, trees
 
 sys.path.insert(0, str(INPUTS / "repaired"))
 
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command
-
-of_this_source = unittest.skipUnless(
-    torch.__version__.startswith("2.13."), "needs torch 2.13, whose source the repairs change"
-)
+IS_THIS_SOURCE = torch.__version__.startswith("2.13.")  # which the repairs change
+repairs = importlib.import_module("repairs") if IS_THIS_SOURCE else unittest.mock.Mock(REPAIRS=[])
+Program = Callable[..., tuple[Any, Any]]
 
 
 def named_in_tests() -> set[str]:
     """The ids of the defects that tests of FSDP show, as a whole or in a block."""
-    paths = sorted((ROOT / "test" / "distributed").rglob("test_*.py"))
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    files = trees(TESTS_OF_FSDP, with_words="torch_defect")
+    nodes = (node for _, tree in files for node in ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_defect"]
     return {ast.literal_eval(id) for call in calls for id in call.args}
 
@@ -71,11 +74,7 @@ class TestRegistry(TestCase):
                     self.assertEqual(answers, [Answer.PRESENT, Answer.ABSENT])
 
     def test_no_expected_failure_is_without_a_defect(self):
-        files = []
-        for path in sorted((ROOT / "test" / "distributed").rglob("*.py")):
-            if re.search(r"expectedFailure|xfailIf", path.read_text(encoding="utf-8")):
-                files.append(path.name)
-        self.assertEqual(files, [])
+        self.assertEqual([*trees(TESTS_OF_FSDP, with_words=r"expectedFailure|xfailIf")], [])
 
     def test_every_defect_says_what_it_is(self):
         for id in registry.ids():
@@ -139,17 +138,6 @@ class TestRegistry(TestCase):
 class TestCommand(TestCase):
     """Without it, a reproduction could stop to reproduce, or the command could say nothing of it."""
 
-    def test_all_defects(self):
-        """On the torch under test, every answer is the expected one, within its time."""
-        status, out, err = command("--json")
-        self.assertEqual(status, 0, out + err)
-        answers = json.loads(out)["defects"]
-        self.assertEqual(sorted(answer["id"] for answer in answers), registry.ids())
-        self.assertEqual({answer["answer"] for answer in answers} & {Answer.UNDECIDED.value}, set())
-        for answer in answers:
-            if answer["answer"] == Answer.PRESENT.value:
-                self.assertNotEqual(answer["found"], answer["right"], answer["id"])
-
     def printed(self, *arguments: str, answer: Answer = Answer.PRESENT) -> tuple[str | int | None, str]:
         """The exit status and the output for a defect that was present, with another answer or none."""
         defect = registry.defect(SHOWN)
@@ -176,6 +164,14 @@ class TestCommand(TestCase):
             for package in ("no_such_package", "json")
         ]
         self.assertEqual(obstacles, ["it needs the package no_such_package", ""])
+
+    def test_json(self):
+        status, out = self.printed(SHOWN, "--json")
+        printed = json.loads(out)
+        self.assertEqual((status, printed["version"], printed["torch"]), (0, 1, torch.__version__))
+        (answer,) = printed["defects"]
+        wanted = {"id": SHOWN, "answer": "present", "expected": "present", "found": {"weight": 0.75}, "seconds": 2.25}
+        self.assertEqual({name: answer[name] for name in wanted}, wanted)
 
     def test_fail_on_present(self):
         self.assertEqual(self.printed(SHOWN, "--fail-on", "present")[0], 1)
@@ -277,63 +273,93 @@ class TestScripts(TestCase):
         self.assertIn("torchrun --nproc-per-node 2", str(leaving.exception))
 
 
-class TestWaysRound(TestCase):
-    """Without it, a user could be sent on a way that does not lead round the defect."""
+def remedies(defect: Defect) -> dict[str, Program]:
+    """Programs in which the defect must not show: on the way round it, and after the repair of its cause in memory."""
+    programs: dict[str, Program] = {}
+    later = re.search(r"with torch ([\d.]+) or later", defect.way_round)
+    if later is None or version_fits(torch.__version__, f">={later[1]}"):
+        if "way_round" in inspect.signature(defect.reproduce).parameters:
+            programs["way round"] = functools.partial(defect.reproduce, way_round=True)
+    if defect.id in repairs.REPAIRS and defect.expected(torch.__version__) is Answer.PRESENT:
 
-    def test_a_way_round_avoids_its_defect(self):
-        """A reproduction that can go the way round its defect finds what is right there."""
-        ids = [id for id in registry.ids() if self.can_go_round(id) and self.is_for_this_torch(id)]
-        self.assertGreater(len(ids), 70)
-        findings = list(trial.try_all(ids, at_a_time=cores(), way_round=True))
-        self.assertEqual(sorted(finding.defect.id for finding in findings), ids)
-        fine = {Answer.ABSENT, Answer.CANNOT_BE_TRIED}
-        self.assertEqual(
-            [texts.details(finding) + finding.why for finding in findings if finding.answer not in fine], []
-        )
-        self.assertGreater(sum(finding.answer is Answer.ABSENT for finding in findings), 60)
+        def reproduce_repaired(*of_rank: Any) -> tuple[Any, Any]:
+            repairs.repair(defect.id)
+            return defect.reproduce(*of_rank)
+
+        programs["repair"] = reproduce_repaired
+    return programs
+
+
+class Remedies(trial.Reproduction):
+    """Ranks try the remedies of a defect. Each has to lead to what is right."""
+
+    @classmethod
+    def program(cls, defect: Defect) -> Program:
+        def try_remedies(rank: int, world_size: int, device: torch.device) -> tuple[Any, Any]:
+            for remedy, program in remedies(defect).items():
+                backend, meeting = dist.get_backend(), f"file://{tempfile.gettempdir()}/{remedy}"
+                dist.destroy_process_group()
+                found, right = launch.run_rank(rank, world_size, meeting, program, device.type, backend)
+                if not launch.same(found, right):
+                    raise AssertionError(f"{remedy}: found {found}, and {right} is right")
+            return None, None
+
+        return try_remedies
+
+
+class ReproductionThenRemedies(Remedies):
+    """Ranks reproduce a defect, and then try its remedies: their start, and the first use of FSDP, take longest."""
+
+    @classmethod
+    def program(cls, defect: Defect) -> Program:
+        def reproduce(*of_rank: Any) -> tuple[Any, Any]:
+            answer = defect.reproduce(*of_rank)
+            try_remedies(*of_rank)
+            return answer
+
+        try_remedies = super().program(defect)
+        return reproduce
+
+
+class TestReproductions(TestCase):
+    """Without it, a reproduction could stop to reproduce or call any torch defective, or a user could be sent on a way
+    that does not lead round the defect.
+    """
+
+    def tried(self, ids: list[str], reproduction: type[trial.Reproduction]) -> list[trial.Finding]:
+        return list(trial.try_all(ids, 2 * cores(), reproduction))
+
+    def test_all_defects(self):
+        """On the torch under test, every answer is the expected one, within its time, and no remedy shows the defect.
+
+        A defect may leave something in its process that makes a remedy fail. Then both are tried apart.
+        """
+        together = self.tried(registry.ids(), ReproductionThenRemedies)
+        apart = [finding.defect.id for finding in together if finding.answer is Answer.UNDECIDED]
+        findings = [finding for finding in together if finding.answer is not Answer.UNDECIDED]
+        findings += self.tried(apart, trial.Reproduction)
+        self.assertEqual(sorted(finding.defect.id for finding in findings), registry.ids())
+        self.assertEqual([texts.line(finding) for finding in findings if not finding.is_as_expected], [])
+        for finding in findings:
+            if finding.answer is Answer.PRESENT:
+                self.assertNotEqual(finding.found, finding.right, finding.defect.id)
+        remedied = self.tried(apart, Remedies)
+        self.assertEqual([texts.line(finding) for finding in remedied if finding.answer is not Answer.ABSENT], [])
+        tried = [finding.defect for finding in findings if finding.answer is not Answer.CANNOT_BE_TRIED]
+        counts = Counter(remedy for defect in tried for remedy in remedies(defect))
+        self.assertGreater(counts["way round"], 60)
+        self.assertGreater(counts["repair"], 40 if IS_THIS_SOURCE else -1)
+
+    @unittest.skipUnless(IS_THIS_SOURCE, "needs torch 2.13, whose source the repairs change")
+    def test_repairs_are_of_known_defects(self):
+        self.assertLessEqual(set(repairs.REPAIRS), set(registry.ids()))
 
     def test_a_rank_stays_until_all_have_reported(self):
         """A rank that left at once would break the connections that a slower one is making."""
         assignment = unittest.mock.Mock(test=SHOWN, index=0, world_size=1, file_name="")
         with unittest.mock.patch.object(launch, "run_rank", return_value=(1, 1)):
-            trial.WayRound._serve_rank(assignment)
+            trial.Reproduction._serve_rank(assignment)
         self.assertEqual([call[0] for call in assignment.method_calls], ["report", "meet"])
-
-    def can_go_round(self, id: str) -> bool:
-        return "way_round" in inspect.signature(registry.defect(id).reproduce).parameters
-
-    def is_for_this_torch(self, id: str) -> bool:
-        """Whether the way is not ``(with torch 2.15 or later)``, or this torch is."""
-        later = re.search(r"with torch ([\d.]+) or later", registry.defect(id).way_round)
-        return later is None or version_fits(torch.__version__, f">={later[1]}")
-
-
-class Repaired(trial.Reproduction):
-    """A reproduction whose ranks first repair torch."""
-
-    @classmethod
-    def _serve_rank(cls, assignment: Assignment) -> None:
-        from repairs import repair  # which needs the torch whose source it changes
-
-        repair(str(assignment.test))
-        super()._serve_rank(assignment)
-
-
-class TestRepairs(TestCase):
-    """Without it, a reproduction could call any torch defective."""
-
-    @of_this_source
-    def test_a_repair_makes_a_defect_absent(self):
-        """Each reproduction reports absent after its cause is repaired in the memory of its ranks."""
-        from repairs import REPAIRS
-
-        self.assertLessEqual(set(REPAIRS), set(registry.ids()))
-        present = [id for id in REPAIRS if registry.defect(id).expected(torch.__version__) is Answer.PRESENT]
-        with unittest.mock.patch.object(trial, "Reproduction", Repaired):
-            findings = {finding.defect.id: finding.answer for finding in trial.try_all(present, at_a_time=cores())}
-        tried = {id: answer for id, answer in findings.items() if answer is not Answer.CANNOT_BE_TRIED}
-        self.assertGreater(len(tried), 40)
-        self.assertEqual(set(tried.values()), {Answer.ABSENT}, str(tried))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The explorer: programs from seeds, what is valid, shrinking, and ranks that end otherwise than expected."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -31,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runs import assert_refused, outputs
 
-SEEDS = range(300)
 FORWARD = Step("forward", number=1)
 BACKWARD = Step("backward", number=-1, flag=False)
 SMALL = Program(
@@ -44,35 +44,39 @@ SMALL = Program(
 )
 
 
+@functools.cache
+def generated() -> tuple[Program, ...]:
+    return tuple(generate.program_of(seed, 4) for seed in range(300))
+
+
 class TestPrograms(TestCase):
     """Without it, ranks could run different programs, or programs that mean nothing."""
+
+    def assert_valid(self, *programs: Program) -> None:
+        for program in programs:
+            self.assertEqual(problem(program), "", program.listing())
 
     def test_same_seed_gives_same_program(self):
         self.assertEqual(generate.program_of(7, 4), generate.program_of(7, 4))
         self.assertNotEqual(generate.program_of(7), generate.program_of(8))
 
     def test_programs_are_valid_and_survive_json(self):
-        for seed in SEEDS:
-            program = generate.program_of(seed, 4)
-            self.assertEqual(problem(program), "", program.listing())
+        self.assert_valid(*generated())
+        for program in generated():
             self.assertEqual(Program.from_json(program.as_json()), program)
 
     def test_everything_that_a_program_may_have_occurs(self):
-        programs = [generate.program_of(seed, 4) for seed in SEEDS]
-        self.assertEqual({step.kind for program in programs for step in program.steps}, {*STEPS})
-        self.assertEqual({layer.kind for program in programs for layer in program.all_layers()}, {*LAYERS})
-        for field in dataclasses.fields(Program):
-            with self.subTest(field.name):
-                self.assertGreater(
-                    len({getattr(program, field.name) for program in programs}), field.name != "world_size"
-                )
-        for field in dataclasses.fields(Layer):
-            with self.subTest(layer=field.name):
-                layers = [layer for program in programs for layer in program.all_layers()]
-                self.assertGreater(len({getattr(layer, field.name) for layer in layers}), 1)
+        layers = [layer for program in generated() for layer in program.all_layers()]
+        self.assertEqual({step.kind for program in generated() for step in program.steps}, {*STEPS})
+        self.assertEqual({layer.kind for layer in layers}, {*LAYERS})
+        for parts in (generated(), layers):
+            for field in dataclasses.fields(parts[0]):
+                with self.subTest(f"{field.name} of {type(parts[0]).__name__}"):
+                    self.assertGreater(len({getattr(part, field.name) for part in parts}), field.name != "world_size")
 
     def test_contradictory_features_are_refused(self):
-        with self.assertRaisesRegex(ProgramError, "no program over 4 ranks can have these together: fsdp1, tp"):
+        words = "no program over 4 ranks can have these together: fsdp1, tp"
+        with mock.patch.object(generate, "_ATTEMPTS", 20), self.assertRaisesRegex(ProgramError, words):
             generate.program_of(1, 4, demanded=("tp", "fsdp1"))
 
     def test_variations_have_no_feature_that_is_switched_off(self):
@@ -88,9 +92,7 @@ class TestPrograms(TestCase):
             self.assertEqual(generate.program_of(seed, 4, demanded=("hsdp",)).replicas, 2)
 
     def test_rewritten_programs_are_valid(self):
-        for seed in SEEDS:
-            program = known.avoiding(generate.program_of(seed), known.REWRITINGS)
-            self.assertEqual(problem(program), "", program.listing())
+        self.assert_valid(*(known.avoiding(program, known.REWRITINGS) for program in generated()))
 
     def test_possible_programs_are_valid(self):
         """A shared layer whose dtype is that of its unit alone cannot become two layers."""
@@ -99,14 +101,12 @@ class TestPrograms(TestCase):
         )
         low = {"dtype": "float32", "param_dtype": "bfloat16", "steps": (Step("sync", flag=False), *SMALL.steps)}
         program = SMALL.but(layers=layers, units=(Unit(("a",)), Unit(("",))), shares=(("b", "a"),), **low)
-        for each in (program, *map(generate.program_of, SEEDS)):
-            self.assertEqual(problem(each), "", each.listing())
-            self.assertEqual(problem(known.possible(each)), "", each.listing())
+        self.assert_valid(program, *map(known.possible, (program, *generated())))
 
     def test_rewritings_are_of_known_defects(self):
         """The key of each is the id of a defect, and it changes some of the programs."""
         self.assertLessEqual(known.REWRITINGS.keys(), {*registry.ids()})
-        programs = [generate.program_of(seed, 4) for seed in SEEDS]
+        programs = [*generated()]
         programs += [generate.program_of(seed, 2, demanded=("fsdp1", "state")) for seed in range(60)]
         for choice in map(random.Random, range(900)):
             programs.append(search.varied(choice.choice(programs), choice.choice(programs), choice))
@@ -122,9 +122,8 @@ class TestPrograms(TestCase):
         self.assertEqual(changed, dataclasses.replace(forward, odd=()))
 
     def test_variations_are_valid(self):
-        for seed in range(60):
-            program = search.varied(generate.program_of(seed), generate.program_of(seed + 60), random.Random(seed))
-            self.assertEqual(problem(program), "", program.listing())
+        pairs = itertools.pairwise(generated()[:61])
+        self.assert_valid(*(search.varied(*pair, random.Random(seed)) for seed, pair in enumerate(pairs)))
 
     def test_bad_programs_are_refused(self):
         for text, reason in {
@@ -376,11 +375,10 @@ class TestScripts(TestCase):
     """Without it, a finding could come with a script that does not run."""
 
     def test_scripts_are_python(self):
-        for seed in range(60):
-            programs = known.valid(generate.program_of(seed)), generate.program_of(seed, 4)
-            for program, what in itertools.product(programs, ("raised ValueError: no", "gradient")):
-                result = ranks.Result(program, what, 0, "a.weight: [1.0] instead of [2.0]")
-                compile(script.script(program, result), "script", "exec")
+        programs = [*generated()[:60], *map(known.valid, generated()[60:120])]
+        for program, what in zip(programs, itertools.cycle(("raised ValueError: no", "gradient"))):
+            result = ranks.Result(program, what, 0, "a.weight: [1.0] instead of [2.0]")
+            compile(script.script(program, result), "script", "exec")
 
     def test_script_holds_the_right_value(self):
         result = ranks.Result(SMALL, "gradient", 1, "a.weight: [[1.0]] instead of [[2.0]]", rank=1)

@@ -1,13 +1,16 @@
 """No module of the package imports one from a higher layer. The syntax trees show imports inside functions too."""
 
 import ast
+import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch_fsdp_tests
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-PACKAGE = Path(torch_fsdp_tests.__path__[0])
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sources import PACKAGE, TESTS_OF_FSDP, trees
 
 # The lowest layer comes first. Names on one line may import each other. Modules that are not listed are above all
 # layers. The longest name that matches a module counts.
@@ -38,9 +41,9 @@ def layer(name: str) -> int:
     return TOP
 
 
-def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
     """The modules of the package that a module imports, by dotted names below it. ``package`` contains the module."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -55,53 +58,49 @@ def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
                 yield ".".join(rest)
 
 
-def modules() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """For each module: its path below the package, the package that contains it, its dotted name below the package."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        below = path.relative_to(PACKAGE)
-        yield below, (PACKAGE.name, *below.parts[:-1]), ".".join(below.with_suffix("").parts)
+@functools.cache
+def imports_of_package() -> list[tuple[str, str]]:
+    """Each module of the package with each one that it imports, by dotted names below the package."""
+    found = []
+    for path, tree in trees(PACKAGE):
+        *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
+        found += [(".".join([*folders, name]), imported) for imported in imports(tree, (PACKAGE.name, *folders))]
+    return found
 
 
 class TestLayers(TestCase):
     """Without it, ``--list`` could need torch, or a process could wait minutes for the name localhost."""
 
     def test_no_module_imports_a_higher_layer(self):
-        upward = [
-            f"{path} imports {imported}"
-            for path, package, name in modules()
-            for imported in imports((PACKAGE / path).read_text(), package)
-            if layer(imported) > layer(name)
-        ]
+        upward = [f"{name} imports {each}" for name, each in imports_of_package() if layer(each) > layer(name)]
         self.assertEqual(upward, [])
 
     def test_dispatcher_imports_only_the_lowest_layers(self):
         found = {
             imported
-            for path, package, name in modules()
-            if name.partition(".")[0] == "dispatch"
-            for imported in imports((PACKAGE / path).read_text(), package)
-            if not imported.startswith("dispatch.") and layer(imported) > HIGHEST_WITHOUT_TORCH
+            for name, imported in imports_of_package()
+            if name.startswith("dispatch.") and not imported.startswith("dispatch.")
+            if layer(imported) > HIGHEST_WITHOUT_TORCH
         }
         self.assertEqual(found, set())
 
     def test_nothing_connects_to_localhost_by_its_name(self):
         """Some containers cannot resolve it, and a process that tries may wait for minutes."""
-        parsers = {PACKAGE / "processes" / "peers.py"}  # it compares with the name, and connects to nothing
-        files = {*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("test/distributed/**/*.py")} - parsers
-        self.assertGreater(len(files), 200)
-        for file in sorted(files):
-            texts = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
-            found = [text for text in texts if isinstance(text, str) and "localhost" in text]
-            self.assertEqual(found, [], str(file))
+        found = {
+            path
+            for path, tree in trees(PACKAGE, TESTS_OF_FSDP, with_words="localhost")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "localhost" in node.value
+        }
+        self.assertEqual(found, {PACKAGE / "processes" / "peers.py"})  # it compares with the name
 
     def test_all_kinds_of_imports_are_seen(self):
         source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"
         relative = (
             "def function():\n    from . import g\n    from .. import h\n    from ..i import j\n    import torch.k\n"
         )
-        self.assertEqual(
-            list(imports(source + relative, ("torch_fsdp_tests", "x"))), ["a.b", "c", "d.e.f", "x.g", "h", "i.j"]
-        )
+        found = list(imports(ast.parse(source + relative), ("torch_fsdp_tests", "x")))
+        self.assertEqual(found, ["a.b", "c", "d.e.f", "x.g", "h", "i.j"])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torch_fsdp_tests.verdict import SkipKind
 sys.path.insert(0, str(Path(__file__).parent))
 
 from runs import INPUTS, ROOT, run_beside
+from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
 OLD = (2, 9)  # the oldest supported version
 FSDP1 = "distributed/fsdp/test_fsdp_apply"
@@ -211,8 +212,8 @@ class TestWherePrivateNamesStand(TestCase):
     def test_names_of_three_files_are_in_one_room(self):
         """A private name of torch that three test files use belongs into ``fsdp/internals.py``."""
         files = collections.defaultdict(set)
-        for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
-            for name in _private_names(ast.parse(path.read_text(encoding="utf-8"))):
+        for path, tree in trees(TESTS_OF_FSDP, files="test_*.py"):
+            for name in _private_names(tree):
                 files[name].add(path.name)
         in_torch = torch_names._names_in_fsdp()
         spread = {name: sorted(where) for name, where in files.items() if len(where) > 2 and name in in_torch}
@@ -220,16 +221,13 @@ class TestWherePrivateNamesStand(TestCase):
 
     def test_no_other_module_compares_versions(self):
         """No other module reads the version of torch either, except to show it."""
-        found = []
-        for path in [*(ROOT / "test").rglob("*.py"), *(ROOT / "torch_fsdp_tests").rglob("*.py")]:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Compare):
-                    continue
-                sides = [node.left, *node.comparators]
-                if any(re.match(r"torch\.__version__|torch_facts\.VERSION", ast.unparse(side)) for side in sides):
-                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-        facts = "torch_fsdp_tests/installed_torch/torch_facts.py", "test/harness/test_torch_names.py"
-        self.assertEqual([place for place in found if not place.startswith(facts)], [])
+        version = r"torch\.__version__|torch_facts\.VERSION"
+        found = set()
+        for path, tree in trees(TESTS, PACKAGE, with_words=version):
+            compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+            sides = [side for node in compared for side in (node.left, *node.comparators)]
+            found |= {path for side in sides if re.match(version, ast.unparse(side))}
+        self.assertEqual(found, {Path(__file__).resolve()})
 
 
 def _private_names(tree: ast.Module) -> Iterator[str]:
@@ -274,7 +272,7 @@ class TestFacts(TestCase):
                 self.assertEqual(fact.seen, torch_facts.VERSION >= fact.since)
 
     def test_every_fact_is_asked(self):
-        files = [path for folder in ("test", "torch_fsdp_tests") for path in (ROOT / folder).rglob("*.py")]
+        files = {*TESTS.rglob("*.py"), *PACKAGE.rglob("*.py")}
         texts = [path.read_text(encoding="utf-8") for path in files if path.name != "torch_facts.py"]
         asked = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", "\n".join(texts)))
         self.assertEqual(torch_facts.facts().keys() - asked, set())

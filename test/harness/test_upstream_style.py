@@ -1,7 +1,9 @@
 """A file in upstream's style, with only its import prefix changed."""
 
 import ast
+import itertools
 import os
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import torch_fsdp_tests
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
     DistributedTestBase,
@@ -26,10 +27,14 @@ from torch_fsdp_tests.common_utils import (
     TestCase,
     run_tests,
 )
+from torch_fsdp_tests.dispatch.syntax import tests_by_class
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
 INPUTS = Path(__file__).parent / "inputs"
-PACKAGE = Path(torch_fsdp_tests.__path__[0])
-IMPORTED, TESTS = (
+IMPORTED, TESTED = (
     [line for line in (INPUTS / name).read_text().splitlines() if not line.startswith("#")]
     for name in ("upstream_names.txt", "upstream_tests.txt")
 )
@@ -42,8 +47,7 @@ def defined_and_used() -> tuple[set[str], set[str]]:
     To import a name into the ``__init__`` of its package is no use.
     """
     defined, used = set(), set()
-    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("test/distributed/**/*.py")]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for path, tree in trees(PACKAGE, TESTS_OF_FSDP):
         if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0].removesuffix(".py") in UPSTREAMS:
             defined |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
             targets = (node.targets[0] for node in tree.body if isinstance(node, ast.Assign))
@@ -60,14 +64,14 @@ def defined_and_used() -> tuple[set[str], set[str]]:
 
 def lacking(tests: Iterable[str]) -> list[str]:
     """Those of these tests (``file::Class.test``) that this suite does not have. A class may inherit a test."""
-    defined: dict[str, set[str]] = {}  # the names of classes and functions, by file
+    defined: dict[str, set[str]] = {}  # the names of classes and tests, by file
     found = []
     for test in tests:
         file, _, name = test.partition("::")
-        path = PACKAGE.parent / "test" / f"{file}.py"
+        path = TESTS / f"{file}.py"
         if file not in defined:
-            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8") if path.exists() else ""))
-            defined[file] = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+            by_class = tests_by_class(path.read_text(encoding="utf-8") if path.exists() else "") or {}
+            defined[file] = {*by_class, *itertools.chain(*by_class.values())}
         found += [test] * (not defined[file].issuperset(name.split(".")))
     return found
 
@@ -76,10 +80,10 @@ class TestNames(TestCase):
     """Without it, a test file of upstream or of a vendor could stop to run here."""
 
     def test_every_test_of_upstream_is_here(self):
-        self.assertGreater(len(TESTS), 500)
-        self.assertEqual(lacking(TESTS), [])
-        other = ["distributed/test_x::TestX.test_x", TESTS[0].replace("::", "::X"), f"{TESTS[0]}_x"]
-        self.assertEqual(lacking([*other, TESTS[0]]), other)
+        self.assertGreater(len(TESTED), 500)
+        self.assertEqual(lacking(TESTED), [])
+        other = ["distributed/test_x::TestX.test_x", TESTED[0].replace("::", "::X"), f"{TESTED[0]}_x"]
+        self.assertEqual(lacking([*other, TESTED[0]]), other)
 
     def test_every_name_that_others_import_is_here(self):
         self.assertGreater(len(IMPORTED), 100)

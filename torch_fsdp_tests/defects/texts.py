@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import json
@@ -94,6 +95,7 @@ def script(defect: Defect) -> str:
     return f"{doc}\n\n{merged}\n\n\n{body}\n\n\n{helper}\n\n\n{end}"
 
 
+@functools.cache
 def _split(source: str) -> tuple[str, list[str], str]:
     """The docstring of a module, its imports with each on one line, and what follows them.
 

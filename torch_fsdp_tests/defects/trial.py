@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
 import selectors
 import time
 import unittest
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +49,44 @@ class Finding:
         return self.answer in (self.expected, Answer.CANNOT_BE_TRIED)
 
 
-def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iterator[Finding]:
-    """Try these defects on the device under test, or the ways round them, and yield each finding as it comes.
+class Reproduction:
+    """What the ranks of a group do: the test is a defect's id."""
+
+    @classmethod
+    def program(cls, defect: Defect) -> Callable[..., tuple[Any, Any]]:
+        """What each rank runs."""
+        return defect.reproduce
+
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        accelerator.expect(assignment.world_size)
+        device, defect = accelerator.current(), registry.defect(str(assignment.test))
+        answer: list[Any] = []
+
+        def reproduce() -> None:
+            meeting, count = f"file://{assignment.file_name}", assignment.world_size
+            try:
+                found, right = launch.run_rank(
+                    assignment.index, count, meeting, cls.program(defect), device.type, device.backend
+                )
+            except NotImplementedError as error:
+                raise unittest.SkipTest(str(error)) from error
+            answer.extend((plain(found), plain(right), launch.same(found, right)))
+
+        outcome = capture(assignment.index, reproduce, time.monotonic)
+        assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
+        assignment.meet(STAY)  # a rank that leaves at once would break the connections that a slower one is making
+
+
+def try_all(ids: Sequence[str], at_a_time: int, reproduction: type[Reproduction] = Reproduction) -> Iterator[Finding]:
+    """Try these defects on the device under test, those that hang first, and yield each finding as it comes.
 
     Raises :class:`accelerator.ConfigurationError` if the requested device is not available.
     """
     device = accelerator.current()
     forkserver.preload(torch_facts.PRELOADED)  # with the defects, all that forked ranks need; nothing is computed
-    waiting, running = [registry.defect(id) for id in ids], dict[RankGroup, Defect]()
+    waiting = sorted(map(registry.defect, ids), key=lambda defect: defect.consequence is not Consequence.HANG)
+    running: dict[RankGroup, Defect] = {}
     selector = selectors.DefaultSelector()
     try:
         while waiting or running:
@@ -66,7 +95,7 @@ def try_all(ids: Sequence[str], at_a_time: int, way_round: bool = False) -> Iter
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
-                    group = RankGroup(WayRound if way_round else Reproduction, defect.id, defect.world_size)
+                    group = RankGroup(reproduction, defect.id, defect.world_size)
                     running[group] = defect
                     selector.register(group, selectors.EVENT_READ)
             if running:
@@ -96,37 +125,6 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
     if defect.package and importlib.util.find_spec(defect.package) is None:
         return f"it needs the package {defect.package}"
     return device.lacks_room_for(defect.world_size) or ""
-
-
-class Reproduction:
-    """What the ranks of a group do: the test is a defect's id."""
-
-    options: Mapping[str, bool] = {}
-
-    @classmethod
-    def _serve_rank(cls, assignment: Assignment) -> None:
-        accelerator.expect(assignment.world_size)
-        device, defect = accelerator.current(), registry.defect(str(assignment.test))
-        answer: list[Any] = []
-
-        def reproduce() -> None:
-            meeting, count = f"file://{assignment.file_name}", assignment.world_size
-            program = functools.partial(defect.reproduce, **cls.options)
-            try:
-                found, right = launch.run_rank(assignment.index, count, meeting, program, device.type, device.backend)
-            except NotImplementedError as error:
-                raise unittest.SkipTest(str(error)) from error
-            answer.extend((plain(found), plain(right), launch.same(found, right)))
-
-        outcome = capture(assignment.index, reproduce, time.monotonic)
-        assignment.report(dataclasses.replace(outcome, text=json.dumps(answer)) if answer else outcome)
-        assignment.meet(STAY)  # a rank that leaves at once would break the connections that a slower one is making
-
-
-class WayRound(Reproduction):
-    """The same on the way round the defect."""
-
-    options = {"way_round": True}
 
 
 def _finding(defect: Defect, group: RankGroup) -> Finding | None:
