@@ -87,6 +87,18 @@ class TreeCase(unittest.TestCase):
             time.sleep(0.02)
         return [int(number) for number in path.read_text()[:-1].split()]
 
+    def check_refusals(self, refusals: Iterable[tuple[Sequence[object], str]], **more: Any) -> None:
+        """Check that each of these commands is refused with one sentence that has these words."""
+        for arguments, words in refusals:
+            with self.subTest(words, arguments=arguments):
+                self.run_command(*arguments, **more)
+                self.assertEqual((self.code, self.out, self.err.count("\n")), (2, "", 1), self.err)
+                self.assertIn(words, self.err)
+
+    def jobs(self, *arguments: object, **more: Any) -> list[dict[str, Any]]:
+        """The jobs of the plan for these arguments."""
+        return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
+
     def write_json(self, name: str, data: object) -> Path:
         """Write a file beside the tree."""
         path = self.root / name
