@@ -12,7 +12,6 @@ import subprocess
 import sys
 import unittest
 import unittest.mock
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -368,18 +367,6 @@ class TestReports(TreeCase):
         self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
         self.assertTrue((self.root / "test-reports/failed.json").exists())
         self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, **limited)
-
-    def test_upstreams_layout(self):
-        self.check({"a/test_x": PASS + body("pass")}, ["--save-xml", self.root / "xml"], passed=2)
-        paths = sorted(str(path.relative_to(self.root / "xml")) for path in (self.root / "xml").glob("*/*"))
-        self.assertEqual(paths, ["a.test_x/TEST-a.test_x.TestP.xml", "a.test_x/TEST-a.test_x.TestX.xml"])
-        suite = ET.parse(self.root / "xml" / paths[0]).getroot()
-        self.assertEqual([suite.get(name) for name in ("tests", "failures", "errors", "skipped")], ["1", "0", "0", "0"])
-        self.assertEqual(suite[0].tag, "properties")
-        (case,) = suite[1:]
-        self.assertEqual([case.get(name) for name in ("name", "classname", "file")], ["test_p", "TestP", "a/test_x.py"])
-        self.assertGreater(float(case.attrib["time"]), 0)
-        self.assertEqual(len(case), 0)
 
 
 class TestConsole(TreeCase):
