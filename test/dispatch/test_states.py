@@ -388,7 +388,7 @@ class TestStatesOfProcesses(StatesCase):
         """The state of a test in the words of the table."""
         scope = "" if test["scope"] == "test" else test["scope"]
         state = ", ".join(filter(None, (test["outcome"], scope, test["phase"])))
-        reason = textwrap.shorten(clean(test["reason"]), 75, placeholder=" ...")
+        reason = textwrap.shorten(clean(test["reason"]), 75, placeholder=" ...", break_on_hyphens=False)
         return f"{state}: {reason}" if reason else state
 
     def check_console(self) -> None:

@@ -64,7 +64,7 @@ class TestVersions(TreeCase):
         tree = ["--", "--test-directory", self.tree, "-j1"] if "=" in str(arguments[:1]) else []
         return [sys.executable, "-m", "torch_fsdp_tests.tools.versions", *map(str, [*own, *tree])]
 
-    def start(self, *arguments: object, limit: float = 3 * LIMIT, **more: Any) -> "subprocess.Popen[str]":
+    def start(self, *arguments: object, limit: int = 3 * LIMIT, **more: Any) -> "subprocess.Popen[str]":
         more["env"] = {"PYTHONPATH": str(CHECKOUT), "LOG": str(self.log), **more.get("env", {})}
         # Not in a checkout, because -m would find that before the one under test.
         return super().start(*arguments, limit=limit, cwd=self.root, **more)
