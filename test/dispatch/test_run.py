@@ -41,7 +41,7 @@ from trees import (
     schema,
 )
 
-from torch_fsdp_tests import __version__, settings
+from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_version
 
 
@@ -71,12 +71,9 @@ class TestVerdicts(TreeCase):
         words = "PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99"
         options = ["--strict-defects", "--strict-names", "--check-streams"]
         says = [rf"(?m)^to repeat: {words} \S+ .* {' '.join(options)}$", r"AssertionError: \['1', '1', '1'\]"]
-        variables = (
-            settings.STRICT_DEFECTS_VARIABLE,
-            settings.STRICT_NAMES_VARIABLE,
-            settings.CHECK_STREAMS_VARIABLE,
-        )
-        text = body(f"self.fail([os.environ.get(name) for name in {variables}])")
+        names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_NAMES", "CHECK_STREAMS")]
+        text = "from torch_fsdp_tests import settings\n"
+        text += body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
         self.check({"test_x": text}, options, failed=1, env=set_ones, says=says)
 
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
@@ -137,7 +134,7 @@ class TestSelecting(TreeCase):
         for folder, words, selected in (
             (".", ["test_p"], ["test_p"]),
             (".", ["test/a", "-x", "test/a/b"], ["a/test_y"]),
-            (".", ["test/a/b/test_x.py", "--json", "test_p.py"], ["a/b/test_x", "test_p"]),
+            (".", ["test/a/b/test_x.py", "-v", "test_p.py"], ["a/b/test_x", "test_p"]),
             (".", ["."], ["a/b/test_x", "a/test_y", "test_p"]),
             ("test/a", ["b"], ["a/b/test_x"]),
             ("test/a", ["."], ["a/b/test_x", "a/test_y"]),
@@ -147,9 +144,8 @@ class TestSelecting(TreeCase):
             ("test/a/b", ["test_x::TestP"], ["a/b/test_x"]),
         ):
             with self.subTest(folder=folder, words=words):
-                self.run_command(*words, "--dry-run", *["--json"] * ("--json" not in words), cwd=self.root / folder)
-                self.assertEqual(self.code, 0, self.err)
-                self.assertEqual(sorted(job["file"] for job in json.loads(self.out)["jobs"]), selected)
+                jobs = self.jobs(*words, cwd=self.root / folder)
+                self.assertEqual((self.code, sorted(job["file"] for job in jobs)), (0, selected), self.err)
         self.assertEqual(self.run_command("b", "--dry-run", cwd=self.tree), "")
         self.assertEqual(self.code, 2)
 
@@ -160,13 +156,8 @@ class TestSelecting(TreeCase):
         (self.tree / "wrong.txt").write_text("test_p\nnowhere\n")
         self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
         self.check({}, ["-i", "a", "-x", "quick"], passed=2)  # a folder of tests has this name
-        for word, words in (
-            ("wrong", "unknown test 'nowhere'; --list shows all files"),
-            ("quik", "unknown test 'quik'; nearest: quick"),
-        ):
-            self.run_command("-i", word)
-            self.assertEqual((self.code, self.out), (2, ""))
-            self.assertEqual(self.err, f"run_test.py: {words}\n")
+        wrong = (["-i", "wrong"], "run_test.py: unknown test 'nowhere'; --list shows all files\n")
+        self.check_refusals([wrong, (["-i", "quik"], "run_test.py: unknown test 'quik'; nearest: quick\n")])
 
     def test_unknown_names(self):
         """TestSelect of test_plan has the names that the sources tell. Only the file itself knows all its tests."""
@@ -227,12 +218,12 @@ class TestSelecting(TreeCase):
 
     def test_plan_alone_on_stdout(self):
         self.write({"test_x": PASS})
-        self.run_command("--dry-run", "--json", "--shard", 2, 2, "--test-times", self.root / "absent.json")
-        self.assertEqual((self.code, json.loads(self.out)["jobs"]), (0, []))
+        jobs = self.jobs("--shard", 2, 2, "--test-times", self.root / "absent.json")
+        self.assertEqual((self.code, jobs), (0, []))
         self.assertIn("shard 2 of 2 has nothing to run", self.err)
         self.assertEqual(self.err.count("absent.json does not exist"), 1, self.err)
-        self.run_command("--dry-run", "--json", "--distributed-tests")
-        self.assertEqual((self.code, json.loads(self.out)["jobs"]), (5, []))
+        jobs = self.jobs("--distributed-tests")
+        self.assertEqual((self.code, jobs), (5, []))
         self.assertIn("nothing is selected", self.err)
 
     def test_planning_reads_source_only_and_imports_little(self):
@@ -276,18 +267,9 @@ class TestCompletion(TreeCase):
         completions.unlink(missing_ok=True)
         line = f"run_test.py --test-directory {self.tree} {words}"
         place = Path(importlib.import_module("argcomplete").__file__ or "").parents[1]
-        variables = {
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_SHELL": "bash",
-            "_ARGCOMPLETE_STDOUT_FILENAME": str(completions),
-        }
-        variables |= {
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-            "_ARGCOMPLETE_COMP_WORDBREAKS": " ",
-            "COMP_TYPE": "9",
-        }
-        self.run_command(env={**variables, "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(place)})
+        shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
+        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions), "PYTHONPATH": str(place)}
+        self.run_command(env={**shell, **ends, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"})
         self.assertEqual((self.out, self.code), ("", 0), self.err)
         return [word.strip() for word in completions.read_text().splitlines()]
 
@@ -413,37 +395,30 @@ class TestDevices(TreeCase):
 
     def test_what_the_environment_asks_for(self):
         self.write({"test_x": "class TestX(FSDPTest):\n    def test_x(self): pass\n"})
-        plan = json.loads(self.run_command("--dry-run", "--json", env={"TORCH_FSDP_TESTS_DEVICE": "xpu"}))
-        self.assertEqual(plan["jobs"][0]["devices"], 4)
-        environment = {"TORCH_FSDP_TESTS_DEVICE": "xpu", "TORCH_FSDP_TESTS_RANKS": "6"}
-        plan = json.loads(self.run_command("--dry-run", "--json", env=environment))
-        self.assertEqual(plan["jobs"][0]["devices"], 6)
-        self.run_command("--dry-run", env={"TORCH_FSDP_TESTS_RANKS": "many"})
-        self.assertEqual(self.code, 2)
-        self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
+        for variables, devices in (({}, 4), ({"TORCH_FSDP_TESTS_RANKS": "6"}, 6)):
+            (job,) = self.jobs(env={"TORCH_FSDP_TESTS_DEVICE": "xpu", **variables})
+            self.assertEqual(job["devices"], devices)
+        self.check_refusals([(["--dry-run"], "TORCH_FSDP_TESTS_RANKS")], env={"TORCH_FSDP_TESTS_RANKS": "many"})
 
     def test_unavailable_device_is_refused_before_the_first_file(self):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
-        known = "unknown; torch and the installed vendors' packages know cpu, cuda, .*"
-        for arguments, variable, words in (
-            (["--device", "CPU"], "", "'CPU' is not a device type; use 'cpu' .*"),
-            (["--device", "cpu:0", "--dry-run"], "", "'cpu:0' is not a device type; use 'cpu' .*"),
-            ([], "nope", f"the device type 'nope' is {known}"),
-        ):
-            with self.subTest(arguments=arguments):
-                self.run_command(*arguments, env={"TORCH_FSDP_TESTS_DEVICE": variable} if variable else {})
-                self.assertEqual((self.code, self.out), (2, ""), self.err)
-                self.assertRegex(self.err, rf"^run_test.py: {words}\n$")
+        name = "run_test.py: '{}' is not a device type; use 'cpu' "
+        refusals = [(["--device", word, "--dry-run"], name.format(word)) for word in ("CPU", "cpu:0")]
+        self.check_refusals([(["--device", "CPU"], name.format("CPU")), *refusals])
+        words = (
+            "run_test.py: the device type 'nope' is unknown; torch and the installed vendors' packages know cpu, cuda, "
+        )
+        self.check_refusals([([], words)], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
         self.assertFalse((self.root / "ran").exists())
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
     def test_unavailable_device_of_a_vendor_is_refused_before_the_first_file(self):
         """A package that declares a device does not make torch know it."""
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
-        self.run_command("--device", "foo", env=self.declare("foo", 2, "foocl", is_described=False), limit=300)
-        self.assertEqual((self.code, self.out), (2, ""), self.err)
-        words = "install the extension of torch that adds it, or set `describe` in its Vendor"
-        self.assertRegex(self.err, rf"^run_test.py: unknown device 'foo': torch .* know it; {words}[^\n]*\n$")
+        declared = self.declare("foo", 2, "foocl", is_described=False)
+        words = "know it; install the extension of torch that adds it, or set `describe` in its Vendor"
+        self.check_refusals([(["--device", "foo"], words)], env=declared, limit=300)
+        self.assertIn("run_test.py: unknown device 'foo': torch ", self.err)
         self.assertFalse((self.root / "ran").exists())
 
 
@@ -495,9 +470,7 @@ class TestReruns(TreeCase):
         (self.root / "test-reports").mkdir()
         (self.root / "test-reports/failed.json").write_text("{")
         self.write({"test_x": PASS})
-        self.run_command("--failed")
-        self.assertEqual(self.code, 2)
-        self.assertIn("failed.json", self.err)
+        self.check_refusals([(["--failed"], "failed.json")])
 
 
 class TestStopping(TreeCase):
