@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import types
 import unittest
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
+from trees import CHECKOUT, ENVIRONMENT, Balanced, FolderCase, TreeCase, alive
 
 from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.processes.messages import from_data
@@ -312,7 +311,7 @@ class TestDraw(unittest.TestCase):
         self.assertGreaterEqual(len(before & after), 19)
 
 
-class TestTests(unittest.TestCase):
+class TestTests(FolderCase):
     """Without it, a mutant could be tried without a test that notices it, or be called equivalent where it is not."""
 
     def test_processes_are_short_at_first(self):
@@ -327,11 +326,9 @@ class TestTests(unittest.TestCase):
         self.assertEqual(within(1, []), [])
 
     def test_what_is_equivalent_on_a_host_counts_there_only(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "equivalent.json"
-            path.write_text(json.dumps({"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]}))
-            self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
-            self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
+        path = self.write_json("equivalent.json", {"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]})
+        self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
+        self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
 
     def test_a_class_without_functions_has_the_tests_that_name_it(self):
         known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})

@@ -367,14 +367,6 @@ class TestConsole(TreeCase):
         says = ["(?m)^output of test_x, on Abacus 9, BLAS mkl, 2 threads$"]
         self.check({"test_x": record + FAIL, "test_y": ""}, failed=1, says=says, env=variable)
 
-    def test_repeat_command_pins_what_was_tested_on(self):
-        facts = {"device": "foo", "backend": "foocl", "ranks": 3}
-        record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
-        pinned = "--seed 1234 --device foo --backend foocl --ranks 3$"
-        guessed = r"--seed 1234 --device \w+ --backend \w+ --ranks \d+$"
-        says = [f"(?m)-i test_x::TestF::test_f {pinned}", f"(?m)-i test_g::TestF::test_f {guessed}"]
-        self.check({"test_x": record + FAIL, "test_g": FAIL}, ["--keep-going", "-j1"], failed=2, says=says)
-
     def test_slow_files_are_named_again_and_again(self):
         out = self.check({"test_x": body("time.sleep(1.2)")}, ["--slow-after", "0.4"], passed=1)
         named = re.findall(r"slow: test_x has run for ([\d.]+)s", out)

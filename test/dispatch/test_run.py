@@ -54,27 +54,30 @@ class TestVerdicts(TreeCase):
         done = subprocess.run(command.split(), capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT)
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
-    def test_repeat_command_names_the_interpreter_and_the_lists(self):
+    def test_repeat_command_has_what_the_result_depends_on(self):
+        """The interpreter, what was tested on, the lists, and the settings. A file gets its options as variables."""
         own, more = (self.write_json(name, {"version": 1, "entries": []}) for name in ("own.json", "more.json"))
         slow = self.write_json("slow.json", {})
         lists = ["--known-failures", own, "--slow-tests", slow, "--known-failures", more]
-        for path, name in ((ENVIRONMENT["PATH"], None), (str(self.root), sys.executable)):
-            out = self.check({"test_f": FAIL}, lists, failed=1, cwd=self.root, env={"PATH": path})
-            if name is None:
-                name = "python" if shutil.which("python") == sys.executable else sys.executable
-            given = "--slow-tests slow.json --known-failures own.json --known-failures more.json"
-            self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
-
-    def test_repeat_command_has_the_settings_of_the_environment(self):
-        """And those of the options, which a file gets as variables."""
-        set_ones = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "PYTORCH_TEST_WITH_SLOW": "1"}
-        words = "PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99"
-        options = ["--strict-defects", "--strict-names", "--check-streams"]
-        says = [rf"(?m)^to repeat: {words} \S+ .* {' '.join(options)}$", r"AssertionError: \['1', '1', '1'\]"]
+        facts = "from torch_fsdp_tests.verdict import events; events.record(device='foo', backend='foocl', ranks=3)\n"
         names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_NAMES", "CHECK_STREAMS")]
-        text = "from torch_fsdp_tests import settings\n"
-        text += body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
-        self.check({"test_x": text}, options, failed=1, env=set_ones, says=says)
+        values = body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
+        self.write({"test_f": facts + FAIL, "test_x": "from torch_fsdp_tests import settings\n" + values})
+        options = ["--strict-defects", "--strict-names", "--check-streams"]
+        given = f"--slow-tests slow.json {' '.join(options)} --known-failures own.json --known-failures more.json"
+        variables = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "PYTORCH_TEST_WITH_SLOW": "1"}
+        python = "python" if shutil.which("python") == sys.executable else sys.executable
+        for path, name in ((ENVIRONMENT["PATH"], python), (str(self.root), sys.executable)):
+            words = rf"PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 {re.escape(name)} \S+"
+            known, any_device = "--device foo --backend foocl --ranks 3", r"--device \w+ --backend \w+ --ranks \d+"
+            says = [
+                rf"(?m)^to repeat: {words} .* {known} {given}$",
+                rf"(?m)^ +{words} .* -i test_f::TestF::test_f --seed 1234 {known} {given}$",
+                rf"(?m)^ +{words} .* -i test_x::TestX::test_1 --seed 1234 {any_device} {given}$",
+                r"AssertionError: \['1', '1', '1'\]",
+            ]
+            arguments = ["-j1", "--keep-going", *lists, *options]
+            self.check({}, arguments, failed=2, cwd=self.root, env={"PATH": path, **variables}, says=says)
 
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
         files = {"test_a": body("self.fail()", "pass"), "test_b": PASS}

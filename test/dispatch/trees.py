@@ -73,13 +73,26 @@ def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
         os._exit(status)
 
 
-class TreeCase(unittest.TestCase):
-    program = CHECKOUT / "run_test.py"
+class FolderCase(unittest.TestCase):
+    """A test that has a folder."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
+        self.root = Path(folder.name).resolve()
+
+    def write_json(self, name: str, data: object) -> Path:
+        """Write a file into the folder."""
+        path = self.root / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+
+class TreeCase(FolderCase):
+    program = CHECKOUT / "run_test.py"
+
+    def setUp(self) -> None:
+        super().setUp()
         self.tree = self.root / "test"
         self.tree.mkdir()
 
@@ -133,12 +146,6 @@ class TreeCase(unittest.TestCase):
     def jobs(self, *arguments: object, **more: Any) -> list[dict[str, Any]]:
         """The jobs of the plan for these arguments."""
         return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
-
-    def write_json(self, name: str, data: object) -> Path:
-        """Write a file beside the tree."""
-        path = self.root / name
-        path.write_text(data if isinstance(data, str) else json.dumps(data))
-        return path
 
     def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
         """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
