@@ -6,16 +6,16 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import types
 import unittest
 import unittest.mock
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
+from trees import CHECKOUT, ENVIRONMENT, Balanced, FolderCase, TreeCase, alive
 
 from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.processes.messages import from_data
@@ -24,11 +24,13 @@ from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.reach.reachmap import Module
-from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
+from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
+from torch_fsdp_tests.tools.mutants.__main__ import with_programs
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
+from torch_fsdp_tests.tools.mutants.trials import Trials
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -112,6 +114,7 @@ TRIED = [
 PACKAGE = {
     "__init__": "",
     "shard": """
+        import time
         from vendor_fsdp import sizes
 
         def first(rank, world_size):
@@ -121,6 +124,7 @@ PACKAGE = {
 
         def drain(items):
             while items:
+                time.sleep(0.01)
                 items.pop()
             return items
 
@@ -139,6 +143,12 @@ PACKAGE = {
             if size > 100:
                 size = 100
             return size
+
+        def head(size):
+            return size // 2
+
+        def tail(size):
+            return size - size // 2
         """,
 }
 TESTS = {
@@ -150,17 +160,17 @@ TESTS = {
             def test_describe(self): shard.describe(0)
             def test_unfit(self): self.fail("it fails in any case")
         """,
-    # The modules that a test's processes import: forks and fresh interpreters.
+    # Tests that notice changes which only the processes that they start can notice: forks and fresh interpreters.
     "test_processes": """
         class TestProcesses(unittest.TestCase):
             def test_fork(self):
                 pid = os.fork()
                 if pid == 0:
                     from vendor_fsdp import sizes
-                    os._exit(sizes.of_shard(2))
+                    os._exit(sizes.head(8))
                 self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 4)
             def test_fresh(self):
-                code = "from vendor_fsdp import sizes; print(sizes.of_shard(2))"
+                code = "from vendor_fsdp import sizes; print(sizes.tail(8))"
                 self.assertEqual(subprocess.check_output([sys.executable, "-c", code]), b"4\\n")
         """,
     "test_options": """
@@ -174,8 +184,8 @@ REACHES = {
     "test_shard::TestShard.test_drain": ["shard.drain"],
     "test_shard::TestShard.test_describe": ["shard.describe"],
     "test_shard::TestShard.test_unfit": ["shard.describe"],  # it fails in any case, which says nothing
-    "test_processes::TestProcesses.test_fork": ["sizes.of_shard"],
-    "test_processes::TestProcesses.test_fresh": ["sizes.of_shard"],
+    "test_processes::TestProcesses.test_fork": ["sizes.head"],
+    "test_processes::TestProcesses.test_fresh": ["sizes.tail"],
     "test_options::TestOptions.test_strict": [],
 }
 
@@ -301,7 +311,7 @@ class TestDraw(unittest.TestCase):
         self.assertGreaterEqual(len(before & after), 19)
 
 
-class TestTests(unittest.TestCase):
+class TestTests(FolderCase):
     """Without it, a mutant could be tried without a test that notices it, or be called equivalent where it is not."""
 
     def test_processes_are_short_at_first(self):
@@ -316,11 +326,9 @@ class TestTests(unittest.TestCase):
         self.assertEqual(within(1, []), [])
 
     def test_what_is_equivalent_on_a_host_counts_there_only(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "equivalent.json"
-            path.write_text(json.dumps({"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]}))
-            self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
-            self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
+        path = self.write_json("equivalent.json", {"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]})
+        self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
+        self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
 
     def test_a_class_without_functions_has_the_tests_that_name_it(self):
         known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})
@@ -462,50 +470,40 @@ class TestCommand(CommandCase):
     """Without it, the share of noticed mutants could be wrong, because a hang or an unfit test is miscounted."""
 
     def test_what_becomes_of_mutants(self):
-        equivalent = self.root / "equivalent.json"
+        """The limit of a process is 7 seconds, so that a hang is short. There are too few mutants for a server."""
         change = "- while items:\n+ while not items:"
         entry = {"id": "vendor_fsdp.shard:drain:negate:1", "change": change, "why": "an argument"}
         stale = {"id": "vendor_fsdp.shard:first:exchange:1", "change": "another", "why": "stale"}
-        equivalent.write_text(json.dumps({"mutants": [entry, stale]}))
-        findings = self.check_outcomes(
-            {
-                "shard:first:arithmetic:1": Outcome.NOTICED,
-                "shard:drain:negate:1": Outcome.EQUIVALENT,
-                "shard:describe:default:1": Outcome.MISSED,
-                "shard:first:number:2": Outcome.NOT_REACHED,  # the line never runs
-                "shard:never:exchange:1": Outcome.NOT_REACHED,  # no test enters the function
-                "sizes:Options:default:1": Outcome.NOTICED,  # at import
-            },
-            *("--equivalent", equivalent),
-        )
-        self.assertEqual(findings["shard:first:arithmetic:1"].by, "test_shard::TestShard.test_first")
-        self.assertEqual(findings["shard:first:arithmetic:1"].how, "failed")
+        equivalent = self.write_json("equivalent.json", {"mutants": [entry, stale]})
+        test = "test_shard::TestShard.test_"
+        noticed = {
+            "shard:first:arithmetic:1": (f"{test}first", "failed"),
+            "shard:drain:call:2": (f"{test}drain", "timed out"),
+            "sizes:Options:default:1": ("test_options::TestOptions.test_strict", "failed"),  # at import
+            "sizes:head:arithmetic:1": ("test_processes::TestProcesses.test_fork", "failed"),
+            "sizes:tail:arithmetic:1": ("test_processes::TestProcesses.test_fresh", "failed"),
+        }
+        others = {
+            "shard:drain:negate:1": Outcome.EQUIVALENT,
+            "shard:describe:default:1": Outcome.MISSED,
+            "shard:first:number:2": Outcome.NOT_REACHED,  # the line never runs
+            "shard:never:exchange:1": Outcome.NOT_REACHED,  # no test enters the function
+        }
+        arguments = ("--equivalent", equivalent, "--patience", 0.12, "-j", 4)
+        findings = self.check_outcomes(dict.fromkeys(noticed, Outcome.NOTICED) | others, *arguments)
+        self.assertEqual({id: (findings[id].by, findings[id].how) for id in noticed}, noticed)
         self.assertEqual(findings["shard:drain:negate:1"].why, "an argument")
         missed = findings["shard:describe:default:1"]
-        self.assertEqual(set(missed.tests), {f"test_shard::TestShard.test_{name}" for name in ("describe", "unfit")})
+        self.assertEqual(set(missed.tests), {f"{test}describe", f"{test}unfit"})
         self.assertIn("\n    + def describe(rank, verbose=True):", self.out)
-        self.assertRegex(self.out, r"(?m)^all +2 +1 +2 +1 +0 +66.7 %$")
+        self.assertRegex(self.out, r"(?m)^all +5 +1 +2 +1 +0 +83.3 %$")
         data = json.loads((self.output / "mutants.json").read_text())
-        self.assertEqual([data[kind] for kind in ("noticed", "missed", "not reached")], [2, 1, 2])
-        self.assertEqual(data["share"], 0.6667)
+        self.assertEqual([data[kind] for kind in ("noticed", "missed", "not reached")], [5, 1, 2])
+        self.assertEqual(data["share"], 0.8333)
         page = (self.output / "mutants.html").read_text()
         Balanced(self).feed(page)
         for words in ("verbose=True", "TestShard.test_describe", "--mutant vendor_fsdp.shard:describe:default:1"):
             self.assertIn(words, page)
-
-    def test_a_hang_is_noticed(self):
-        patience = 0.12  # 7 seconds; the test passes without a change
-        findings = self.check_outcomes({"shard:drain:call:1": Outcome.NOTICED}, "--patience", patience)
-        self.assertEqual(findings["shard:drain:call:1"].how, "timed out")
-
-    def test_ranks_and_fresh_interpreters_are_mutants(self):
-        """A test that starts processes notices changes that only these processes can notice."""
-        id = "sizes:of_shard:arithmetic:1"
-        for name in ("test_fork", "test_fresh"):
-            with self.subTest(name):
-                self.map.write_text(make_map({f"test_processes::TestProcesses.{name}": ["sizes.of_shard"]}).as_text())
-                findings = self.check_outcomes({id: Outcome.NOTICED})
-                self.assertEqual(findings[id].by, f"test_processes::TestProcesses.{name}")
 
     def test_a_change_that_cannot_be_made_is_undecided(self):
         """The first mutant's test rewrites what the second one would change."""
@@ -529,12 +527,10 @@ class TestCommand(CommandCase):
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 40)[id].executed, 2)
         # What noticed a mutant of the function before comes first.
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 1)[id].executed, 1)
-        # Without a budget only random programs try it, which do not run this package.
-        self.assertEqual(self.check_outcomes({id: Outcome.MISSED}, "--budget", 0, "--explore", 1)[id].executed, 0)
 
     def test_the_list_of_mutants(self):
         out = self.run_command("--list", "--module", "sizes")
-        self.assertIn("vendor_fsdp.sizes:of_shard:arithmetic:1  line 6, 3 tests\n- size = 8 // world_size\n+", out)
+        self.assertIn("vendor_fsdp.sizes:of_shard:arithmetic:1  line 6, 1 test\n- size = 8 // world_size\n+", out)
         self.assertNotIn("vendor_fsdp.shard", out)
         self.assertFalse((self.output / "findings.jsonl").exists())
         out = self.run_command("--list", "--kind", "default", "negate")
@@ -542,9 +538,8 @@ class TestCommand(CommandCase):
         self.assertEqual(kinds, {"default", "negate"})  # and not compare
 
     def test_bad_arguments_in_a_sentence(self):
-        empty = self.root / "empty.json"
-        empty.write_text("{}")
-        for arguments, words in (
+        empty = self.write_json("empty.json", {})
+        refusals: list[tuple[list[object], str]] = [
             (["--mutant", "vendor_fsdp.sizes:of_shard:number:99"], "vendor_fsdp has no mutant vendor_fsdp.sizes:of_sh"),
             (["--package", "no_such_fsdp"], "there is no package no_such_fsdp"),
             (["--map", empty], "is not a map of what tests reach"),
@@ -553,15 +548,14 @@ class TestCommand(CommandCase):
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),
             (["--kind", "stream"], "argument --kind: invalid choice: 'stream' (choose from"),
             (["-i", "nowhere"], "unknown test 'nowhere'"),
-        ):
-            with self.subTest(arguments):
-                self.run_command(*arguments)
-                self.assertEqual((self.code, self.err.count("\n")), (2, 1), self.err)
-                self.assertIn(words, self.err)
+            (["--budget", "0"], "--budget must be greater than 0, or 0 together with --explore"),
+        ]
+        self.check_refusals(refusals)
 
 
 # A model whose gradients must not be reduced, on two ranks. One test only looks at the whole model.
 OF_TORCH = """
+assert "torch" in sys.modules  # this process is a fork of the server
 import torch
 # What ranks that are not forked would have their path from.
 assert "TORCH_FSDP_TESTS_MUTANT" not in os.environ or {site!r} in sys.path
@@ -588,8 +582,8 @@ class TestOfTorch(CommandCase):
         self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
         tests = {("test_sync", "TestSync.test_no_reduction"): Executed({function.replace(":", ".")}, 2.0)}
         self.map.write_text(build("any", tests).as_text())
-        # No test checks the settings for the reduction over replicas.
-        expected = {"assignment:1": "noticed", "assignment:2": "missed"}
+        # No test checks the settings for the reduction over replicas, or that modules below get them.
+        expected = {"assignment:1": "noticed", "assignment:2": "missed", "default:1": "missed", "negate:1": "missed"}
         expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}
         named = [word for id in expected for word in ("--mutant", id)]
         where = ["--package", "torch.distributed.fsdp", "--module", "_fully_shard._fully_shard"]
@@ -647,8 +641,11 @@ class TestInterrupted(CommandCase):
 class TestExploring(unittest.TestCase):
     """Without it, a program that fails without the change, too, could count as one that notices it."""
 
-    def explored(self, *statuses: int | None) -> Finding:
-        """A missed mutant after an explorer that ends with these statuses, with the change and then without it."""
+    def explored(self, *statuses: int | None) -> list[Finding]:
+        """The findings about two mutants without a budget for tests, one of which is equivalent to the original.
+
+        The explorer of the other one ends with these statuses, with the change and then without it.
+        """
         remaining = iter(statuses)
 
         def explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float = 0.0) -> int | None:
@@ -660,16 +657,20 @@ class TestExploring(unittest.TestCase):
                 (folder / "new-1.json").write_text("{}")
             return status
 
-        missed = Finding("module:function:negate:1", "module", "FSDP2", "negate", Outcome.MISSED)
+        mutants = sites("x = not a\nx = not b", "negate")
+        argued = {mutants[1].id: {"change": mutants[1].diff, "why": "an argument"}}
+        trials = Trials(Namespace(budget=0, jobs=2, test_directory=Path()), "cpu", Tests(make_map({}), {}), argued)
         with unittest.mock.patch.object(apart, "run", explore):
-            return exploring.explored(missed, 1, {})
+            return list(with_programs(trials.judge(mutants), 1, {}))
 
-    def test_programs_count_that_fail_only_with_the_change(self):
-        noticed = self.explored(1, 0)
+    def test_programs_try_what_the_tests_missed_and_notice_what_fails_only_with_the_change(self):
+        equivalent, noticed = self.explored(1, 0)
+        self.assertEqual((equivalent.id[-1], equivalent.outcome), ("2", Outcome.EQUIVALENT))
         self.assertEqual((noticed.outcome, noticed.by, noticed.why), (Outcome.NOTICED, "a random program", "{}"))
         for statuses in ((1, 1), (0,), (2,), (None,), (1, None)):
             with self.subTest(statuses):
-                self.assertIs(self.explored(*statuses).outcome, Outcome.MISSED)
+                missed = self.explored(*statuses)[-1]
+                self.assertEqual((missed.outcome, missed.executed), (Outcome.MISSED, 0))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import textwrap
 import unittest
 import unittest.mock
@@ -15,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from little_torch import API, CORE, modules_of, write_sources
+from trees import FolderCase
 
 from torch_fsdp_tests.dispatch import reaching
 from torch_fsdp_tests.dispatch.plan import TestRun
@@ -72,7 +72,7 @@ def differing(before: str, after: str) -> set[str]:
     return {name for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
-class TestFunctions(unittest.TestCase):
+class TestFunctions(FolderCase):
     """Without it, a change could count for the wrong function, and the tests of the right one would not run."""
 
     def test_names_and_lines(self):
@@ -92,13 +92,11 @@ class TestFunctions(unittest.TestCase):
         )
 
     def test_a_module_is_named_as_import_names_it(self):
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder, "torch")
-            for path, name in {"a/b.py": "torch.a.b", "a/__init__.py": "torch.a", "__init__.py": "torch"}.items():
-                file = root / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
-                self.assertEqual(module_name(file, root), name)
+        root = self.root / "torch"
+        (root / "a").mkdir(parents=True)
+        for path, name in {"a/b.py": "torch.a.b", "a/__init__.py": "torch.a", "__init__.py": "torch"}.items():
+            (root / path).touch()
+            self.assertEqual(module_name(root / path, root), name)
 
     def test_lines_that_run_only_in_a_function(self):
         owner_of_line = owners(functions_in(SOURCE.encode(), "m"))
@@ -158,7 +156,7 @@ def f(x): return x
 """
 
 
-class TestStatements(unittest.TestCase):
+class TestStatements(FolderCase):
     """Without it, the map could name the wrong tests for a statement, and a change would run those first."""
 
     def test_numbers_and_lines(self):
@@ -186,9 +184,7 @@ class TestStatements(unittest.TestCase):
         reach_map = build("2.0", ran, statements=known)
         self.assertEqual(reach_map.statements, {"p.f": {2: 1, 3: 1, 4: 0}})
         self.assertEqual([reach_map.running("p.f", number) for number in (0, 3, 4)], [0b1111, 1, 0])
-        with tempfile.TemporaryDirectory() as folder:
-            (path := Path(folder, "map.json")).write_text(reach_map.as_text())
-            self.assertEqual(ReachMap.load(path), reach_map)
+        self.assertEqual(ReachMap.load(self.write_json("map.json", reach_map.as_text())), reach_map)
 
 
 def a_map() -> ReachMap:
@@ -202,13 +198,8 @@ def a_map() -> ReachMap:
     return build("2.0", executed)
 
 
-class TestMap(unittest.TestCase):
+class TestMap(FolderCase):
     """Without it, a map could lose tests when it is saved, or a damaged one could select too few tests."""
-
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name, "map.json")
 
     def test_tests_of_a_function_a_class_and_a_module(self):
         all_, one, fast, other = (
@@ -232,14 +223,12 @@ class TestMap(unittest.TestCase):
 
     def test_what_is_written_is_what_is_read(self):
         made = dataclasses.replace(a_map(), modules={"p.m": Module.of(SOURCE.encode(), "p.m")})
-        self.path.write_text(made.as_text())
-        read = ReachMap.load(self.path)
+        read = ReachMap.load(self.write_json("map.json", made.as_text()))
         self.assertEqual(read, made)
         self.assertEqual(read.modules["p.m"].functions["p.m.outer"], named()["m.outer"].digest)
 
     def test_what_is_no_map(self):
-        self.path.write_text(a_map().as_text())
-        good = json.loads(self.path.read_text())
+        good = json.loads(a_map().as_text())
         for bad, words in (
             ("", "is not a map"),
             ("[]", "is not a map"),
@@ -249,38 +238,35 @@ class TestMap(unittest.TestCase):
             (json.dumps({**good, "tests": {"a": [["x"]]}}), "is not a map"),
         ):
             with self.subTest(bad=bad[:40]), self.assertRaisesRegex(MalformedMap, f"{words}.*--save-map"):
-                self.path.write_text(bad)
-                ReachMap.load(self.path)
+                ReachMap.load(self.write_json("map.json", bad))
 
 
-class SourcesCase(unittest.TestCase):
+class SourcesCase(FolderCase):
     """A fake torch of small modules, and a map of it: one test shards, and another one takes a step."""
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name).resolve()
-        self.root = self.folder / "site/torch"
-        write_sources(self.folder / "site")
+        super().setUp()
+        self.torch = self.root / "site/torch"
+        write_sources(self.root / "site")
         executed = {
             ("test_a", "TestA.test_shard"): Executed([f"{CORE}.shard"], 1.0),
             ("test_a", "TestA.test_step"): Executed([f"{CORE}.shard", f"{CORE}.Unit.step"], 1.0),
             ("test_b", "TestB.test_place"): Executed(["torch.distributed.tensor.used.place"], 1.0),
         }
-        self.map = build("9.8.7", executed, modules_of(self.root))
+        self.map = build("9.8.7", executed, modules_of(self.torch))
 
     def change(self, what: str) -> Change:
-        return Changes(self.map, self.root).find(what)
+        return Changes(self.map, self.torch).find(what)
 
     def other_tree(self, **changed: tuple[str, str]) -> Path:
-        write_sources(self.folder / "other", **changed)
-        return self.folder / "other"
+        write_sources(self.root / "other", **changed)
+        return self.root / "other"
 
     def diff(self, *options: str, reverse: bool = False, **changed: tuple[str, str]) -> str:
         """A file with the ``git diff`` of another tree."""
-        trees = [str(self.root.parent), str(self.other_tree(**changed))]
+        trees = [str(self.torch.parent), str(self.other_tree(**changed))]
         command = ["git", "diff", "--no-index", *options, *(reversed(trees) if reverse else trees)]
-        path = self.folder / "some.diff"
+        path = self.root / "some.diff"
         path.write_text(subprocess.run(command, capture_output=True, text=True, cwd="/").stdout)
         return str(path)
 
@@ -302,8 +288,8 @@ class TestChanges(SourcesCase):
             "torch/distributed/fsdp/_core.py": core,
             "distributed/fsdp/_core.py": core,
             "_core.py": core,
-            str(self.root / "distributed/fsdp/_core.py"): core,
-            str(self.root / "distributed/fsdp"): core,
+            str(self.torch / "distributed/fsdp/_core.py"): core,
+            str(self.torch / "distributed/fsdp"): core,
             "/elsewhere/torch/distributed/fsdp/_core.py": core,
             "api.py": {API},  # this class has no functions
         }.items():
@@ -355,8 +341,8 @@ class TestChanges(SourcesCase):
             "def shard(x):\n    return used()\n\n\ndef gather(x):\n    return other()\n"
         )
         for path, text in places.items():
-            (self.root / path).write_text(text)
-        self.map = dataclasses.replace(self.map, modules=modules_of(self.root))
+            (self.torch / path).write_text(text)
+        self.map = dataclasses.replace(self.map, modules=modules_of(self.torch))
         text = """\
             --- a/torch/distributed/_utils.py
             +++ b/torch/distributed/_utils.py
@@ -365,7 +351,7 @@ class TestChanges(SourcesCase):
             -    return 1
             +    return 2
             """
-        change = Changes(self.map, self.root).of_diff(textwrap.dedent(text), "it")
+        change = Changes(self.map, self.torch).of_diff(textwrap.dedent(text), "it")
         self.assertEqual((change.names, change.used), ({f"{CORE}.shard"}, {"_inner", "outer"}))
         self.assertEqual([edit.name for edit in change.edits], ["torch.distributed._utils._inner"])
         self.assertRegex(change.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
@@ -380,13 +366,13 @@ class TestChanges(SourcesCase):
 
     def test_a_diff_in_a_file_that_has_moved_on(self):
         diff = self.diff(_core=("return 2", "return 3"))
-        file = self.root / "distributed/fsdp/_core.py"
+        file = self.torch / "distributed/fsdp/_core.py"
         file.write_text("# more\n" * 20 + file.read_text())
         self.assertEqual(self.change(diff), Change({f"{CORE}.Unit.back"}))
 
     def test_a_diff_that_does_not_fit_counts_by_its_lines(self):
         diff = self.diff("-U0", _core=("x += LIMIT", "x -= LIMIT"))
-        file = self.root / "distributed/fsdp/_core.py"
+        file = self.torch / "distributed/fsdp/_core.py"
         file.write_text(file.read_text().replace("x += LIMIT", "x *= LIMIT"))
         change = self.change(diff)
         self.assertEqual(change.names, {f"{CORE}.shard"})
@@ -412,8 +398,8 @@ class TestChanges(SourcesCase):
             -class Policy:
             -    keep = False
             """
-        (self.folder / "d.patch").write_text(textwrap.dedent(text))
-        change = self.change(str(self.folder / "d.patch"))
+        (self.root / "d.patch").write_text(textwrap.dedent(text))
+        change = self.change(str(self.root / "d.patch"))
         self.assertEqual(set(change.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
         self.assertEqual(change.remarks, ["ignored, because the map does not cover them: torch/nn/linear.py"])
 
@@ -436,15 +422,15 @@ class TestChanges(SourcesCase):
         self.assertRegex(change.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
 
     def test_what_has_changed_since_it_was_recorded(self):
-        self.assertEqual(Changes(self.map, self.root).since_recorded(), Change())
-        write_sources(self.root.parent, _core=("x += LIMIT", "x -= LIMIT"), unused=("1", "2"))
-        (self.root / "distributed/fsdp/_new.py").write_text("")
-        (self.root / "distributed/fsdp/api.py").unlink()
-        change = Changes(self.map, self.root).since_recorded()
+        self.assertEqual(Changes(self.map, self.torch).since_recorded(), Change())
+        write_sources(self.torch.parent, _core=("x += LIMIT", "x -= LIMIT"), unused=("1", "2"))
+        (self.torch / "distributed/fsdp/_new.py").write_text("")
+        (self.torch / "distributed/fsdp/api.py").unlink()
+        change = Changes(self.map, self.torch).since_recorded()
         self.assertEqual(set(change.names), {f"{CORE}.shard", "torch.distributed.fsdp._new", API})
 
     def test_what_means_nothing(self):
-        no_diff = self.folder / "words"
+        no_diff = self.root / "words"
         no_diff.write_text("--\nwords\n")
         for what, words in {
             "torch.distributed.fsdp._cor.shard": r"is not a name in the map.*nearest: .*_core.shard",
@@ -457,11 +443,11 @@ class TestChanges(SourcesCase):
             "_core.py:9-7": "ends before it begins",
             "": "an empty text names no change",
             "absent.diff": "there is no file absent.diff",
-            str(self.folder / "absent"): f"there is no file or folder {self.folder}/absent",
+            str(self.root / "absent"): f"there is no file or folder {self.root}/absent",
             f"{CORE}.shrad": rf"is not a name in the map.*nearest: {CORE}.shard",  # of a module that is known
             "Unit.stp": rf"is not a name in the map.*nearest: {CORE}.Unit.step",
             str(no_diff): "is not a unified diff",
-            str(self.folder): "holds no torch/distributed/fsdp to compare with",
+            str(self.root): "holds no torch/distributed/fsdp to compare with",
         }.items():
             with self.subTest(what=what), self.assertRaisesRegex(UnknownChange, words):
                 self.change(what)
@@ -514,16 +500,15 @@ class TestSelection(SourcesCase):
         self.assertEqual(reaching.keep([TestRun("c", excluded=frozenset({"D"}))], wanted), [])
 
     def test_the_map_that_fits_a_version(self):
-        with tempfile.TemporaryDirectory() as folder:
-            with self.assertRaisesRegex(UnknownChange, "--save-map"):
-                reaching.shipped("2.13.0", Path(folder))
-            for version in ("2.9.1", "2.13.0", "2.15.0"):
-                Path(folder, f"map-{version}.json").touch()
-            for version, expected in {
-                "2.13.0+cpu": "2.13.0", "2.14.1": "2.13.0", "2.10.0": "2.9.1", "2.8.0": "2.9.1", "3.0": "2.15.0",
-            }.items():  # fmt: skip
-                with self.subTest(version=version):
-                    self.assertEqual(reaching.shipped(version, Path(folder)).name, f"map-{expected}.json")
+        with self.assertRaisesRegex(UnknownChange, "--save-map"):
+            reaching.shipped("2.13.0", self.root)
+        for version in ("2.9.1", "2.13.0", "2.15.0"):
+            (self.root / f"map-{version}.json").touch()
+        for version, expected in {
+            "2.13.0+cpu": "2.13.0", "2.14.1": "2.13.0", "2.10.0": "2.9.1", "2.8.0": "2.9.1", "3.0": "2.15.0",
+        }.items():  # fmt: skip
+            with self.subTest(version=version):
+                self.assertEqual(reaching.shipped(version, self.root).name, f"map-{expected}.json")
 
 
 if __name__ == "__main__":

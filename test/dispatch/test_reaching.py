@@ -1,6 +1,5 @@
 """What ``--coverage --save-map`` records, which tests ``--reaching`` and ``--changed`` run, and ``--fail-fast``."""
 
-import json
 import re
 import sys
 import unittest
@@ -119,9 +118,7 @@ class TestRecording(CommandCase):
             ("_named_parameters_with_duplicates", "TestThreads.test_second_thread"),
         ):
             self.assertEqual([each.test for each in reach_map.tests_of(f"{module}.{name}")], [test])
-        self.assertEqual(
-            {test.test: bool(test.breadth) for test in reach_map.tests}["TestProcesses.test_no_rank"], False
-        )
+        self.assertEqual({test.test: test.breadth for test in reach_map.tests}["TestProcesses.test_no_rank"], 0)
 
     def test_a_run_that_does_not_end_writes_no_map(self):
         files = {"test_x": body("self.fail()"), "test_y": PASS}
@@ -154,25 +151,22 @@ class TestReaching(CommandCase):
         self.assertEqual(["".join(each) for each in ran], ["z/test_y", "test_2", "test_1", "test_x", "test_2"])
         self.assertIn("3 tests in 2 files reach 1 of 1 function\n", self.err)
         self.assertIn("left out, because the map does not know them: test_new\n", self.err)
-        self.reach("Unit.step", "-i", "test_x", "--dry-run", "--json")
-        self.assertEqual(
-            [(job["file"], job["tests"]) for job in json.loads(self.out)["jobs"]], [("test_x", ["TestX.test_2"])]
-        )
+        (job,) = self.jobs("--map", self.map, "--reaching", "Unit.step", "-i", "test_x", **self.with_torch)
+        self.assertEqual((job["file"], job["tests"]), ("test_x", ["TestX.test_2"]))
 
     def test_a_file_has_several_parts(self):
         names = [(f"test_{file}", f"TestX.test_{number}") for number in (1, 2, 3, 4) for file in "ab"]
         executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
         self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
-        self.reach("shard", "--dry-run", "--json")
-        jobs = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in json.loads(self.out)["jobs"]]
+        jobs = self.jobs("--map", self.map, "--reaching", "shard", **self.with_torch)
+        parts = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in jobs]
         tests = [f"TestX.test_{number}" for number in (1, 2, 3, 4)]
         expected = [("test_a", 1, 2, tests[:2]), ("test_b", 1, 1, tests), ("test_a", 2, 2, tests[2:])]
-        self.assertEqual(jobs, expected)
+        self.assertEqual(parts, expected)
         out = self.reach("shard", "--keep-going", "-j", 1)
         self.assertEqual((self.code, out.splitlines()[-1]), (1, "7 passed, 1 failed, 0 skipped"), out)
-        self.run_command("--failed", "--dry-run", "--json", **self.with_torch)
-        self.assertEqual([job["tests"] for job in json.loads(self.out)["jobs"]], [["TestX.test_3"]])
+        self.assertEqual([job["tests"] for job in self.jobs("--failed", **self.with_torch)], [["TestX.test_3"]])
 
     def test_what_no_test_reaches(self):
         self.reach("Unit.back", "gather")
@@ -181,15 +175,16 @@ class TestReaching(CommandCase):
         self.assertIn("0 tests in 0 files reach 0 of 2 functions\n", self.err)
 
     def test_changed(self):
-        def jobs() -> list[str]:
-            self.run_command("--map", self.map, "--changed", "--dry-run", "--json", **self.with_torch)
-            return [test for job in json.loads(self.out)["jobs"] for test in job["tests"]]
+        def tests() -> list[str]:
+            return [
+                test for job in self.jobs("--map", self.map, "--changed", **self.with_torch) for test in job["tests"]
+            ]
 
-        self.assertEqual((jobs(), self.code), ([], 5))
+        self.assertEqual((tests(), self.code), ([], 5))
         self.assertIn("nothing that a test could reach has changed\n", self.err)
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
-        self.assertEqual((jobs(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
+        self.assertEqual((tests(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
         self.assertIn("the map was recorded with torch 9.8.7+y, but torch 9.9.0+x is installed\n", self.err)
 
     def test_a_test_that_is_gone(self):
@@ -200,9 +195,8 @@ class TestReaching(CommandCase):
 
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()
-        deep = self.root / "deep.json"
-        deep.write_text('{"a":' * 100_000)
-        for arguments, words in (
+        deep = self.write_json("deep.json", '{"a":' * 100_000)
+        refusals: list[tuple[list[object], str]] = [
             (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is not a name in the map, a file or a folder"),
             (["--map", self.root / "absent", "--changed"], "absent cannot be read: No such file or directory"),
             (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
@@ -212,12 +206,8 @@ class TestReaching(CommandCase):
             (["--save-map", self.map], "--save-map can only be used with --coverage"),
             (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),
             (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),
-        ):
-            with self.subTest(words=words):
-                self.run_command(*arguments, **self.with_torch)
-                self.assertEqual((self.code, self.out), (2, ""))
-                self.assertEqual(len(self.err.splitlines()), 1, self.err)
-                self.assertIn(words, self.err)
+        ]
+        self.check_refusals(refusals, **self.with_torch)
 
 
 class TestFailFast(TreeCase):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import unittest
 import unittest.mock
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,9 @@ class TestLists(TreeCase):
 
     def test_disabled_slow_and_known_failures(self):
         self.write({"test_x": body("self.fail()", "pass", "self.fail()", "pass")})
-        disabled, slow = self.root / "disabled.json", self.root / "slow.json"
-        disabled.write_text(
-            '{"test_1 (__main__.TestX)": ["12", "https://x.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}'
-        )
-        slow.write_text('{"test_2 (__main__.TestX)": 99.5}')
+        upstream = {"test_1 (__main__.TestX)": ["12", "https://x.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}
+        disabled = self.write_json("disabled.json", upstream)
+        slow = self.write_json("slow.json", {"test_2 (__main__.TestX)": 99.5})
         fail = {"action": "fail", "reason": "a known thing"}
         entries = [
             {"test": "test_x::TestX::test_3", **fail},
@@ -63,11 +60,8 @@ class TestLists(TreeCase):
     def test_malformed_inputs_exit_2_and_say_which(self):
         self.write({"test_x": PASS})
         bad = self.write_json("bad.json", "{")
-        for option in ("--disabled-tests", "--slow-tests", "--known-failures", "--test-times"):
-            with self.subTest(option):
-                self.run_command(option, bad, "--dry-run")
-                self.assertEqual((self.code, self.out), (2, ""))
-                self.assertIn("bad.json", self.err)
+        options = ("--disabled-tests", "--slow-tests", "--known-failures", "--test-times")
+        self.check_refusals([([option, bad, "--dry-run"], "bad.json") for option in options])
         for text in ("[]", '{"test_1 (__main__.T)": 1, "x": "y"}', "[" * 100_000):
             for read in (*READERS, lambda path: times.load([path], {})):
                 with self.subTest(text=text[:9], read=read), self.assertRaisesRegex(MalformedList, "bad.json"):
@@ -115,8 +109,7 @@ class TestLists(TreeCase):
         self.check({"test_p": PASS}, passed=1, env=environment)
         for name in ("d.json", "s.json"):
             self.assertIn(f"/no/where/{name} does not exist, so it disables no test and marks none as slow", self.err)
-        self.run_command("--known-failures", "/no/where")
-        self.assertEqual(self.code, 2)
+        self.check_refusals([(["--known-failures", "/no/where"], "/no/where")])
 
     def own(self, *entries: dict[str, Any]) -> tuple[str, Path]:
         """The option for a list in our own format."""
@@ -172,15 +165,9 @@ class TestLists(TreeCase):
 
     def test_malformed_entries_of_our_own(self):
         good = {"test": "test_x::TestX", "action": "fail", "reason": "why"}
-        wrong: list[dict[str, Any]] = [
-            {"action": "explode"},
-            {"torch": "2.13"},
-            {"torch": 2},
-            {"world_size": "2"},
-            {"reason": None},
-            {"more": 1},
-        ]
-        for entry in (*(good | change for change in wrong), {"test": "test_x", "action": "fail"}):
+        wrong: dict[str, Any] = {"action": "explode", "torch": "2.13", "world_size": "2", "reason": None, "more": 1}
+        changed = [good | {name: value} for name, value in wrong.items()]
+        for entry in (*changed, good | {"torch": 2}, {"test": "test_x", "action": "fail"}):
             with self.subTest(entry), self.assertRaisesRegex(MalformedList, "own.json: entry 1"):
                 read_own(self.own(entry)[1])
 
@@ -248,14 +235,9 @@ class TestReports(TreeCase):
             "newly skipped: test_x::TestX.test_2: lately",
             "new: test_x::TestNew.test_1",
         ]
-        self.check(
-            {"test_x": changed},
-            ["--report", second, "--compare", first / "report.json", "--keep-going", "-i", "*", "-k", "test"],
-            passed=2,
-            failed=1,
-            skipped=1,
-            says=[*says, "comparison: .*second/compare.html"],
-        )
+        arguments = ["--report", second, "--compare", first / "report.json", "--keep-going", "-i", "*", "-k", "test"]
+        says += ["comparison: .*second/compare.html"]
+        self.check({"test_x": changed}, arguments, passed=2, failed=1, skipped=1, says=says)
         report = json.loads((second / "report.json").read_text())
         fits(self, report, schema("report"))
         self.assertEqual((report["selection"], report["capabilities"]), ("-i '*' -k test", None))
@@ -273,16 +255,14 @@ class TestReports(TreeCase):
     def test_unwritable_places_are_found_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         (self.root / "file").write_text("")
-        for option in ("--report", "--save-xml", "--save-times"):
-            below = self.root / "file" / "below"
-            self.run_command(option, below)
-            self.assertEqual(self.code, 2)
-            self.assertIn(f"{option}: {below} cannot be written to: [Errno 20] Not a directory: ", self.err)
+        below = self.root / "file" / "below"
+        words = f"{below} cannot be written to: [Errno 20] Not a directory: "
+        self.check_refusals(
+            [([option, below], f"{option}: {words}") for option in ("--report", "--save-xml", "--save-times")]
+        )
         (self.root / "test-reports").write_text("")
-        for option in ["--pipe-logs", *["--coverage"] * (coverage.lacking() is None)]:
-            self.run_command(option)
-            self.assertEqual(self.code, 2)
-            self.assertIn("cannot be written to", self.err)
+        options = ["--pipe-logs", *["--coverage"] * (coverage.lacking() is None)]
+        self.check_refusals([([option], "cannot be written to") for option in options])
         self.assertFalse((self.root / "ran").exists())
         # If no option asked for the file, the tests run, because a checkout may be read-only.
         self.check({}, passed=1, says=["--failed will not know"])
@@ -327,33 +307,22 @@ class TestReports(TreeCase):
 
     def test_times_are_saved_and_used(self):
         folder = self.root / "times"
-        self.check(
-            {"test_x": body("time.sleep(0.2)"), "test_f": FAIL},
-            ["--save-times", folder, "--keep-going"],
-            passed=1,
-            failed=1,
-        )
+        arguments = ["--save-times", folder, "--keep-going"]
+        self.check({"test_x": body("time.sleep(0.2)"), "test_f": FAIL}, arguments, passed=1, failed=1)
         files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
         self.assertEqual(list(files), ["test_x"])
         needs = json.loads((folder / "test-needs.json").read_text())["default"]["default"]
         self.assertEqual(needs["test_x"].keys(), {"ranks", "devices", "cores"})
         self.assertLess(needs["test_x"]["cores"], 0.9)  # it sleeps
-        plan = json.loads(
-            self.run_command("--dry-run", "--json", "--test-times", folder / "test-times.json", "-i", "test_x")
-        )
-        self.assertEqual(plan["jobs"][0]["estimate"], files["test_x"])
+        (job,) = self.jobs("--test-times", folder / "test-times.json", "-i", "test_x")
+        self.assertEqual(job["estimate"], files["test_x"])
 
     def test_files_needed_at_the_end_are_checked_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
-            with self.subTest(text):
-                self.run_command("--compare", self.write_json("old.json", text))
-                self.assertEqual(self.code, 2)
-                self.assertIn("old.json", self.err)
-        (self.root / "test-times.json").write_text("[]")
-        self.run_command("--save-times", self.root)
-        self.assertEqual(self.code, 2)
-        self.assertIn("test-times.json", self.err)
+            self.check_refusals([(["--compare", self.write_json("old.json", text)], "old.json")])
+        self.write_json("test-times.json", [])
+        self.check_refusals([(["--save-times", self.root], "test-times.json")])
         self.assertFalse((self.root / "ran").exists())
 
     def test_disk_that_fills_up_costs_only_what_did_not_fit(self):
@@ -370,18 +339,6 @@ class TestReports(TreeCase):
         self.assertTrue((self.root / "test-reports/failed.json").exists())
         self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, **limited)
 
-    def test_upstreams_layout(self):
-        self.check({"a/test_x": PASS + body("pass")}, ["--save-xml", self.root / "xml"], passed=2)
-        paths = sorted(str(path.relative_to(self.root / "xml")) for path in (self.root / "xml").glob("*/*"))
-        self.assertEqual(paths, ["a.test_x/TEST-a.test_x.TestP.xml", "a.test_x/TEST-a.test_x.TestX.xml"])
-        suite = ET.parse(self.root / "xml" / paths[0]).getroot()
-        self.assertEqual([suite.get(name) for name in ("tests", "failures", "errors", "skipped")], ["1", "0", "0", "0"])
-        self.assertEqual(suite[0].tag, "properties")
-        (case,) = suite[1:]
-        self.assertEqual([case.get(name) for name in ("name", "classname", "file")], ["test_p", "TestP", "a/test_x.py"])
-        self.assertGreater(float(case.attrib["time"]), 0)
-        self.assertEqual(len(case), 0)
-
 
 class TestConsole(TreeCase):
     """Without it, a run that hangs could look like one that works, or its repeat command could use another device."""
@@ -391,10 +348,8 @@ class TestConsole(TreeCase):
         self.assertNotIn("test done", out)  # a short run need not say that it goes on
         first = out.splitlines()[0]
         torch = re.escape(torch_version() or "not installed")
-        expected = (
-            rf"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots, \d+ cores?, seed 1234"
-        )
-        self.assertRegex(first, f"^{expected}$")
+        expected = f"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots"
+        self.assertRegex(first, rf"^{expected}, \d+ cores?, seed 1234$")
         arguments = ["--device", "foo", "--devices", "0", "--backend", "gloo", "--seed", "7", "--ranks", "2"]
         first = self.check({}, arguments, passed=1, env=self.declare("foo", 1, "foocl")).splitlines()[0]
         self.assertRegex(first, r"device foo, 1 slot, \d+ cores?, seed 7$")  # no file has reported more
@@ -412,14 +367,6 @@ class TestConsole(TreeCase):
         self.assertEqual(out.count("Abacus 9"), 1, out)
         says = ["(?m)^output of test_x, on Abacus 9, BLAS mkl, 2 threads$"]
         self.check({"test_x": record + FAIL, "test_y": ""}, failed=1, says=says, env=variable)
-
-    def test_repeat_command_pins_what_was_tested_on(self):
-        facts = {"device": "foo", "backend": "foocl", "ranks": 3}
-        record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
-        pinned = "--seed 1234 --device foo --backend foocl --ranks 3$"
-        guessed = r"--seed 1234 --device \w+ --backend \w+ --ranks \d+$"
-        says = [f"(?m)-i test_x::TestF::test_f {pinned}", f"(?m)-i test_g::TestF::test_f {guessed}"]
-        self.check({"test_x": record + FAIL, "test_g": FAIL}, ["--keep-going", "-j1"], failed=2, says=says)
 
     def test_slow_files_are_named_again_and_again(self):
         out = self.check({"test_x": body("time.sleep(1.2)")}, ["--slow-after", "0.4"], passed=1)
@@ -481,12 +428,8 @@ class TestConsole(TreeCase):
             self.assertEqual([wants_colours(stream, env) for stream in streams], [terminal, other], env)
         self.write({"test_f": FAIL, "test_p": PASS})
         text = self.on_a_terminal("--keep-going", env={"TERM": "xterm"})
-        for words in (
-            "\x1b[31mFAILED \x1b[0m",
-            "\x1b[32mok     \x1b[0m",
-            "\x1b[31m1 passed, 1 failed, 0 skipped\x1b[0m",
-        ):
-            self.assertIn(words, text)
+        for words in ("31mFAILED ", "32mok     ", "31m1 passed, 1 failed, 0 skipped"):
+            self.assertIn(f"\x1b[{words}\x1b[0m", text)
 
     def test_line_that_updates_on_a_terminal(self):
         times = self.write_json("times.json", {"default": {"default": {"test_a": 50, "test_b": 50}}})
@@ -546,11 +489,8 @@ class TestCoverageAbsent(unittest.TestCase):
         def absent(name):
             raise importlib.metadata.PackageNotFoundError
 
-        for version, words in (
-            (absent, "pip install coverage"),
-            (lambda _: "7.9.1", "7.10 or later"),
-            (lambda _: "8.0", "^nothing$"),
-        ):
+        versions = {"pip install coverage": absent, "7.10 or later": lambda _: "7.9.1", "^nothing$": lambda _: "8.0"}
+        for words, version in versions.items():
             with unittest.mock.patch("importlib.metadata.version", version):
                 self.assertRegex(coverage.lacking() or "nothing", words)
 

@@ -219,17 +219,14 @@ class TestCommand(TreeCase):
 
     def test_refusals(self):
         self.write({"test_f": FAIL})
-        for arguments, words in (
+        refusals = [
             (("--repeat", "0"), "'0' is not a whole number from 1 to 1000000"),
             (("--for", "20"), "'20' is not a time such as 90s, 20m, 8h or 1h30m"),
             (("--for", "1h", "--list"), "--repeat and --for cannot be used with --list"),
             (("--repeat", "2", "--dry-run"), "cannot be used with --dry-run"),
             (("--repeat", "2", "--reruns", "1"), "cannot be used with --reruns, which repeats only what failed"),
-        ):
-            with self.subTest(arguments):
-                self.run_command(*arguments)
-                self.assertEqual((self.code, self.out, len(self.err.splitlines())), (2, "", 1), self.err)
-                self.assertIn(words, self.err)
+        ]
+        self.check_refusals(refusals)
 
 
 if __name__ == "__main__":

@@ -41,36 +41,12 @@ from trees import (
     schema,
 )
 
-from torch_fsdp_tests import __version__, settings
+from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_version
 
 
 class TestVerdicts(TreeCase):
     """Without it, a verdict could be lost between unittest and the exit status."""
-
-    def test_pass_and_fail_and_error_and_skip(self):
-        skip = "@unittest.skip('lacks a thing')\nclass TestS(unittest.TestCase):\n    def test_s(self): pass\n"
-        error = body("raise ValueError('odd \\x1b[0m byte')", name="TestE")
-        files = {"test_p": PASS, "a/test_f": FAIL, "a/b/test_s": skip, "test_e": error}
-        says = [
-            "1  lacks a thing",
-            r"\n  failed: a/test_f::TestF.test_f\n    AssertionError: 1 != 2\n",
-            r"-i a/test_f::TestF::test_f --seed 1234",
-            "ok +test_p  1 test",
-        ]
-        self.check(files, ["--keep-going"], passed=1, failed=2, skipped=1, says=says)
-
-    def test_xml_holds_only_valid_characters(self):
-        text = body("raise ValueError('escape \\x1b nul \\0 surrogate \\ud800 amper &< ]]>')")
-        self.check({"test_x": text}, ["--save-xml", self.root, "--report", self.root / "r"], failed=1)
-        page = (self.root / "r/report.html").read_text()
-        self.assertIn(r"escape \x1b nul \x00", page)
-        self.assertNotRegex(page, r"[\x00-\x08\x0b-\x1f]")
-        case = next(ET.parse(next(self.root.glob("test_x/*.xml"))).iter("testcase"))
-        self.assertEqual((case.get("name"), case.get("classname"), case.get("file")), ("test_1", "TestX", "test_x.py"))
-        (error,) = case
-        self.assertEqual(error.tag, "error")
-        self.assertIn(r"escape \x1b nul \x00 surrogate \ud800 amper &< ]]>", error.attrib["message"])
 
     def test_order_of_a_file_alone_and_repeat_command_works(self):
         out = self.check({"test_f": FAIL + PASS}, failed=1, passed=1)
@@ -78,30 +54,30 @@ class TestVerdicts(TreeCase):
         done = subprocess.run(command.split(), capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT)
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
-    def test_repeat_command_names_the_interpreter_and_the_lists(self):
+    def test_repeat_command_has_what_the_result_depends_on(self):
+        """The interpreter, what was tested on, the lists, and the settings. A file gets its options as variables."""
         own, more = (self.write_json(name, {"version": 1, "entries": []}) for name in ("own.json", "more.json"))
         slow = self.write_json("slow.json", {})
         lists = ["--known-failures", own, "--slow-tests", slow, "--known-failures", more]
-        for path, name in ((ENVIRONMENT["PATH"], None), (str(self.root), sys.executable)):
-            out = self.check({"test_f": FAIL}, lists, failed=1, cwd=self.root, env={"PATH": path})
-            if name is None:
-                name = "python" if shutil.which("python") == sys.executable else sys.executable
-            given = "--slow-tests slow.json --known-failures own.json --known-failures more.json"
-            self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
-
-    def test_repeat_command_has_the_settings_of_the_environment(self):
-        """And those of the options, which a file gets as variables."""
-        set_ones = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "PYTORCH_TEST_WITH_SLOW": "1"}
-        words = "PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99"
+        facts = "from torch_fsdp_tests.verdict import events; events.record(device='foo', backend='foocl', ranks=3)\n"
+        names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_NAMES", "CHECK_STREAMS")]
+        values = body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
+        self.write({"test_f": facts + FAIL, "test_x": "from torch_fsdp_tests import settings\n" + values})
         options = ["--strict-defects", "--strict-names", "--check-streams"]
-        says = [rf"(?m)^to repeat: {words} \S+ .* {' '.join(options)}$", r"AssertionError: \['1', '1', '1'\]"]
-        variables = (
-            settings.STRICT_DEFECTS_VARIABLE,
-            settings.STRICT_NAMES_VARIABLE,
-            settings.CHECK_STREAMS_VARIABLE,
-        )
-        text = body(f"self.fail([os.environ.get(name) for name in {variables}])")
-        self.check({"test_x": text}, options, failed=1, env=set_ones, says=says)
+        given = f"--slow-tests slow.json {' '.join(options)} --known-failures own.json --known-failures more.json"
+        variables = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "PYTORCH_TEST_WITH_SLOW": "1"}
+        python = "python" if shutil.which("python") == sys.executable else sys.executable
+        for path, name in ((ENVIRONMENT["PATH"], python), (str(self.root), sys.executable)):
+            words = rf"PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 {re.escape(name)} \S+"
+            known, any_device = "--device foo --backend foocl --ranks 3", r"--device \w+ --backend \w+ --ranks \d+"
+            says = [
+                rf"(?m)^to repeat: {words} .* {known} {given}$",
+                rf"(?m)^ +{words} .* -i test_f::TestF::test_f --seed 1234 {known} {given}$",
+                rf"(?m)^ +{words} .* -i test_x::TestX::test_1 --seed 1234 {any_device} {given}$",
+                r"AssertionError: \['1', '1', '1'\]",
+            ]
+            arguments = ["-j1", "--keep-going", *lists, *options]
+            self.check({}, arguments, failed=2, cwd=self.root, env={"PATH": path, **variables}, says=says)
 
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
         files = {"test_a": body("self.fail()", "pass"), "test_b": PASS}
@@ -110,62 +86,6 @@ class TestVerdicts(TreeCase):
         says = ["7 files not started: test_b, test_c0, test_c1, test_c2, test_c3 and 2 more\n"]
         self.check(more, ["-j1"], passed=1, failed=1, says=says)
 
-    def test_subtests(self):
-        text = """
-        class TestX(unittest.TestCase):
-            def test_sub(self):
-                for i in range(4):
-                    with self.subTest(i=i):
-                        self.assertNotEqual(i, 2)
-            def test_skips(self):
-                with self.subTest(i=1):
-                    self.skipTest("not that one")
-            def test_some_skip(self):
-                for i in range(5):
-                    with self.subTest(i=i):
-                        if i % 2: self.skipTest("needs an even number")
-        """
-        says = [r"\(i=2\)", "reason:\n +2  needs an even number", "reason:\n +1  not that one"]
-        says += ["3 tests, 1 skipped, 1 skipped in part"]
-        self.check({"test_x": text}, ["--report", self.root / "r"], passed=1, failed=1, skipped=1, says=says)
-        report = json.loads((self.root / "r/report.json").read_text())
-        used = report["files"][0]["attempts"][0]["facts"]["used"]
-        self.assertTrue(all(used[what] > 0 for what in ("user", "page_faults")), used)
-        tests = {test["test"].removeprefix("TestX.test_"): test for test in report["files"][0]["tests"]}
-        self.assertEqual(
-            {name: test["subtests"] for name, test in tests.items()}, {"sub": 4, "some_skip": 3, "skips": 0}
-        )
-        self.assertEqual(tests["some_skip"]["subtests_skipped"], {"needs an even number": 2})
-        reasons = {name: test["reason"] for name, test in tests.items() if test["outcome"] != "failed"}
-        in_part = "skipped in part, 2 of 5 subtests: needs an even number"
-        self.assertEqual(reasons, {"some_skip": in_part, "skips": "not that one"})
-        self.assertEqual(tests["some_skip"]["requirements_not_met"], ["needs an even number"])
-        self.assertEqual(tests["skips"]["requirements_not_met"], ["not that one"])
-        self.assertEqual(tests["sub"]["requirements_not_met"], [])
-        even = {"kind": "other", "reason": "needs an even number", "tests": 0, "subtests": 2}
-        one = {"kind": "other", "reason": "not that one", "tests": 1, "subtests": 0}
-        self.assertEqual(report["skips"], [one, even])
-
-    def test_class_fixture_fails_or_skips(self):
-        text = """
-        class TestBad(unittest.TestCase):
-            @classmethod
-            def setUpClass(cls): raise RuntimeError("no set-up")
-            def test_1(self): pass
-            def test_2(self): pass
-        class TestSkip(unittest.TestCase):
-            @classmethod
-            def setUpClass(cls): raise unittest.SkipTest("class needs more")
-            def test_1(self): pass
-            def test_2(self): pass
-        """
-        says = ["2 tests not reached", "2  class needs more", "tests not reached: TestBad.test_1, TestBad.test_2"]
-        self.check({"test_x": text}, ["--save-xml", self.root / "xml"], failed=1, skipped=2, says=says)
-        suite = ET.parse(self.root / "xml/test_x/TEST-test_x.TestBad.xml").getroot()
-        cases = [(c.get("classname"), c.get("name"), [child.tag for child in c]) for c in suite.iter("testcase")]
-        not_run = [("TestBad", f"test_{number}", ["skipped"]) for number in (1, 2)]
-        self.assertEqual(cases, [("TestBad", "setUpClass", ["error"]), *not_run])
-
     def test_minimum_executed(self):
         self.check({"test_p": PASS}, ["--minimum-executed", "2"], passed=1, code=1, says=["too few tests: 1 were"])
         self.check({}, ["--minimum-executed", "1"], passed=1)
@@ -173,65 +93,6 @@ class TestVerdicts(TreeCase):
 
 class TestBadEnds(TreeCase):
     """Without it, a file that crashes, hangs or leaves early could count as passed, or fail without its cause."""
-
-    def test_import_error_and_syntax_error(self):
-        files = {"test_i": "import no_such_module\n", "test_s": "def broken(:\n"}
-        xml = self.root / "xml"
-        says = ["No module named 'no_such_module'", "SyntaxError"]
-        out = self.check(files, ["--keep-going", "--save-xml", xml], failed=2, says=says)
-        self.assertNotIn("runpy", out)
-        (case,) = ET.parse(next((xml / "test_i").iterdir())).iter("testcase")
-        (error,) = case
-        self.assertEqual(
-            (error.tag, error.get("message")), ("error", "ModuleNotFoundError: No module named 'no_such_module'")
-        )
-        self.assertIn("import no_such_module", str(error.text))
-
-    def test_a_link_that_leads_nowhere(self):
-        self.write({"test_p": PASS})
-        (self.tree / "test_x.py").symlink_to("/no/where")
-        arguments = ["--keep-going", "--report", self.root / "r"]
-        says = ["error: .the file itself.: FileNotFoundError: .*No such file or directory"]
-        self.check({}, arguments, passed=1, failed=1, says=says)
-        self.assertIn("test_x  4 ranks", self.run_command("--list"))
-        self.assertEqual(self.code, 0, self.err)
-
-    def test_signals_name_the_test_and_those_not_reached(self):
-        names = ("SIGKILL", "SIGSEGV")
-        files = {name.lower(): body("pass", f"os.kill(os.getpid(), signal.{name})", "pass") for name in names}
-        says = ["crashed: TestX.test_2", "tests not reached: TestX.test_3"]
-        arguments = ["--keep-going", "--save-xml", self.root / "xml"]
-        self.check({f"test_{name}": text for name, text in files.items()}, arguments, passed=2, failed=2, says=says)
-        for name in names:
-            root = ET.parse(next((self.root / "xml" / f"test_{name.lower()}").iterdir()))
-            elements = {case.get("name"): list(case) for case in root.iter("testcase")}
-            (crashed,), (not_run,) = elements["test_2"], elements["test_3"]
-            self.assertEqual((crashed.tag, not_run.tag), ("error", "skipped"))
-            self.assertRegex(crashed.attrib["message"], f"the process was killed by {name}$")
-            self.assertEqual(not_run.get("message"), f"not run: the process was killed by {name} before it")
-
-    def test_leaves_at_once(self):
-        files = {
-            "test_zero": body("os._exit(0)"),
-            "test_three": body("os._exit(3)"),
-            "test_early": "#bare\nos._exit(0)\n",
-            "test_forgot": "#bare\n" + PASS,
-            "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
-        }
-        says = [
-            "crashed: TestX.test_1: did not finish: the process exited with status 3",
-            "must call run_tests",
-            "the process exited with status 7 after its tests",
-        ]
-        self.check(files, ["--keep-going"], passed=1, failed=5, says=says)
-
-    def test_left_before_its_tests(self):
-        """A file that ends itself is broken. A file may skip its tests in setUpModule."""
-        text = "#bare\nprint('no such thing here', file=sys.stderr)\nsys.exit(0)\n"
-        says = ["ended before its tests with exit status 0, as if they had passed", "no such thing here", "  0 tests  "]
-        self.check({"test_x": text}, failed=1, says=says)
-        skip = "def setUpModule(): raise unittest.SkipTest('no such thing here')\n"
-        self.check({"test_x": skip + PASS}, skipped=1, says=["1  no such thing here", "NO TEST WAS EXECUTED"])
 
     def test_hang_shows_stacks_and_is_limited(self):
         """A file that does not heed SIGTERM is killed a moment later."""
@@ -249,30 +110,6 @@ class TestBadEnds(TreeCase):
         ends = [file["attempts"][0]["ended"] - file["attempts"][0]["began"] for file in (heeding, ignoring)]
         self.assertLess(ends[0], 6)
         self.assertGreater({test["test"]: test["seconds"] for test in heeding["tests"]}["TestX.test_2"], 0.1)
-
-    def test_garbage_on_stdout(self):
-        text = body("os.write(1, bytes(range(256)) * 400)", "self.fail()")
-        self.check({"test_x": text}, ["--save-xml", self.root / "xml", "--report", self.root / "r"], passed=1, failed=1)
-
-    def test_grandchildren_are_ended_and_named(self):
-        text = body(
-            "print('pid', subprocess.Popen(['sleep', '60']).pid)",
-            "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)",
-        )
-        out = self.check({"test_x": text}, passed=2, env={"VERBOSE_TEST_LOGS": "1"})
-        pids = [int(pid) for pid in re.findall(r"pid (\d+)", out)]
-        self.assertEqual(len(pids), 2)
-        for pid in pids:
-            self.assertFalse(alive(pid))
-        if sys.platform.startswith("linux"):
-            self.assertRegex(out, r"note: the process \d+ \(sleep 61\) was left running, and was killed")
-
-    def test_the_stream_does_not_leak_into_children(self):
-        code = "import os; print(sorted(os.listdir('/proc/self/fd'))); print([n for n in os.environ if 'EVENTS' in n])"
-        run = f"subprocess.check_output([sys.executable, '-c', {code!r}], text=True, close_fds=False)"
-        probe = f"print('seen', {run}.split(chr(10)))"
-        out = self.check({"test_x": body(probe)}, passed=1, env={"VERBOSE_TEST_LOGS": "1"})
-        self.assertIn("""seen ["['0', '1', '2', '3']", '[]', '']""", out)
 
 
 class TestSelecting(TreeCase):
@@ -300,7 +137,7 @@ class TestSelecting(TreeCase):
         for folder, words, selected in (
             (".", ["test_p"], ["test_p"]),
             (".", ["test/a", "-x", "test/a/b"], ["a/test_y"]),
-            (".", ["test/a/b/test_x.py", "--json", "test_p.py"], ["a/b/test_x", "test_p"]),
+            (".", ["test/a/b/test_x.py", "-v", "test_p.py"], ["a/b/test_x", "test_p"]),
             (".", ["."], ["a/b/test_x", "a/test_y", "test_p"]),
             ("test/a", ["b"], ["a/b/test_x"]),
             ("test/a", ["."], ["a/b/test_x", "a/test_y"]),
@@ -310,9 +147,8 @@ class TestSelecting(TreeCase):
             ("test/a/b", ["test_x::TestP"], ["a/b/test_x"]),
         ):
             with self.subTest(folder=folder, words=words):
-                self.run_command(*words, "--dry-run", *["--json"] * ("--json" not in words), cwd=self.root / folder)
-                self.assertEqual(self.code, 0, self.err)
-                self.assertEqual(sorted(job["file"] for job in json.loads(self.out)["jobs"]), selected)
+                jobs = self.jobs(*words, cwd=self.root / folder)
+                self.assertEqual((self.code, sorted(job["file"] for job in jobs)), (0, selected), self.err)
         self.assertEqual(self.run_command("b", "--dry-run", cwd=self.tree), "")
         self.assertEqual(self.code, 2)
 
@@ -323,13 +159,8 @@ class TestSelecting(TreeCase):
         (self.tree / "wrong.txt").write_text("test_p\nnowhere\n")
         self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
         self.check({}, ["-i", "a", "-x", "quick"], passed=2)  # a folder of tests has this name
-        for word, words in (
-            ("wrong", "unknown test 'nowhere'; --list shows all files"),
-            ("quik", "unknown test 'quik'; nearest: quick"),
-        ):
-            self.run_command("-i", word)
-            self.assertEqual((self.code, self.out), (2, ""))
-            self.assertEqual(self.err, f"run_test.py: {words}\n")
+        wrong = (["-i", "wrong"], "run_test.py: unknown test 'nowhere'; --list shows all files\n")
+        self.check_refusals([wrong, (["-i", "quik"], "run_test.py: unknown test 'quik'; nearest: quick\n")])
 
     def test_unknown_names(self):
         """TestSelect of test_plan has the names that the sources tell. Only the file itself knows all its tests."""
@@ -390,12 +221,12 @@ class TestSelecting(TreeCase):
 
     def test_plan_alone_on_stdout(self):
         self.write({"test_x": PASS})
-        self.run_command("--dry-run", "--json", "--shard", 2, 2, "--test-times", self.root / "absent.json")
-        self.assertEqual((self.code, json.loads(self.out)["jobs"]), (0, []))
+        jobs = self.jobs("--shard", 2, 2, "--test-times", self.root / "absent.json")
+        self.assertEqual((self.code, jobs), (0, []))
         self.assertIn("shard 2 of 2 has nothing to run", self.err)
         self.assertEqual(self.err.count("absent.json does not exist"), 1, self.err)
-        self.run_command("--dry-run", "--json", "--distributed-tests")
-        self.assertEqual((self.code, json.loads(self.out)["jobs"]), (5, []))
+        jobs = self.jobs("--distributed-tests")
+        self.assertEqual((self.code, jobs), (5, []))
         self.assertIn("nothing is selected", self.err)
 
     def test_planning_reads_source_only_and_imports_little(self):
@@ -439,18 +270,9 @@ class TestCompletion(TreeCase):
         completions.unlink(missing_ok=True)
         line = f"run_test.py --test-directory {self.tree} {words}"
         place = Path(importlib.import_module("argcomplete").__file__ or "").parents[1]
-        variables = {
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_SHELL": "bash",
-            "_ARGCOMPLETE_STDOUT_FILENAME": str(completions),
-        }
-        variables |= {
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-            "_ARGCOMPLETE_COMP_WORDBREAKS": " ",
-            "COMP_TYPE": "9",
-        }
-        self.run_command(env={**variables, "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(place)})
+        shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
+        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions), "PYTHONPATH": str(place)}
+        self.run_command(env={**shell, **ends, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"})
         self.assertEqual((self.out, self.code), ("", 0), self.err)
         return [word.strip() for word in completions.read_text().splitlines()]
 
@@ -599,37 +421,30 @@ class TestDevices(TreeCase):
 
     def test_what_the_environment_asks_for(self):
         self.write({"test_x": "class TestX(FSDPTest):\n    def test_x(self): pass\n"})
-        plan = json.loads(self.run_command("--dry-run", "--json", env={"TORCH_FSDP_TESTS_DEVICE": "xpu"}))
-        self.assertEqual(plan["jobs"][0]["devices"], 4)
-        environment = {"TORCH_FSDP_TESTS_DEVICE": "xpu", "TORCH_FSDP_TESTS_RANKS": "6"}
-        plan = json.loads(self.run_command("--dry-run", "--json", env=environment))
-        self.assertEqual(plan["jobs"][0]["devices"], 6)
-        self.run_command("--dry-run", env={"TORCH_FSDP_TESTS_RANKS": "many"})
-        self.assertEqual(self.code, 2)
-        self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
+        for variables, devices in (({}, 4), ({"TORCH_FSDP_TESTS_RANKS": "6"}, 6)):
+            (job,) = self.jobs(env={"TORCH_FSDP_TESTS_DEVICE": "xpu", **variables})
+            self.assertEqual(job["devices"], devices)
+        self.check_refusals([(["--dry-run"], "TORCH_FSDP_TESTS_RANKS")], env={"TORCH_FSDP_TESTS_RANKS": "many"})
 
     def test_unavailable_device_is_refused_before_the_first_file(self):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
-        known = "unknown; torch and the installed vendors' packages know cpu, cuda, .*"
-        for arguments, variable, words in (
-            (["--device", "CPU"], "", "'CPU' is not a device type; use 'cpu' .*"),
-            (["--device", "cpu:0", "--dry-run"], "", "'cpu:0' is not a device type; use 'cpu' .*"),
-            ([], "nope", f"the device type 'nope' is {known}"),
-        ):
-            with self.subTest(arguments=arguments):
-                self.run_command(*arguments, env={"TORCH_FSDP_TESTS_DEVICE": variable} if variable else {})
-                self.assertEqual((self.code, self.out), (2, ""), self.err)
-                self.assertRegex(self.err, rf"^run_test.py: {words}\n$")
+        name = "run_test.py: '{}' is not a device type; use 'cpu' "
+        refusals = [(["--device", word, "--dry-run"], name.format(word)) for word in ("CPU", "cpu:0")]
+        self.check_refusals([(["--device", "CPU"], name.format("CPU")), *refusals])
+        words = (
+            "run_test.py: the device type 'nope' is unknown; torch and the installed vendors' packages know cpu, cuda, "
+        )
+        self.check_refusals([([], words)], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
         self.assertFalse((self.root / "ran").exists())
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
     def test_unavailable_device_of_a_vendor_is_refused_before_the_first_file(self):
         """A package that declares a device does not make torch know it."""
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
-        self.run_command("--device", "foo", env=self.declare("foo", 2, "foocl", is_described=False), limit=300)
-        self.assertEqual((self.code, self.out), (2, ""), self.err)
-        words = "install the extension of torch that adds it, or set `describe` in its Vendor"
-        self.assertRegex(self.err, rf"^run_test.py: unknown device 'foo': torch .* know it; {words}[^\n]*\n$")
+        declared = self.declare("foo", 2, "foocl", is_described=False)
+        words = "know it; install the extension of torch that adds it, or set `describe` in its Vendor"
+        self.check_refusals([(["--device", "foo"], words)], env=declared, limit=300)
+        self.assertIn("run_test.py: unknown device 'foo': torch ", self.err)
         self.assertFalse((self.root / "ran").exists())
 
 
@@ -681,9 +496,7 @@ class TestReruns(TreeCase):
         (self.root / "test-reports").mkdir()
         (self.root / "test-reports/failed.json").write_text("{")
         self.write({"test_x": PASS})
-        self.run_command("--failed")
-        self.assertEqual(self.code, 2)
-        self.assertIn("failed.json", self.err)
+        self.check_refusals([(["--failed"], "failed.json")])
 
 
 class TestStopping(TreeCase):

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import textwrap
 import unittest
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import PASS, Balanced, TreeCase, body, fits, schema
+from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, alive, body, fits, schema
 
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
+from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.verdict import RankResult, State, rank_rows
 
 RANKS = """#bare
@@ -117,24 +119,196 @@ STATES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+FIXTURE = """class TestX(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): raise {}
+    def test_1(self): pass
+    def test_2(self): pass
+"""
+SUBTESTS = """
+class TestX(unittest.TestCase):
+    def test_fails(self):
+        for i in range(4):
+            with self.subTest(i=i):
+                self.assertNotEqual(i, 2)
+    def test_skips(self):
+        with self.subTest(i=1):
+            self.skipTest("not that one")
+    def test_some_skip(self):
+        for i in range(5):
+            with self.subTest(i=i):
+                if i % 2: self.skipTest("needs an even number")
+"""
+PHASES = (
+    body("self.fail('one\\ntwo')", "raise ValueError", "self.addCleanup(open, '/no/where')")
+    + """
+class TestY(TestX):
+    def setUp(self): raise KeyError(1)
+    test_2 = test_3 = None
+class TestZ(unittest.TestCase):
+    @unittest.expectedFailure
+    def test_1(self): pass
+    @unittest.expectedFailure
+    def test_2(self): self.fail()
+"""
+)
+NEVER_RUN = """
+class TestX(unittest.TestCase):
+    async def test_1(self): self.fail()
+    def test_2(self): yield
+    def test_3(self): return 5
+    @unittest.expectedFailure
+    async def test_4(self): self.fail()
+class TestY(unittest.TestCase):
+    async def setUp(self): self.fail()
+    def test_1(self): pass
+class TestZ(unittest.IsolatedAsyncioTestCase):
+    async def test_1(self): self.fail('it ran')
+"""
+CHILDREN = body(
+    "print('pid', subprocess.Popen(['sleep', '60']).pid)",
+    "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)",
+)
+# What a child sees of the stream of results: no descriptor, but the one with which it looks, and no variable.
+LOOK = "import os; print(sorted(os.listdir('/proc/self/fd')), [n for n in os.environ if 'EVENTS' in n])"
+SEEN = body(
+    f"seen = subprocess.check_output([sys.executable, '-c', {LOOK!r}], text=True, close_fds=False); "
+    "self.assertEqual(seen, \"['0', '1', '2', '3'] []\\n\")"
+)
+FILES = {
+    "test_p": PASS,
+    "a/test_f": FAIL,
+    "a/b/test_s": "@unittest.skip('lacks a thing')\n" + PASS,
+    "test_odd": body("raise ValueError('escape \\x1b nul \\0 surrogate \\ud800 amper &< ]]>')"),
+    "test_garbage": body("os.write(1, bytes(range(256)) * 400)", "self.fail()"),
+    "test_subtests": SUBTESTS,
+    "test_phases": PHASES,
+    "test_never": NEVER_RUN,
+    "test_class": FIXTURE.format("OSError('up')"),
+    "test_class_skips": FIXTURE.format("unittest.SkipTest('class needs more')"),
+    "test_module": "def setUpModule(): raise OSError('module')\n" + PASS,
+    "test_module_skips": "def setUpModule(): raise unittest.SkipTest('not in this module')\n" + PASS,
+    "test_down": "def tearDownModule(): raise OSError('down')\n" + PASS,
+    "test_import": "import no_such_module\n",
+    "test_syntax": "def broken(:\n",
+    "test_sigkill": body("pass", "os.kill(os.getpid(), signal.SIGKILL)", "pass"),
+    "test_sigsegv": body("pass", "os.kill(os.getpid(), signal.SIGSEGV)", "pass"),
+    "test_zero": body("os._exit(0)"),
+    "test_three": body("os._exit(3)"),
+    "test_early": "#bare\nos._exit(0)\n",
+    "test_exits": "#bare\nprint('no such thing here', file=sys.stderr)\nsys.exit(0)\n",
+    "test_forgot": "#bare\n" + PASS,
+    "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
+    "test_children": CHILDREN,
+    "test_stream": SEEN,
+    "test_link": "",  # leads nowhere
+}
+# For each of their tests: the outcome, the scope if it is not a test, the phase, and the reason.
+STATES_OF_FILES = r"""
+a/b/test_s::TestP.test_p: skipped: lacks a thing
+a/test_f::TestF.test_f: failed, body: AssertionError: 1 != 2
+test_children::TestX.test_1: passed
+test_children::TestX.test_2: passed
+test_class::TestX.setUpClass: error, class, fixture: OSError: up
+test_class::TestX.test_1: not run: not run: the set-up of TestX failed
+test_class::TestX.test_2: not run: not run: the set-up of TestX failed
+test_class_skips::TestX.test_1: skipped: class needs more
+test_class_skips::TestX.test_2: skipped: class needs more
+test_down::TestP.test_p: passed
+test_down::tearDownModule: error, file, fixture: OSError: down
+test_early::(the file itself): crashed, file: the process exited with status 0 before its tests were known
+test_exits::(the file itself): error, file: the file ended before its tests with exit status 0, as if they had ...
+test_forgot::(the file itself): error, file: the file ended without running its tests: it must call run_tests() or ...
+test_garbage::TestX.test_1: passed
+test_garbage::TestX.test_2: failed, body: AssertionError: None
+test_import::(the file itself): error, file: ModuleNotFoundError: No module named 'no_such_module'
+test_late::(the file itself): crashed, file: the process exited with status 7 after its tests
+test_late::TestP.test_p: passed
+test_link::(the file itself): error, file: FileNotFoundError: [Errno 2] No such file or directory: ...
+test_module::TestP.test_p: not run: not run: the set-up of TestP failed
+test_module::setUpModule: error, file, fixture: OSError: module
+test_module_skips::TestP.test_p: skipped: not in this module
+test_never::TestX.test_1: error, body: TypeError: the test did not run, because it is an `async def`: write ...
+test_never::TestX.test_2: error, body: TypeError: the test did not run, because it is a generator: remove its ...
+test_never::TestX.test_3: error, body: TypeError: the test returned a value of type int, which nobody checks: ...
+test_never::TestX.test_4: error, body: TypeError: the test did not run, because it is an `async def`: write ...
+test_never::TestY.test_1: error, fixture: TypeError: setUp did not run, because it is an `async def`: write ...
+test_never::TestZ.test_1: failed, body: AssertionError: it ran
+test_odd::TestX.test_1: error, body: ValueError: escape \x1b nul \x00 surrogate \ud800 amper &< ]]>
+test_p::TestP.test_p: passed
+test_phases::TestX.test_1: failed, body: AssertionError: one
+test_phases::TestX.test_2: error, body: ValueError
+test_phases::TestX.test_3: error, fixture: FileNotFoundError: [Errno 2] No such file or directory: '/no/where'
+test_phases::TestY.test_1: error, fixture: KeyError: 1
+test_phases::TestZ.test_1: unexpected success
+test_phases::TestZ.test_2: expected failure
+test_sigkill::TestX.test_1: passed
+test_sigkill::TestX.test_2: crashed: did not finish: the process was killed by SIGKILL
+test_sigkill::TestX.test_3: not run: not run: the process was killed by SIGKILL before it
+test_sigsegv::TestX.test_1: passed
+test_sigsegv::TestX.test_2: crashed: did not finish: the process was killed by SIGSEGV
+test_sigsegv::TestX.test_3: not run: not run: the process was killed by SIGSEGV before it
+test_stream::TestX.test_1: passed
+test_subtests::TestX.test_fails: failed, fixture: AssertionError: 2 == 2
+test_subtests::TestX.test_skips: skipped: not that one
+test_subtests::TestX.test_some_skip: passed: skipped in part, 2 of 5 subtests: needs an even number
+test_syntax::(the file itself): error, file: SyntaxError: invalid syntax (test_syntax.py, line 2)
+test_three::TestX.test_1: crashed: did not finish: the process exited with status 3
+test_zero::TestX.test_1: crashed: did not finish: the process exited with status 0
+"""
+
+# The element of a test in JUnit, by the state of the test. An error has those of the other states.
+TAGS = {
+    **dict.fromkeys(("passed", "expected failure"), None),
+    **dict.fromkeys(("skipped", "not run", "known failure"), "skipped"),
+    **dict.fromkeys(("failed", "unexpected success", "left something behind"), "failure"),
+}
+
+
 class StatesCase(TreeCase):
+    maxDiff = None
     report: dict[str, Any]
 
-    def run_and_report(self, files: Mapping[str, str], *arguments: object, **more: Any) -> dict[str, dict[str, Any]]:
-        """Run a tree. Returns the tests of each file by name, from ``report.json`` and from JUnit."""
-        reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
-        self.write(files)
-        self.run_command(*reports, "--keep-going", *arguments, **more)
+    def run_and_report(self, *arguments: object, **more: Any) -> dict[tuple[str, str], dict[str, Any]]:
+        """Run the tree. Returns the tests of ``report.json`` by file and name; JUnit and the console have the same."""
+        self.run_command(
+            "--report", self.root / "r", "--save-xml", self.root / "xml", "--keep-going", *arguments, **more
+        )
         report = self.report = json.loads((self.root / "r/report.json").read_text())
         fits(self, report, schema("report"))
         self.page = (self.root / "r/report.html").read_text()
         Balanced(self).feed(self.page)
-        self.cases = {
-            (case.get("classname"), case.get("name")): list(case)
-            for path in self.root.glob("xml/*/*.xml")
-            for case in ET.parse(path).iter("testcase")
-        }
-        return {test["test"]: test for file in report["files"] for test in file["tests"]}
+        self.cases = self.read_junit()
+        tests = {(file["file"], test["test"]): test for file in report["files"] for test in file["tests"]}
+        self.assertEqual(self.cases.keys(), tests.keys())
+        for place, test in tests.items():
+            state, reason = test["outcome"], clean(test["reason"])
+            with self.subTest(place):
+                tag = TAGS.get(state, "error")
+                elements = [(each.tag, each.get("type"), each.get("message")) for each in self.cases[place]]
+                self.assertEqual(elements, [(tag, state, reason or state)] if tag else [])
+                self.assertAlmostEqual(float(self.cases[place].attrib["time"]), test["seconds"], places=5)
+                if State(state).is_bad:
+                    self.assertIn(f"\n{state}: {place[1]}{f': {reason}' if reason else ''}\n", self.out)
+        return tests
+
+    def read_junit(self) -> dict[tuple[str, str], ET.Element]:
+        """The cases by file and test. Their suites are where upstream has them, and have the right numbers."""
+        cases = {}
+        for path in self.root.glob("xml/*/*.xml"):
+            suite = ET.parse(path).getroot()
+            properties, *its = suite
+            self.assertEqual(properties.tag, "properties")
+            tags = [element.tag for case in its for element in case]
+            counts = {"tests": len(its), "skipped": tags.count("skipped")}
+            counts |= {"failures": tags.count("failure"), "errors": tags.count("error")}
+            self.assertEqual({name: int(suite.attrib[name]) for name in counts}, counts)
+            for case in its:
+                file, cls, name = (case.attrib[key] for key in ("file", "classname", "name"))
+                dotted = file.removesuffix(".py").replace("/", ".")
+                self.assertEqual(path.relative_to(self.root / "xml"), Path(dotted, f"TEST-{dotted}.{cls}.xml"))
+                cases[file.removesuffix(".py"), name if cls == "file" else f"{cls}.{name}"] = case
+        return cases
 
 
 @unittest.skipIf(torch_version() is None, "torch is not installed")
@@ -142,7 +316,9 @@ class TestStatesOfRanks(StatesCase):
     """Without it, console, report.json and JUnit could disagree about a test, or show a rank in the wrong state."""
 
     def test_rank_by_rank(self):
-        tests = self.run_and_report({"test_x": RANKS}, limit=300, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
+        self.write({"test_x": RANKS})
+        results = self.run_and_report(limit=300, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
+        tests = {name: test for (_, name), test in results.items()}
         self.assertEqual(len(tests), len(STATES) + 4, self.out + self.err)
         for name in ("TestParent.test_leaves_a_variable", "TestPlain.test_1_leaves_a_variable"):
             self.assertEqual(tests[name]["outcome"], "left something behind")
@@ -156,11 +332,9 @@ class TestStatesOfRanks(StatesCase):
                 result = tests[f"TestRanks.test_{name}"]
                 self.assertEqual((result["outcome"], result["phase"]), (state, phase), result)
                 self.check_ranks(result, ranks)
-                (element,) = self.cases["TestRanks", f"test_{name}"]
-                self.assertEqual((element.get("type"), element.get("message")), (state, result["reason"]))
                 if ranks:
+                    (element,) = self.cases["test_x", f"TestRanks.test_{name}"]
                     self.check_table(str(element.text), ranks)
-                self.assertIn(f"{state}: TestRanks.test_{name}: {result['reason']}", self.out)
         self.assertIn("\nfailed (left something behind: 4, error: 3, failed: 2, crashed: 2, ", self.out)
         alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
         self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
@@ -185,103 +359,90 @@ class TestStatesOfRanks(StatesCase):
 class TestStatesOfProcesses(StatesCase):
     """Without it, a test that never ran could count as passed, and a stop or a known failure as failed.
 
-    Plain unittest files, whose processes have no harness. TestBadEnds of test_run has deaths and limits.
+    Plain unittest files, whose processes have no harness.
     """
 
-    def states(self, *arguments: object, **files: str) -> dict[str, tuple[str, str, str | None, str]]:
-        tests = self.run_and_report(files, *arguments)
-        return {name: (test["outcome"], test["scope"], test["phase"], test["reason"]) for name, test in tests.items()}
+    def test_every_file_and_every_report(self):
+        """All files run once. TestBadEnds of test_run has limits."""
+        self.write(FILES)
+        (self.tree / "test_link.py").unlink()
+        (self.tree / "test_link.py").symlink_to("/no/where")
+        tests = self.run_and_report(env={"VERBOSE_TEST_LOGS": "1"})
+        states = sorted(f"{file}::{name}: {self.told(test)}" for (file, name), test in tests.items())
+        self.assertEqual("\n".join(states), STATES_OF_FILES.strip())
+        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("11", "29", "5")]))
+        self.check_console()
+        self.check_subtests({test: result for (file, test), result in tests.items() if file == "test_subtests"})
+        self.assertNotRegex(self.page, r"[\x00-\x08\x0b-\x1f]")
+        (error,) = self.cases["test_import", "(the file itself)"]
+        self.assertIn("import no_such_module", str(error.text))
+        self.assertNotIn("runpy", str(error.text))
+        (failed,) = json.loads((self.root / "test-reports/failed.json").read_text()).values()
+        for name in ("test_class", "test_down", "test_import", "test_module"):
+            self.assertEqual(failed[name], [])
+        self.assertIn("test_link  4 ranks", self.run_command("--list", "-i", "test_link"))
+        self.assertEqual(self.code, 0, self.err)
 
-    def test_what_unittest_reports(self):
-        text = body("self.fail('one\\ntwo')", "raise ValueError", "self.addCleanup(open, '/no/where')")
-        text += "class TestY(TestX):\n    def setUp(self): raise KeyError(1)\n    test_2 = test_3 = None\n"
-        text += "class TestZ(unittest.TestCase):\n    @unittest.expectedFailure\n    def test_1(self): pass\n"
-        text += "    @unittest.expectedFailure\n    def test_2(self): self.fail()\n"
-        missing = "FileNotFoundError: [Errno 2] No such file or directory: '/no/where'"
-        self.assertEqual(
-            self.states(test_x=text),
-            {
-                "TestX.test_1": ("failed", "test", "body", "AssertionError: one"),
-                "TestX.test_2": ("error", "test", "body", "ValueError"),
-                "TestX.test_3": ("error", "test", "fixture", missing),
-                "TestY.test_1": ("error", "test", "fixture", "KeyError: 1"),
-                "TestZ.test_1": ("unexpected success", "test", None, ""),
-                "TestZ.test_2": ("expected failure", "test", None, ""),
-            },
-        )
-        self.assertIn("unexpected success: TestZ.test_1", self.out)
-        self.assertEqual(self.out.splitlines()[-1], "1 passed, 5 failed, 0 skipped")
+    @staticmethod
+    def told(test: Mapping[str, Any]) -> str:
+        """The state of a test in the words of the table."""
+        scope = "" if test["scope"] == "test" else test["scope"]
+        state = ", ".join(filter(None, (test["outcome"], scope, test["phase"])))
+        reason = textwrap.shorten(clean(test["reason"]), 75, placeholder=" ...", break_on_hyphens=False)
+        return f"{state}: {reason}" if reason else state
 
-    def test_test_that_never_ran_is_an_error(self):
-        """Coroutines, generators and what else is not None, also as an expected failure, and from a fixture."""
-        text = "class TestX(unittest.TestCase):\n    async def test_1(self): self.fail()\n    def test_2(self): yield\n"
-        text += (
-            "    def test_3(self): return 5\n    @unittest.expectedFailure\n    async def test_4(self): self.fail()\n"
-        )
-        text += "class TestY(unittest.TestCase):\n    async def setUp(self): self.fail()\n    def test_1(self): pass\n"
-        text += "class TestZ(unittest.IsolatedAsyncioTestCase):\n    async def test_1(self): self.fail('it ran')\n"
-        states = self.states(test_x=text)
-        self.assertEqual(states.pop("TestZ.test_1"), ("failed", "test", "body", "AssertionError: it ran"))
-        self.assertEqual({state for state, *_ in states.values()}, {"error"}, states)
-        beginnings = {name: reason[:48] for name, (*_, reason) in states.items()}
-        self.assertEqual(
-            beginnings,
-            {
-                "TestX.test_1": "TypeError: the test did not run, because it is an `async def`"[:48],
-                "TestX.test_2": "TypeError: the test did not run, because it is a generator"[:48],
-                "TestX.test_3": "TypeError: the test returned a value of type int",
-                "TestX.test_4": "TypeError: the test did not run, because it is an"[:48],
-                "TestY.test_1": "TypeError: setUp did not run, because it is an `async def`"[:48],
-            },
-        )
-        self.assertNotIn("never awaited", self.report["files"][0]["attempts"][0]["output"])
+    def check_console(self) -> None:
+        for words in (
+            "ok +test_p  1 test ",
+            "FAILED +test_class  0 tests, 1 failed fixture, 2 not run ",
+            "FAILED +test_module  0 tests, 1 failed fixture, 1 not run ",
+            "FAILED +test_down  1 test, 1 failed fixture ",
+            "FAILED +test_exits  0 tests ",
+            "FAILED +test_subtests  3 tests, 1 skipped, 1 skipped in part ",
+            r"\n  failed: a/test_f::TestF.test_f\n    AssertionError: 1 != 2\n.* -i a/test_f::TestF::test_f --seed 1",
+            r"-i test_class::TestX --seed",
+            "reason:\n +2  class needs more\n",
+            "reason:\n +2  needs an even number\n",
+            "\n +1  lacks a thing\n",
+            "tests not reached: TestX.test_1, TestX.test_2\n",
+            "tests not reached: TestX.test_3\n",
+            "\n5 tests not reached\n",
+            r"\(i=2\)",
+            "no such thing here\n",
+        ):
+            with self.subTest(words):
+                self.assertRegex(self.out, words)
+        self.assertNotIn("never awaited", self.out)
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", self.out)]
+        self.assertEqual([alive(pid) for pid in pids], [False, False])
+        if sys.platform.startswith("linux"):
+            self.assertRegex(self.out, rf"note: the process {pids[1]} \(sleep 61\) was left running, and was killed")
+
+    def check_subtests(self, tests: Mapping[str, Mapping[str, Any]]) -> None:
+        fails, skips, some_skip = (tests[f"TestX.test_{name}"] for name in ("fails", "skips", "some_skip"))
+        self.assertEqual([test["subtests"] for test in (fails, skips, some_skip)], [4, 0, 3])
+        self.assertEqual(some_skip["subtests_skipped"], {"needs an even number": 2})
+        lacking = [test["requirements_not_met"] for test in (fails, skips, some_skip)]
+        self.assertEqual(lacking, [[], ["not that one"], ["needs an even number"]])
+        skipped = {each["reason"]: each for each in self.report["skips"]}
+        even = {"kind": "other", "reason": "needs an even number", "tests": 0, "subtests": 2}
+        self.assertEqual(skipped["needs an even number"], even)
+        self.assertEqual(skipped["not that one"], even | {"reason": "not that one", "tests": 1, "subtests": 0})
+        for file in self.report["files"]:
+            if file["file"] == "test_subtests":
+                used = file["attempts"][0]["facts"]["used"]
+                self.assertTrue(all(used[what] > 0 for what in ("user", "page_faults")), used)
 
     def test_a_process_that_cannot_be_started(self):
         """The process would start in the folder of the tests, which an earlier file has removed."""
-        states = self.states(
-            "-j1", test_a=body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), test_b=PASS
-        )
-        state, scope, phase, reason = states["(the file itself)"]
-        self.assertEqual((state, scope, phase), ("harness error", "file", "harness"))
-        self.assertIn("No such file or directory", reason)
+        self.write({"test_a": body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), "test_b": PASS})
+        told = self.told(self.run_and_report("-j1")["test_b", "(the file itself)"])
+        self.assertRegex(told, "^harness error, file, harness: .*No such file or directory")
 
     def test_hosts_are_named_if_there_are_several(self):
         ranks = [RankResult(rank, State.PASSED, host=f"host{rank}") for rank in range(2)]
         self.assertEqual([row[-1] for row in rank_rows(ranks)], ["host", "host0", "host1"])
         self.assertNotIn("host", rank_rows(ranks[:1])[0])
-
-    def test_fixtures_and_files(self):
-        up = "class TestX(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): raise OSError('up')\n"
-        states = self.states(
-            test_a=up + "    def test_1(self): pass\n",
-            test_b="def tearDownModule(): raise OSError('down')\n" + PASS,
-            test_c="import no_such_module\n",
-            test_d="def setUpModule(): raise OSError('module')\n" + body("pass", name="TestD"),
-        )
-        missing = "ModuleNotFoundError: No module named 'no_such_module'"
-        self.assertEqual(
-            states,
-            {
-                "TestX.setUpClass": ("error", "class", "fixture", "OSError: up"),
-                "TestX.test_1": ("not run", "test", None, "not run: the set-up of TestX failed"),
-                "TestP.test_p": ("passed", "test", None, ""),
-                "tearDownModule": ("error", "file", "fixture", "OSError: down"),
-                "(the file itself)": ("error", "file", None, missing),
-                "setUpModule": ("error", "file", "fixture", "OSError: module"),
-                "TestD.test_1": ("not run", "test", None, "not run: the set-up of TestD failed"),
-            },
-        )
-        self.assertRegex(self.out, "(?m)-i test_a::TestX --seed")
-        counted = re.findall(r"FAILED +(test_.)  (.*)  \d", self.out)
-        wanted = {
-            "test_a": "0 tests, 1 failed fixture, 1 not run",
-            "test_b": "1 test, 1 failed fixture",
-            "test_c": "0 tests",
-            "test_d": "0 tests, 1 failed fixture, 1 not run",
-        }
-        self.assertEqual(dict(counted), wanted)
-        (failed,) = json.loads((self.root / "test-reports/failed.json").read_text()).values()
-        self.assertEqual(failed, {f"test_{letter}": [] for letter in "abcd"})
 
     def test_a_fixture_that_a_rerun_survives_is_flaky(self):
         marker = str(self.root / "marker")
@@ -292,28 +453,27 @@ class TestStatesOfProcesses(StatesCase):
 
     def test_tests_left_out_by_a_list_meet_no_requirement(self):
         disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["1", "", []]})
-        text = body("pass", "self.skipTest('disabled: by itself')")
-        tests = self.run_and_report({"test_x": text}, "--disabled-tests", disabled)
-        self.assertEqual(
-            [tests[f"TestX.test_{number}"]["requirements_not_met"] for number in (1, 2)], [[], ["disabled: by itself"]]
-        )
+        self.write({"test_x": body("pass", "self.skipTest('disabled: by itself')")})
+        tests = self.run_and_report("--disabled-tests", disabled)
+        lacking = {name: test["requirements_not_met"] for (_, name), test in tests.items()}
+        self.assertEqual(lacking, {"TestX.test_1": [], "TestX.test_2": ["disabled: by itself"]})
 
     def test_a_known_failure_is_a_state_of_its_own(self):
         """In the closing line, in report.json, in JUnit and in the page; the exit status is that of a success."""
         entry = {"test": "test_x::TestX::test_2", "action": "fail", "reason": "the driver lacks it"}
         known = self.write_json("known.json", {"version": 1, "entries": [entry]})
-        tests = self.run_and_report({"test_x": body("pass", "self.fail('no')")}, "--known-failures", known)
+        self.write({"test_x": body("pass", "self.fail('no')")})
+        tests = self.run_and_report("--known-failures", known)
         self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 0 skipped, 1 known failure"))
-        self.assertEqual(tests["TestX.test_2"]["outcome"], "known failure")
+        self.assertEqual(self.told(tests["test_x", "TestX.test_2"]), "known failure, body: AssertionError: no")
         counts = [self.report[name] for name in ("passed", "failed", "skipped", "known_failures")]
         self.assertEqual(counts, [1, 0, 0, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
-        elements = [(each.tag, each.get("type"), each.get("message")) for each in self.cases["TestX", "test_2"]]
-        self.assertEqual(elements, [("skipped", "known failure", "AssertionError: no")])
         self.assertIn("passed with 1 known failure", self.page)
 
     def test_a_killed_run_leaves_no_report_of_an_earlier_one(self):
         """The earlier reports are renamed when the run starts."""
-        self.run_and_report({"test_x": PASS})
+        self.write({"test_x": PASS})
+        self.run_and_report()
         self.write({"test_x": body("os.kill(os.getppid(), signal.SIGKILL)")})
         self.run_command("--report", self.root / "r")
         self.assertEqual(self.code, -signal.SIGKILL)

@@ -3,17 +3,22 @@
 import json
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
+import traceback
 import unittest
 from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+from torch_fsdp_tests.dispatch import compare, main, report, runner  # noqa: F401 (imported for forks)
+from torch_fsdp_tests.processes import host
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LIMIT = 30  # seconds for one command
@@ -44,13 +49,50 @@ def little_torch(folder: Path, version: str = "9.8.7") -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-class TreeCase(unittest.TestCase):
-    program = CHECKOUT / "run_test.py"
+def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a Python program in this fork of the tests as in a fresh interpreter, with the streams that the fork has.
+
+    The tests have imported the dispatcher. That import takes longer than most of its runs.
+    """
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # subprocess waits until one of them is closed
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = program
+    sys.stdin, sys.stdout = open(0), open(1, "w")
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
+    status = 1
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+        status = 0
+    except SystemExit as left:
+        status = host.exit_status(left)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+class FolderCase(unittest.TestCase):
+    """A test that has a folder."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
+        self.root = Path(folder.name).resolve()
+
+    def write_json(self, name: str, data: object) -> Path:
+        """Write a file into the folder."""
+        path = self.root / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+
+class TreeCase(FolderCase):
+    program = CHECKOUT / "run_test.py"
+
+    def setUp(self) -> None:
+        super().setUp()
         self.tree = self.root / "test"
         self.tree.mkdir()
 
@@ -65,14 +107,20 @@ class TreeCase(unittest.TestCase):
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, str(self.program), "--test-directory", str(self.tree), *map(str, arguments)]
 
-    def start(self, *arguments: object, limit: float = LIMIT, **more: Any) -> subprocess.Popen[str]:
+    def start(self, *arguments: object, limit: int = LIMIT, **more: Any) -> subprocess.Popen[str]:
+        """Start the command. It is killed after ``limit`` seconds, for a test that waits for its output."""
+        command, environment = self.command(*arguments), ENVIRONMENT | more.get("env", {})
+        is_fork = command[1] == str(self.program) and "PYTHONPATH" not in environment and "preexec_fn" not in more
+
+        def begin() -> None:
+            signal.alarm(limit)
+            more.get("preexec_fn", lambda: None)()
+            if is_fork:
+                run_here(command[1:], environment)
+
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace", **more}
-        options["env"] = ENVIRONMENT | more.get("env", {})
-        process = subprocess.Popen(self.command(*arguments), **options)
-        alarm = threading.Timer(limit, process.kill)  # for a test that waits for its output
-        alarm.start()
-        self.addCleanup(alarm.cancel)
-        return process
+        options |= {"env": environment, "preexec_fn": begin, "restore_signals": not is_fork}
+        return subprocess.Popen(command, **options)
 
     def run_command(self, *arguments: object, **more: Any) -> str:
         process = self.start(*arguments, **more)
@@ -87,11 +135,17 @@ class TreeCase(unittest.TestCase):
             time.sleep(0.02)
         return [int(number) for number in path.read_text()[:-1].split()]
 
-    def write_json(self, name: str, data: object) -> Path:
-        """Write a file beside the tree."""
-        path = self.root / name
-        path.write_text(data if isinstance(data, str) else json.dumps(data))
-        return path
+    def check_refusals(self, refusals: Iterable[tuple[Sequence[object], str]], **more: Any) -> None:
+        """Check that each of these commands is refused with one sentence that has these words."""
+        for arguments, words in refusals:
+            with self.subTest(words, arguments=arguments):
+                self.run_command(*arguments, **more)
+                self.assertEqual((self.code, self.out, self.err.count("\n")), (2, "", 1), self.err)
+                self.assertIn(words, self.err)
+
+    def jobs(self, *arguments: object, **more: Any) -> list[dict[str, Any]]:
+        """The jobs of the plan for these arguments."""
+        return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
 
     def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
         """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".

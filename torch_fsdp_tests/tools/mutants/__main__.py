@@ -68,7 +68,7 @@ def _main(options: Namespace) -> ExitStatus:
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
-            for finding in _with_programs(judged, options.explore, trials.environment):
+            for finding in with_programs(judged, options.explore, trials.environment):
                 record.add(finding)
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))
@@ -83,9 +83,7 @@ def _main(options: Namespace) -> ExitStatus:
     return status
 
 
-def _with_programs(
-    judged: Iterable[Finding], programs: int | None, environment: Mapping[str, str]
-) -> Iterator[Finding]:
+def with_programs(judged: Iterable[Finding], programs: int | None, environment: Mapping[str, str]) -> Iterator[Finding]:
     """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
     missed = []
     for finding in judged:

@@ -114,8 +114,7 @@ def _header(node: ast.AST) -> str:
         for field in BLOCKS:
             if hasattr(shown, field):
                 setattr(shown, field, [ast.Expr(ast.Constant(...))] if field == "body" else [])
-    text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(shown)) if shown is not node else node)
-    return text.removesuffix("\n    ...") if "\n" in text else text
+    return ast.unparse(shown).removesuffix("\n    ...")
 
 
 @dataclasses.dataclass(frozen=True)
