@@ -11,16 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+
+from runs import COMMAND_LIMIT, INPUTS, ROOT, run_beside
 
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.inductor_utils import why_no_host_compiler
 from torch_fsdp_tests.verdict import Reason, SkipKind
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import COMMAND_LIMIT, INPUTS, ROOT, run_beside
 
 FILES = [
     "distributed/_composable/fsdp/test_fully_shard_state",

@@ -291,7 +291,7 @@ class TestProbe(TestCase):
     def test_a_forked_process_is_tried_and_has_a_limit(self):
         self.assertTrue(accelerator_probe._computes_after_fork("cpu"))  # the CPU is the subject
         self.assertFalse(accelerator_probe._computes_after_fork("xyz"))
-        with unittest.mock.patch.multiple(accelerator_probe, FORK_LIMIT=0.05, _works=lambda attempt: signal.pause()):
+        with mock.patch.multiple(accelerator_probe, FORK_LIMIT=0.05, _works=lambda attempt: signal.pause()):
             self.assertFalse(accelerator_probe._computes_after_fork("cpu"))
 
     def test_collectives_of_the_processor(self):

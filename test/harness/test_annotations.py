@@ -1,15 +1,11 @@
 """Every helper of the tests is annotated, according to the syntax trees. mypy checks the annotations."""
 
 import ast
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-from torch_fsdp_tests.common_utils import TestCase, run_tests
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from sources import TESTS, trees
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 FIXTURES = {f"{stage}{of}" for stage in ("setUp", "tearDown") for of in ("", "Class", "Module")}
 FIXTURES |= {"perThreadSetUp", "perThreadTearDown"}

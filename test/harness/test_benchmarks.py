@@ -2,19 +2,15 @@
 
 import contextlib
 import io
-import sys
 import unittest.mock
-from pathlib import Path
 from typing import Any
+
+from runs import assert_refused, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.tools.benchmarks import __main__ as command
 from torch_fsdp_tests.tools.benchmarks import harness, reaching, suite
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import assert_refused, outputs
 
 UPSTREAM_AT = 10.0  # how many times as slow
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from runs import ROOT, Process
 
 from torch_fsdp_tests import common_utils, installation, settings
 from torch_fsdp_tests.common_utils import (
@@ -38,10 +39,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.settings import SEED_VARIABLE
 from torch_fsdp_tests.verdict import stream
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import ROOT, Process
 
 as_test_of_fsdp = functools.partial(unittest.mock.patch.object, vacuous, "is_judged", return_value=True)
 Point = collections.namedtuple("Point", "x y")

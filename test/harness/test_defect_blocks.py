@@ -2,21 +2,18 @@
 
 import json
 import re
-import sys
 import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
+
+from runs import INPUTS, ROOT, run_beside
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, run_tests
 from torch_fsdp_tests.defects import registry, torch_defect
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.verdict import DefectBlock, joined
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, ROOT, run_beside
 
 # Every version so far has these two.
 SHOWN = "fsdp2_extension_gets_one_payload"

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import INPUTS, ROOT, assert_refused, outputs
+from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import launch, registry, texts, trial
@@ -29,11 +31,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, ROOT, assert_refused, outputs
-from sources import TESTS_OF_FSDP, trees
 
 sys.path.insert(0, str(INPUTS / "repaired"))
 

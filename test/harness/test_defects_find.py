@@ -4,20 +4,17 @@ import functools
 import html
 import itertools
 import re
-import sys
 import tempfile
 import unittest.mock
 from pathlib import Path
+
+from runs import INPUTS, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import changes, find, registry, texts, versions_page
 from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, outputs
 
 # Those of defects are named after them, and were printed by the scripts of --show. Those of users' mistakes begin with
 # "user_"; that of a GPU's memory and that of NCCL's watchdog were put together by hand.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import unittest
 import unittest.mock
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from samples import run, tests_of
 
 from torch_fsdp_tests import common_cuda
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -34,18 +34,13 @@ def made_for(under_test: Accelerator, body: dict[str, Any], **options: Any) -> d
     return scope
 
 
-def run(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestResult:
-    result = unittest.TestResult()
+def run_on(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestResult:
     with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
-        unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
-    return result
+        return run(cls)
 
 
 class DeviceTypeTest(TestCase):
     """Without it, a generated test could get another rank's device, or be skipped without a reason."""
-
-    def names(self, cls: type[unittest.TestCase]) -> Sequence[str]:
-        return unittest.TestLoader().getTestCaseNames(cls)
 
     def test_names_and_device_of_each_rank(self):
         def test_y(self, device, a):
@@ -58,14 +53,14 @@ class DeviceTypeTest(TestCase):
         scope = made_for(FOO, body)
         self.assertEqual(list(scope), ["TestXFOO"])
         cls = scope["TestXFOO"]
-        self.assertEqual(self.names(cls), ["test_bare_foo", "test_y_a_1_foo", "test_y_two_foo"])
+        self.assertEqual(tests_of(cls), ["test_bare_foo", "test_y_a_1_foo", "test_y_two_foo"])
         self.assertEqual((cls.__module__, cls.__qualname__, cls.device_type), (__name__, "TestXFOO", "foo"))
         self.assertEqual(cls.helper, 5)
         for rank, device in [(-1, "foo:0"), (0, "foo:0"), (1, "foo:1")]:
             cls.rank = rank
             cls.calls.clear()
             with unittest.mock.patch.object(torch, "device", lambda kind, index=None: f"{kind}:{index}"):
-                self.assertEqual(run(cls, FOO).errors, [])
+                self.assertEqual(run_on(cls, FOO).errors, [])
             self.assertEqual(cls.calls, ["bare", (1, device), (2, device)])
 
     def test_the_device_under_test(self):
@@ -76,8 +71,8 @@ class DeviceTypeTest(TestCase):
 
         (name, cls), *others = made_for(under_test, {"test_y": test_y}).items()
         self.assertEqual((name, others), (f"TestX{under_test.type.upper()}", []))
-        self.assertEqual(self.names(cls), [f"test_y_{under_test.type}"])
-        self.assertTrue(run(cls, under_test).wasSuccessful())
+        self.assertEqual(tests_of(cls), [f"test_y_{under_test.type}"])
+        self.assertTrue(run_on(cls, under_test).wasSuccessful())
         self.assertEqual(cls.calls, [under_test.type])
 
     def test_devices_left_out_skip_and_say_why(self):
@@ -88,12 +83,12 @@ class DeviceTypeTest(TestCase):
         ]
         for options, reason in cases:
             cls = made_for(FOO, body, **options)["TestXFOO"]
-            self.assertEqual([why for _, why in run(cls, FOO).skipped], [reason])
+            self.assertEqual([why for _, why in run_on(cls, FOO).skipped], [reason])
             with unittest.mock.patch.dict(os.environ, {"PYTORCH_TESTING_DEVICE_FOR_CUSTOM": "foo"}):
                 cls = made_for(FOO, {"test_y": lambda self: None}, **options)["TestXFOO"]
-            self.assertEqual(run(cls, FOO).skipped, [])
+            self.assertEqual(run_on(cls, FOO).skipped, [])
         with unittest.mock.patch.dict(os.environ, {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "bar"}):
-            self.assertEqual(len(run(made_for(FOO, body)["TestXFOO"], FOO).skipped), 1)
+            self.assertEqual(len(run_on(made_for(FOO, body)["TestXFOO"], FOO).skipped), 1)
         with self.assertRaises(AssertionError):
             made_for(FOO, body, only_for="foo", except_for="foo")
 
@@ -101,8 +96,7 @@ class DeviceTypeTest(TestCase):
         scope = {"TestX": type("TestX", (unittest.TestCase,), {"test_y": lambda self, device: None})}
         with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: "absent"}):
             instantiate_device_type_tests(scope["TestX"], scope)
-            result = unittest.TestResult()
-            unittest.TestLoader().loadTestsFromTestCase(scope["TestXABSENT"]).run(result)
+            result = run(scope["TestXABSENT"])
         self.assertIn("unknown device 'absent'", result.errors[0][1])
 
     def test_decorators_read_the_device(self):
@@ -111,7 +105,7 @@ class DeviceTypeTest(TestCase):
 
         test = decorateIf(unittest.skip("by device"), is_foo)(lambda self, device: None)
         cls = made_for(FOO, {"test_if": test})["TestXFOO"]
-        self.assertEqual([why for _, why in run(cls, FOO).skipped], ["by device"])
+        self.assertEqual([why for _, why in run_on(cls, FOO).skipped], ["by device"])
 
     def test_cuda_names_are_about_the_device_under_test(self):
         for count, found in ((1, (True, False)), (2, (True, True))):

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from runs import assert_refused, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
@@ -27,10 +27,6 @@ from torch_fsdp_tests.explore.program import LAYERS, STEPS, Layer, Program, Prog
 from torch_fsdp_tests.explore.reference import Reference
 from torch_fsdp_tests.explore.shrink import shrunk
 from torch_fsdp_tests.ranks import Assignment
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import assert_refused, outputs
 
 FORWARD = Step("forward", number=1)
 BACKWARD = Step("backward", number=-1, flag=False)

@@ -2,15 +2,11 @@
 
 import ast
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-from torch_fsdp_tests.common_utils import TestCase, run_tests
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from sources import PACKAGE, TESTS_OF_FSDP, trees
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 # The lowest layer comes first. Names on one line may import each other. Modules that are not listed are above all
 # layers. The longest name that matches a module counts.

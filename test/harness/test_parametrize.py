@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import unittest
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import torch
+from samples import class_with, run, tests_of
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtests
 from torch_fsdp_tests.common_distributed.case import run_in_rank
@@ -26,30 +26,6 @@ from torch_fsdp_tests.verdict import State
 
 class Color(enum.Enum):
     RED = 1
-
-
-def tests_of(cls):
-    return unittest.TestLoader().getTestCaseNames(cls)
-
-
-def run(cls: type[unittest.TestCase]) -> unittest.TestResult:
-    result = unittest.TestResult()
-    unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
-    return result
-
-
-def class_with(
-    *decorators: Callable[[Callable], Callable], base: type[unittest.TestCase] = unittest.TestCase
-) -> tuple[Any, list[dict[str, Any]]]:
-    """A class whose only method ``test_x`` has these decorators, and the list of the arguments of its calls."""
-    calls: list[dict[str, Any]] = []
-
-    def test_x(self, **arguments):
-        calls.append(arguments)
-
-    for decorate in reversed(decorators):
-        test_x = decorate(test_x)
-    return type("T", (base,), {"test_x": test_x}), calls
 
 
 class NamesTest(TestCase):

@@ -18,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from runs import INPUTS, ROOT, run_beside
+from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 from torch.distributed.fsdp import FSDPModule
 
 from torch_fsdp_tests import settings
@@ -26,11 +28,6 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.processes import forkserver
 from torch_fsdp_tests.verdict import SkipKind
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from runs import INPUTS, ROOT, run_beside
-from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
 OLD = (2, 9)  # the oldest supported version
 FSDP1 = "distributed/fsdp/test_fsdp_apply"

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from samples import class_with, run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -33,16 +34,10 @@ from torch_fsdp_tests.fsdp.training import (
 
 def cases_of(decorate: Any) -> list[dict[str, Any]]:
     """The parameters of the calls of a decorated test."""
-    seen: list[dict[str, Any]] = []
-
-    class Sample(unittest.TestCase):
-        @decorate
-        def test(self, **case: Any) -> None:
-            seen.append(case)
-
-    result = Sample("test").run()
-    assert result is not None and result.wasSuccessful() and result.testsRun == 1
-    return seen
+    cls, calls = class_with(decorate)
+    result = run(cls)
+    assert result.wasSuccessful() and result.testsRun == 1
+    return calls
 
 
 class TestSubtests(unittest.TestCase):
@@ -69,15 +64,9 @@ class TestSubtests(unittest.TestCase):
         self.assertNotIn((("a", 2), ("b", 2)), pairs)
 
     def test_a_failure_is_the_tests(self):
-        class Sample(unittest.TestCase):
-            @subtests(a=[1, 2])
-            def test(self, a: int) -> None:
-                self.assertEqual(a, 1)
-
-        result = Sample("test").run()
-        assert result is not None
-        self.assertEqual(len(result.failures), 1)
-        self.assertIn("(a=2)", str(result.failures[0][0]))
+        body = subtests(a=[1, 2])(lambda self, a: self.assertEqual(a, 1))
+        ((test, _),) = run(type("Sample", (unittest.TestCase,), {"test": body})).failures
+        self.assertIn("(a=2)", str(test))
 
 
 class TestRecordedCollectives(FSDPTest):

@@ -3,13 +3,13 @@
 import ast
 import itertools
 import os
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
@@ -28,10 +28,6 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
 INPUTS = Path(__file__).parent / "inputs"
 IMPORTED, TESTED = (
