@@ -93,9 +93,10 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual({name: of.files for name, of in folders.items()}, {"all": 16.0, "a": 15.0, ".": 1.0})
         self.assertEqual(list(folders), ["all", "a", "."])
 
-    def test_efficiency_is_that_of_the_longest_first(self):
-        self.assertEqual(suite.efficiency(self.FILES, 1), (16.0, 1.0))
-        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 0.8))
+    def test_efficiency_with_files_that_wait(self):
+        """The files keep 0.3, 0.6 and 1 of a slot busy, so the first two can share one."""
+        self.assertEqual(suite.efficiency(self.FILES, 1), (11.0, 7 / 11))
+        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 7 / 20))
 
     def test_slowest_tests(self):
         seconds = [row[0] for row in suite.slowest(self.FILES, 2)]
