@@ -583,7 +583,7 @@ class TestLists(unittest.TestCase):
     def test_needs_do_not_shrink(self):
         """A test that skips where the needs are recorded may not tell how many devices it needs elsewhere."""
         with tempfile.TemporaryDirectory() as folder:
-            for ranks, devices, cores in ((4, 4, 0.9), (2, 1, 0.2), (3, 5, 0.5)):
+            for ranks, devices, cores in ((4, 4, 0.9), (2, 1, 0.5), (3, 5, None)):
                 times.save(Path(folder), {}, {}, {"test_x": times.Needs(ranks, devices, cores)}, {})
             self.assertEqual(times.load([Path(folder, times.NEEDS)], {}).needs["test_x"], times.Needs(4, 5, 0.5))
 

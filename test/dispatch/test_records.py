@@ -307,7 +307,7 @@ class TestReports(TreeCase):
 
     def test_times_are_saved_and_used(self):
         folder = self.root / "times"
-        arguments = ["--save-times", folder, "--keep-going"]
+        arguments = ["--save-times", folder, "--keep-going", "-j", "2"]
         self.check({"test_x": body("time.sleep(0.2)"), "test_f": FAIL}, arguments, passed=1, failed=1)
         files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
         self.assertEqual(list(files), ["test_x"])

@@ -214,7 +214,8 @@ def _plan(
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
     # The number of files at a time is exact if it was asked for. Otherwise it depends on how much they compute.
-    cores = {} if run.jobs or site.world_size is not None else {name: need.cores for name, need in needs.items()}
+    exact = run.jobs is not None or site.world_size is not None
+    cores = {name: need.cores for name, need in needs.items() if need.cores is not None and not exact}
     if run.by_reach:  # the order of the selection matters more than full use of the slots
         jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
     else:

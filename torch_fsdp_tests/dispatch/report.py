@@ -152,8 +152,8 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
                 by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
         devices = [1, *(test.facts["devices"] for test in file.tests() if "devices" in test.facts)]
         ranks = [test.facts["world_size"] for test in file.tests() if "world_size" in test.facts]
-        used = first.facts.get("used")
-        cores = round((used["user"] + used["system"]) / max(first.seconds, 0.001), 2) if used else 1.0
+        used = first.facts.get("used") if results.run.jobs else None  # files that share slots slow each other down
+        cores = round((used["user"] + used["system"]) / max(first.seconds, 0.001), 2) if used else None
         needs[part.name] = Needs(max(devices + ranks), max(devices), cores)
     return files, classes, needs
 

@@ -26,12 +26,12 @@ RECORDED = Path(__file__).parent / "data"  # the folder with the times that ship
 class Needs:
     """The most ranks and devices that a test of a file asks for, and the mean number of cores that it keeps busy.
 
-    Ranks in threads share a device.
+    Ranks in threads share a device. ``cores`` is None if it is not known.
     """
 
     ranks: int = 1
     devices: int = 1
-    cores: float = 1.0
+    cores: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +91,16 @@ def _is_number(value: Any) -> bool:
 def _needs(path: Path, name: str, value: Any) -> Needs:
     if isinstance(value, dict) and value.keys() | {"cores"} == {"ranks", "devices", "cores"}:
         needs = Needs(**value)
-        if all(type(n) is int and n > 0 for n in (needs.ranks, needs.devices)) and _is_number(needs.cores):
+        counts, cores = (needs.ranks, needs.devices), value.get("cores", 1.0)
+        if all(type(n) is int and n > 0 for n in counts) and _is_number(cores):
             return needs
     form = '{"ranks": 4, "devices": 4, "cores": 0.9}'
     raise MalformedList(f"{path}: the needs of {name} are {value!r}, not of the form {form}")
 
 
 def _most(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    counts = ("ranks", "devices")
-    return {**now, **{name: max(now[name], before.get(name, 1)) for name in counts}}
+    known = {name: number for name, number in now.items() if number is not None}
+    return {**before, **known, **{name: max(now[name], before.get(name, 1)) for name in ("ranks", "devices")}}
 
 
 def check(folder: Path, environment: Mapping[str, str]) -> None:
