@@ -201,15 +201,6 @@ class TestTraining(TwoRanks):
     ) -> None:
         self._test_fsdp_parity(model_class, RECURSIVE, device_mode, **kwargs)
 
-    def test_parity_of_every_model(self):
-        self.parity(TransformerWithSharedParams, use_orig_params=True)
-        self.parity(AlwaysWrapNestedWrappedModule, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-        self.parity(NonUniformReqGradNWM, use_orig_params=True, forward_prefetch=True)
-        self.parity(
-            NestedWrappedModuleWithDelay, init_kwargs={"delay_after_loss_ms": 1}, enable_sharded_grad_scaler=True
-        )
-        self.parity(MixtureOfExperts, ref_init_fn=DummyDDP)
-
     def test_parity_sees_gradients_that_are_not_averaged(self):
         nested, transformer = NestedWrappedModule, TransformerWithSharedParams
         for model_class, kwargs in (
