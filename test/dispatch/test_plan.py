@@ -141,19 +141,17 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(plan.make_jobs([part], {"f": 8}, None), [Job(part, 0, 1)])
         self.assertEqual(plan.make_jobs([part], {"f": 8}, 0), [Job(part, 8, 1)])
 
-    def test_a_file_that_waits_takes_a_part_of_a_slot_on_the_cpu(self):
+    def test_a_file_that_waits_takes_half_a_slot_on_the_cpu(self):
         part = ShardedTest(TestRun("f"))
-        for cores, slots in ((0.0, plan.LEAST_SLOT), (0.6, 0.6), (3.5, 1.0)):
+        for cores, slots in ((0.0, 0.5), (0.49, 0.5), (0.5, 1), (3.5, 1)):
             with self.subTest(cores=cores):
                 self.assertEqual(plan.make_jobs([part], {}, None, {"f": cores}), [Job(part, 0, slots)])
                 self.assertEqual(plan.make_jobs([part], {}, 4, {"f": cores}), [Job(part, 1, 1)])
 
     def test_files_that_wait_run_beside_others(self):
-        jobs = jobs_of((1.0, 10.0), (0.7, 10.0), (0.3, 10.0), (0.4, 4.0), (0.6, 4.0))
-        start = {p.job.key[0]: p.start for p in plan.simulate(jobs, 2, 60)}
-        self.assertEqual(list(start.values()), [0.0, 0.0, 0.0, 10.0, 10.0])
-        tenths = jobs_of(*[(0.1, 1.0)] * 3, (0.7, 1.0))  # in binary their sum is above 1
-        self.assertEqual(plan.makespan(plan.simulate(tenths, 1, 60)), 1.0)
+        jobs = jobs_of((1, 10.0), (0.5, 10.0), (1, 9.0), (0.5, 4.0), (0.5, 4.0))
+        self.assertEqual(plan.order(jobs, 2, 60), jobs)
+        self.assertEqual([p.start for p in plan.simulate(jobs, 2, 60)], [0.0, 0.0, 0.0, 4.0, 10.0])
 
 
 class TestDevices(unittest.TestCase):

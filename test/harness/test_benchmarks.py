@@ -94,9 +94,9 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual(list(folders), ["all", "a", "."])
 
     def test_efficiency_with_files_that_wait(self):
-        """The files keep 0.3, 0.6 and 1 of a slot busy, so the first two can share one."""
-        self.assertEqual(suite.efficiency(self.FILES, 1), (11.0, 7 / 11))
-        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 7 / 20))
+        """The first file keeps 0.3 cores busy, so it takes half a slot."""
+        self.assertEqual(suite.efficiency(self.FILES, 1), (16.0, 11 / 16))
+        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 11 / 20))
 
     def test_slowest_tests(self):
         seconds = [row[0] for row in suite.slowest(self.FILES, 2)]

@@ -21,8 +21,7 @@ TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the sou
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MOST_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
-LEAST_SLOT = 0.25  # of a slot that a file on the CPU takes, even if it only waits: it needs memory, too
-ROUNDING = 1e-6  # of a slot; parts of slots do not add up exactly
+WAITS = 0.5  # cores; a file that keeps less than this busy takes half a slot on the CPU
 ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
 
 # With more jobs than this on a machine, the order is longest first, and no other orders are tried: with many jobs the
@@ -94,7 +93,7 @@ class Job:
 
     part: ShardedTest
     devices: int  # accelerators that it is lent; 0 on the CPU
-    slots: float = 1  # devices; on the CPU also a part of a slot, if the file mostly waits
+    slots: float = 1  # devices; on the CPU one, or a half if the file mostly waits
 
     @property
     def key(self) -> tuple[str, int]:
@@ -221,16 +220,16 @@ def make_jobs(
 ) -> list[Job]:
     """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU. There a job takes one slot, or less if its file keeps less than one of the
-    ``cores`` busy. If ``lendable`` is 0, devices are needed and none is visible. Then jobs are planned with their
-    needs, and take one slot each.
+    ``lendable`` is None on the CPU. There a job takes one slot, or half a slot if its file keeps few ``cores`` busy.
+    If ``lendable`` is 0, devices are needed and none is visible. Then jobs are planned with their needs, and take one
+    slot each.
     """
     jobs = []
     for part in parts:
         need = needs.get(part.name, 1)
         devices = 0 if lendable is None else min(need, lendable or need)
-        busy = min(1.0, max(LEAST_SLOT, (cores or {}).get(part.name, 1.0)))
-        jobs.append(Job(part, devices, busy if lendable is None else devices if lendable else 1))
+        half = lendable is None and (cores or {}).get(part.name, 1.0) < WAITS
+        jobs.append(Job(part, devices, 0.5 if half else devices if lendable else 1))
     return jobs
 
 
@@ -243,8 +242,7 @@ def next_job(
     from now, slots) free enough slots. A later job may start only if it ends before that time, or leaves the promised
     slots free. So wide jobs do not starve, and narrow ones fill the gaps.
     """
-    free += ROUNDING
-    if not queue or free < LEAST_SLOT:
+    if not queue or free <= 0:
         return None
     first = queue[0]
     if first.slots <= free:
@@ -288,7 +286,8 @@ def makespan(placements: Iterable[Placement]) -> Seconds:
 def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
     """The order of jobs: longest first, unless another order is expected to end earlier.
 
-    Jobs with equal or unknown estimates stay in path order.
+    Where no job takes several slots, it is longest first, so that jobs that wait run beside others that compute. Jobs
+    with equal or unknown estimates stay in path order.
     """
     jobs = sorted(jobs, key=lambda job: job.key)
     lengths = {job.part.get_time(default) for job in jobs}
@@ -297,7 +296,7 @@ def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
         return -job.part.get_time(default)
 
     longest_first = sorted(jobs, key=length)
-    if len(lengths) < 2 or len(jobs) > _ORDERS_TRIED_UP_TO or all(job.slots == 1 for job in jobs):
+    if len(lengths) < 2 or len(jobs) > _ORDERS_TRIED_UP_TO or all(job.slots <= 1 for job in jobs):
         return longest_first
     widest_first = sorted(jobs, key=lambda job: (-job.slots, length(job)))
     largest_first = sorted(jobs, key=lambda job: length(job) * job.slots)

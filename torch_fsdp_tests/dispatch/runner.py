@@ -198,8 +198,8 @@ class Runner:
         self._running[started.child.pid] = (started, waiting)
 
     def _lend(self, job: Job) -> tuple[int, ...]:
-        """The lowest numbers of slots that nobody has. Files that take parts of slots share them, each with a number of
-        its own, so there can be more numbers than slots.
+        """The lowest numbers of slots that nobody has. Two files with half a slot have two numbers, so there can be
+        more numbers than slots.
         """
         taken = {number for running, _ in self._running.values() for number in running.lent}
         names = self.results.slots
