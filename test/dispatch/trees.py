@@ -57,12 +57,17 @@ def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # subprocess waits until one of them is closed
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = program
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.stdin, sys.stdout = open(0), open(1, "w")
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
     status = 1
     try:
-        runpy.run_path(program[0], run_name="__main__")
+        if program[0] == "-m":
+            sys.argv[:] = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = program
+            runpy.run_path(program[0], run_name="__main__")
         status = 0
     except SystemExit as left:
         status = host.exit_status(left)
@@ -90,6 +95,7 @@ class FolderCase(unittest.TestCase):
 
 class TreeCase(FolderCase):
     program = CHECKOUT / "run_test.py"
+    replaces_packages = True  # by others in PYTHONPATH; a fork would not notice them
 
     def setUp(self) -> None:
         super().setUp()
@@ -108,9 +114,9 @@ class TreeCase(FolderCase):
         return [sys.executable, str(self.program), "--test-directory", str(self.tree), *map(str, arguments)]
 
     def start(self, *arguments: object, limit: int = LIMIT, **more: Any) -> subprocess.Popen[str]:
-        """Start the command. It is killed after ``limit`` seconds, for a test that waits for its output."""
+        """Start the command, if possible as a fork. After ``limit`` seconds it is killed, for a test that waits."""
         command, environment = self.command(*arguments), ENVIRONMENT | more.get("env", {})
-        is_fork = command[1] == str(self.program) and "PYTHONPATH" not in environment and "preexec_fn" not in more
+        is_fork = not (self.replaces_packages and "PYTHONPATH" in environment) and "preexec_fn" not in more
 
         def begin() -> None:
             signal.alarm(limit)
