@@ -20,7 +20,6 @@ import textwrap
 import time
 import unittest
 import unittest.mock
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -428,35 +427,26 @@ class TestDevices(TreeCase):
 class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 
-    def test_flaky(self):
+    def test_flaky_and_failing(self):
         marker = self.root / "marker"
-        text = body(
-            "pass",
-            f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)",
-        )
-        self.check(
-            {"test_x": text},
-            ["--reruns", "2", "--save-xml", self.root / "xml"],
-            passed=2,
-            says=["flaky.*TestX.test_2", "2 attempts", "first attempt at test_x, which failed", "False is not true"],
-        )
-        case = next(
-            c for c in ET.parse(next((self.root / "xml").glob("*/*.xml"))).iter("testcase") if c.get("name") == "test_2"
-        )
-        self.assertEqual([child.tag for child in case], ["flakyFailure"])
+        flaky = f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)"
+        up = str(self.root / "up")
+        fixture = f"    setUpClass = lambda: os.path.exists({up!r}) or open({up!r}, 'w') / 0\n"
+        files = {"test_x": body("pass", flaky), "test_up": body("pass") + fixture, "test_bad": body("self.fail()")}
+        says = ["flaky +test_up", "flaky.*TestX.test_2", "2 attempts", "first attempt at test_x, which failed"]
+        arguments = ["--keep-going", "--reruns", "2", "--save-xml", self.root / "xml"]
+        self.check(files, arguments, passed=3, failed=1, says=[*says, "False is not true"])
+        tags = {place: [element.tag for element in case] for place, case in self.read_junit().items()}
+        self.assertEqual(tags["test_x", "TestX.test_2"], ["flakyFailure"])
+        self.assertEqual(tags["test_bad", "TestX.test_1"], ["failure", "rerunFailure", "rerunFailure"])
         marker.unlink()
-        self.check({}, ["--reruns", "2", "--fail-on-flaky"], passed=2, code=1)
+        self.check({}, ["-i", "test_x", "--reruns", "2", "--fail-on-flaky"], passed=2, code=1)
         marker.unlink()
-        self.check({}, [], passed=1, failed=1)
-        self.check({}, ["--failed"], passed=1)
-        self.check({}, ["--failed"], code=5)
+        self.check({}, ["-i", "test_x"], passed=1, failed=1)
+        self.check({}, ["-i", "test_x", "--failed"], passed=1)
+        self.check({}, ["-i", "test_x", "--failed"], code=5)
         self.assertIn("none of the selected tests failed when they were last run here on ", self.err)
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
-
-    def test_failures_that_stay_keep_their_attempts(self):
-        self.check({"test_x": body("self.fail('again')")}, ["--reruns", "2", "--save-xml", self.root / "xml"], failed=1)
-        (case,) = ET.parse(next((self.root / "xml/test_x").iterdir())).iter("testcase")
-        self.assertEqual([child.tag for child in case], ["failure", "rerunFailure", "rerunFailure"])
 
     def test_failed_ignores_tests_and_files_that_are_gone(self):
         """Neither a test that is gone nor a file that is gone is unknown to ``--failed``."""

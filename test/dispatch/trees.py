@@ -12,6 +12,7 @@ import textwrap
 import time
 import traceback
 import unittest
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -199,6 +200,24 @@ class TreeCase(FolderCase):
         for words in says:
             self.assertRegex(out, words)
         return out
+
+    def read_junit(self) -> dict[tuple[str, str], ET.Element]:
+        """The cases by file and test. Their suites are where upstream has them, and have the right numbers."""
+        cases = {}
+        for path in self.root.glob("xml/*/*.xml"):
+            suite = ET.parse(path).getroot()
+            properties, *its = suite
+            self.assertEqual(properties.tag, "properties")
+            tags = [element.tag for case in its for element in case]
+            counts = {"tests": len(its), "skipped": tags.count("skipped")}
+            counts |= {"failures": tags.count("failure"), "errors": tags.count("error")}
+            self.assertEqual({name: int(suite.attrib[name]) for name in counts}, counts)
+            for case in its:
+                file, cls, name = (case.attrib[key] for key in ("file", "classname", "name"))
+                dotted = file.removesuffix(".py").replace("/", ".")
+                self.assertEqual(path.relative_to(self.root / "xml"), Path(dotted, f"TEST-{dotted}.{cls}.xml"))
+                cases[file.removesuffix(".py"), name if cls == "file" else f"{cls}.{name}"] = case
+        return cases
 
 
 def schema(name: str) -> dict[str, Any]:
