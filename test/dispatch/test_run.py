@@ -170,10 +170,8 @@ class TestSelecting(TreeCase):
 
     def test_list_and_plan(self):
         self.write({"distributed/test_x": body("pass"), "test_p": PASS})
-        recorded = {"test_p": {"ranks": 1, "devices": 1}}
-        needs = self.write_json("test-needs.json", {"default": {"default": recorded}})
         listed = ["distributed/test_x  4 ranks  estimate unknown", "test_p  1 rank  estimate unknown"]
-        self.assertEqual(self.run_command("--list", "--test-times", needs).splitlines(), listed)
+        self.assertEqual(self.run_command("--list", *self.needs(test_p=1)).splitlines(), listed)
         listed = self.run_command("--list", "--tests").splitlines()
         self.assertEqual(listed, ["distributed/test_x::TestX::test_1", "test_p::TestP::test_p"])
         self.assertEqual(self.code, 0, self.err)
@@ -200,23 +198,19 @@ class TestSelecting(TreeCase):
 
     def test_shards_split_a_long_file_by_its_tests(self):
         self.write({"test_x": body(*["pass"] * 7)})
-        times = self.root / "times.json"
-        times.write_text('{"default": {"default": {"test_x": 1500}}}')
         ran = []
         for shard in (1, 2, 3, 4):
-            out = self.run_command("--shard", shard, 4, "--test-times", times, "-v")
+            out = self.run_command("--shard", shard, 4, *self.recorded(test_x=1500), "-v")
             ran += re.findall(r"passed +TestX\.(test_\d)", out)
             self.assertEqual(self.code, 0)
         self.assertIn("shard 4 of 4 has nothing to run", self.err)
         self.assertEqual(sorted(ran), [f"test_{number}" for number in range(1, 8)])
 
     def test_parts_without_a_test(self):
-        times = self.write_json("times.json", {"default": {"default": {"test_x": 1500}}})
-        self.check(
-            {"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["none of these parts has a test"]
-        )
-        self.check({}, ["--shard", 1, 3, "--test-times", times], passed=1)
-        self.check({}, ["--shard", 1, 3, "--test-times", times, "-k", "nothing_fits"], code=5)
+        times = self.recorded(test_x=1500)
+        self.check({"test_x": PASS}, ["--shard", 3, 3, *times], code=0, says=["none of these parts has a test"])
+        self.check({}, ["--shard", 1, 3, *times], passed=1)
+        self.check({}, ["--shard", 1, 3, *times, "-k", "nothing_fits"], code=5)
 
     def test_plan_alone_on_stdout(self):
         self.write({"test_x": PASS})
@@ -268,9 +262,8 @@ class TestCompletion(TreeCase):
         completions = self.root / "completions"
         completions.unlink(missing_ok=True)
         line = f"run_test.py --test-directory {self.tree} {words}"
-        place = Path(importlib.import_module("argcomplete").__file__ or "").parents[1]
         shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
-        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions), "PYTHONPATH": str(place)}
+        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions)}
         self.run_command(env={**shell, **ends, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"})
         self.assertEqual((self.out, self.code), ("", 0), self.err)
         return [word.strip() for word in completions.read_text().splitlines()]
@@ -342,11 +335,6 @@ class TestSurroundings(unittest.TestCase):
 class TestDevices(TreeCase):
     """Without it, two files could use one device, or a run could start without the device."""
 
-    def needs(self, devices: dict[str, int]) -> list[str]:
-        """The option for these recorded numbers of devices by file."""
-        recorded = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
-        return ["--test-times", str(self.write_json("test-needs.json", {"default": {"default": recorded}}))]
-
     def test_nothing_is_lent_twice_and_wide_jobs_get_all(self):
         log = self.root / "log"
         report = f"""
@@ -357,7 +345,7 @@ class TestDevices(TreeCase):
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
         self.write(dict.fromkeys(needs, textwrap.dedent(report)))
-        arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(needs)]
+        arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(**needs)]
         self.run_command(*arguments, env=self.declare("foo", 8))
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
         held: set[str] = set()
@@ -381,14 +369,9 @@ class TestDevices(TreeCase):
         """
         expected = {"test_a": ({}, 2), "test_b": ({"probed by": "test_a.py"}, 2), "test_wide": ({}, 3)}
         self.write({name: f"PROBED = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in expected.items()})
-        times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
-        arguments = [
-            "--device",
-            "foo",
-            "--test-times",
-            times,
-            *self.needs({name: n for name, (_, n) in expected.items()}),
-        ]
+        times = self.recorded(test_a=3, test_wide=2, test_b=1)
+        needs = self.needs(**{name: number for name, (_, number) in expected.items()})
+        arguments = ["--device", "foo", *times, *needs]
         self.check({}, arguments, passed=3, env=self.declare("foo", 3))
 
     def test_devices_option_has_no_effect_on_the_cpu(self):

@@ -154,6 +154,15 @@ class TreeCase(FolderCase):
         """The jobs of the plan for these arguments."""
         return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
 
+    def recorded(self, **seconds: float) -> list[object]:
+        """The option for these recorded times by file."""
+        return ["--test-times", self.write_json("test-times.json", {"default": {"default": seconds}})]
+
+    def needs(self, **devices: int) -> list[object]:
+        """The option for these recorded numbers of devices by file, and as many ranks."""
+        data = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
+        return ["--test-times", self.write_json("test-needs.json", {"default": {"default": data}})]
+
     def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
         """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
 
