@@ -3,11 +3,13 @@
 import json
 import re
 import signal
+import sys
 import textwrap
 import unittest
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
 
 # The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, ENVIRONMENT, Balanced, FolderCase, TreeCase, alive
 
 from torch_fsdp_tests.explore import apart
@@ -24,8 +25,7 @@ from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.reach.reachmap import Module
-from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
-from torch_fsdp_tests.tools.mutants.__main__ import with_programs
+from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.operators import OPERATORS
@@ -434,6 +434,8 @@ def write_package(root: Path) -> None:
 
 
 class CommandCase(TreeCase):
+    replaces_packages = False
+
     def setUp(self) -> None:
         super().setUp()
         write_package(self.root)
@@ -661,7 +663,7 @@ class TestExploring(unittest.TestCase):
         argued = {mutants[1].id: {"change": mutants[1].diff, "why": "an argument"}}
         trials = Trials(Namespace(budget=0, jobs=2, test_directory=Path()), "cpu", Tests(make_map({}), {}), argued)
         with unittest.mock.patch.object(apart, "run", explore):
-            return list(with_programs(trials.judge(mutants), 1, {}))
+            return list(exploring.with_programs(trials.judge(mutants), 1, {}))
 
     def test_programs_try_what_the_tests_missed_and_notice_what_fails_only_with_the_change(self):
         equivalent, noticed = self.explored(1, 0)

@@ -373,13 +373,11 @@ class TestConsole(TreeCase):
         named = re.findall(r"slow: test_x has run for ([\d.]+)s", out)
         self.assertGreater(len(named), 1, out)
         self.assertIn("now at TestX.test_1", out)
-        times = self.write_json("times.json", {"default": {"default": {"test_x": 5}}})
-        self.assertNotIn("slow:", self.check({}, ["--slow-after", "0.4", "--test-times", times], passed=1))
+        self.assertNotIn("slow:", self.check({}, ["--slow-after", "0.4", *self.recorded(test_x=5)], passed=1))
 
     def test_a_log_is_told_that_the_run_goes_on(self):
-        times = ["--test-times", self.write_json("times.json", {"default": {"default": {"test_x": 0.1}}})]
         files = {"test_x": body("pass", "time.sleep(2)")}
-        out = self.check(files, [*times, "--slow-after", "0.8"], passed=2)
+        out = self.check(files, [*self.recorded(test_x=0.1), "--slow-after", "0.8"], passed=2)
         # It should have ended after 0.1 s, and is expected to take as long again as it is late.
         late = re.findall(r"(?m)^\[0/1\] 1 test done, 0 failed, about (\d+\.\d)s left: test_x (\d+\.\d)s$", out)
         self.assertGreater(len(late), 0, out)
@@ -432,9 +430,8 @@ class TestConsole(TreeCase):
             self.assertIn(f"\x1b[{words}\x1b[0m", text)
 
     def test_line_that_updates_on_a_terminal(self):
-        times = self.write_json("times.json", {"default": {"default": {"test_a": 50, "test_b": 50}}})
         self.write({"test_a": FAIL, "test_b": body("time.sleep(1.5)")})
-        text = self.on_a_terminal("-j1", "--keep-going", "--test-times", times, env={"NO_COLOR": "1"})
+        text = self.on_a_terminal("-j1", "--keep-going", *self.recorded(test_a=50, test_b=50), env={"NO_COLOR": "1"})
         self.assertEqual(self.code, 1)
         status = r"\[1/2\] 1 test done, 1 failed, about \d+\.\ds left: test_b \d\.\ds"
         self.assertRegex(text, rf"{status}\r\x1b\[2K\[2/2\] ok")

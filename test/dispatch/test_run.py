@@ -20,7 +20,6 @@ import textwrap
 import time
 import unittest
 import unittest.mock
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +170,8 @@ class TestSelecting(TreeCase):
 
     def test_list_and_plan(self):
         self.write({"distributed/test_x": body("pass"), "test_p": PASS})
-        recorded = {"test_p": {"ranks": 1, "devices": 1}}
-        needs = self.write_json("test-needs.json", {"default": {"default": recorded}})
         listed = ["distributed/test_x  4 ranks  estimate unknown", "test_p  1 rank  estimate unknown"]
-        self.assertEqual(self.run_command("--list", "--test-times", needs).splitlines(), listed)
+        self.assertEqual(self.run_command("--list", *self.needs(test_p=1)).splitlines(), listed)
         listed = self.run_command("--list", "--tests").splitlines()
         self.assertEqual(listed, ["distributed/test_x::TestX::test_1", "test_p::TestP::test_p"])
         self.assertEqual(self.code, 0, self.err)
@@ -201,23 +198,19 @@ class TestSelecting(TreeCase):
 
     def test_shards_split_a_long_file_by_its_tests(self):
         self.write({"test_x": body(*["pass"] * 7)})
-        times = self.root / "times.json"
-        times.write_text('{"default": {"default": {"test_x": 1500}}}')
         ran = []
         for shard in (1, 2, 3, 4):
-            out = self.run_command("--shard", shard, 4, "--test-times", times, "-v")
+            out = self.run_command("--shard", shard, 4, *self.recorded(test_x=1500), "-v")
             ran += re.findall(r"passed +TestX\.(test_\d)", out)
             self.assertEqual(self.code, 0)
         self.assertIn("shard 4 of 4 has nothing to run", self.err)
         self.assertEqual(sorted(ran), [f"test_{number}" for number in range(1, 8)])
 
     def test_parts_without_a_test(self):
-        times = self.write_json("times.json", {"default": {"default": {"test_x": 1500}}})
-        self.check(
-            {"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["none of these parts has a test"]
-        )
-        self.check({}, ["--shard", 1, 3, "--test-times", times], passed=1)
-        self.check({}, ["--shard", 1, 3, "--test-times", times, "-k", "nothing_fits"], code=5)
+        times = self.recorded(test_x=1500)
+        self.check({"test_x": PASS}, ["--shard", 3, 3, *times], code=0, says=["none of these parts has a test"])
+        self.check({}, ["--shard", 1, 3, *times], passed=1)
+        self.check({}, ["--shard", 1, 3, *times, "-k", "nothing_fits"], code=5)
 
     def test_plan_alone_on_stdout(self):
         self.write({"test_x": PASS})
@@ -269,9 +262,8 @@ class TestCompletion(TreeCase):
         completions = self.root / "completions"
         completions.unlink(missing_ok=True)
         line = f"run_test.py --test-directory {self.tree} {words}"
-        place = Path(importlib.import_module("argcomplete").__file__ or "").parents[1]
         shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
-        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions), "PYTHONPATH": str(place)}
+        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions)}
         self.run_command(env={**shell, **ends, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"})
         self.assertEqual((self.out, self.code), ("", 0), self.err)
         return [word.strip() for word in completions.read_text().splitlines()]
@@ -366,11 +358,6 @@ class TestWaitingFiles(TreeCase):
 class TestDevices(TreeCase):
     """Without it, two files could use one device, or a run could start without the device."""
 
-    def needs(self, devices: dict[str, int]) -> list[str]:
-        """The option for these recorded numbers of devices by file."""
-        recorded = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
-        return ["--test-times", str(self.write_json("test-needs.json", {"default": {"default": recorded}}))]
-
     def test_nothing_is_lent_twice_and_wide_jobs_get_all(self):
         log = self.root / "log"
         report = f"""
@@ -381,7 +368,7 @@ class TestDevices(TreeCase):
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
         self.write(dict.fromkeys(needs, textwrap.dedent(report)))
-        arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(needs)]
+        arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(**needs)]
         self.run_command(*arguments, env=self.declare("foo", 8))
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
         held: set[str] = set()
@@ -405,14 +392,9 @@ class TestDevices(TreeCase):
         """
         expected = {"test_a": ({}, 2), "test_b": ({"probed by": "test_a.py"}, 2), "test_wide": ({}, 3)}
         self.write({name: f"PROBED = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in expected.items()})
-        times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
-        arguments = [
-            "--device",
-            "foo",
-            "--test-times",
-            times,
-            *self.needs({name: n for name, (_, n) in expected.items()}),
-        ]
+        times = self.recorded(test_a=3, test_wide=2, test_b=1)
+        needs = self.needs(**{name: number for name, (_, number) in expected.items()})
+        arguments = ["--device", "foo", *times, *needs]
         self.check({}, arguments, passed=3, env=self.declare("foo", 3))
 
     def test_devices_option_has_no_effect_on_the_cpu(self):
@@ -451,35 +433,26 @@ class TestDevices(TreeCase):
 class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 
-    def test_flaky(self):
+    def test_flaky_and_failing(self):
         marker = self.root / "marker"
-        text = body(
-            "pass",
-            f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)",
-        )
-        self.check(
-            {"test_x": text},
-            ["--reruns", "2", "--save-xml", self.root / "xml"],
-            passed=2,
-            says=["flaky.*TestX.test_2", "2 attempts", "first attempt at test_x, which failed", "False is not true"],
-        )
-        case = next(
-            c for c in ET.parse(next((self.root / "xml").glob("*/*.xml"))).iter("testcase") if c.get("name") == "test_2"
-        )
-        self.assertEqual([child.tag for child in case], ["flakyFailure"])
+        flaky = f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)"
+        up = str(self.root / "up")
+        fixture = f"    setUpClass = lambda: os.path.exists({up!r}) or open({up!r}, 'w') / 0\n"
+        files = {"test_x": body("pass", flaky), "test_up": body("pass") + fixture, "test_bad": body("self.fail()")}
+        says = ["flaky +test_up", "flaky.*TestX.test_2", "2 attempts", "first attempt at test_x, which failed"]
+        arguments = ["--keep-going", "--reruns", "2", "--save-xml", self.root / "xml"]
+        self.check(files, arguments, passed=3, failed=1, says=[*says, "False is not true"])
+        tags = {place: [element.tag for element in case] for place, case in self.read_junit().items()}
+        self.assertEqual(tags["test_x", "TestX.test_2"], ["flakyFailure"])
+        self.assertEqual(tags["test_bad", "TestX.test_1"], ["failure", "rerunFailure", "rerunFailure"])
         marker.unlink()
-        self.check({}, ["--reruns", "2", "--fail-on-flaky"], passed=2, code=1)
+        self.check({}, ["-i", "test_x", "--reruns", "2", "--fail-on-flaky"], passed=2, code=1)
         marker.unlink()
-        self.check({}, [], passed=1, failed=1)
-        self.check({}, ["--failed"], passed=1)
-        self.check({}, ["--failed"], code=5)
+        self.check({}, ["-i", "test_x"], passed=1, failed=1)
+        self.check({}, ["-i", "test_x", "--failed"], passed=1)
+        self.check({}, ["-i", "test_x", "--failed"], code=5)
         self.assertIn("none of the selected tests failed when they were last run here on ", self.err)
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
-
-    def test_failures_that_stay_keep_their_attempts(self):
-        self.check({"test_x": body("self.fail('again')")}, ["--reruns", "2", "--save-xml", self.root / "xml"], failed=1)
-        (case,) = ET.parse(next((self.root / "xml/test_x").iterdir())).iter("testcase")
-        self.assertEqual([child.tag for child in case], ["failure", "rerunFailure", "rerunFailure"])
 
     def test_failed_ignores_tests_and_files_that_are_gone(self):
         """Neither a test that is gone nor a file that is gone is unknown to ``--failed``."""

@@ -6,7 +6,6 @@ import signal
 import sys
 import textwrap
 import unittest
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -292,24 +291,6 @@ class StatesCase(TreeCase):
                     self.assertIn(f"\n{state}: {place[1]}{f': {reason}' if reason else ''}\n", self.out)
         return tests
 
-    def read_junit(self) -> dict[tuple[str, str], ET.Element]:
-        """The cases by file and test. Their suites are where upstream has them, and have the right numbers."""
-        cases = {}
-        for path in self.root.glob("xml/*/*.xml"):
-            suite = ET.parse(path).getroot()
-            properties, *its = suite
-            self.assertEqual(properties.tag, "properties")
-            tags = [element.tag for case in its for element in case]
-            counts = {"tests": len(its), "skipped": tags.count("skipped")}
-            counts |= {"failures": tags.count("failure"), "errors": tags.count("error")}
-            self.assertEqual({name: int(suite.attrib[name]) for name in counts}, counts)
-            for case in its:
-                file, cls, name = (case.attrib[key] for key in ("file", "classname", "name"))
-                dotted = file.removesuffix(".py").replace("/", ".")
-                self.assertEqual(path.relative_to(self.root / "xml"), Path(dotted, f"TEST-{dotted}.{cls}.xml"))
-                cases[file.removesuffix(".py"), name if cls == "file" else f"{cls}.{name}"] = case
-        return cases
-
 
 @unittest.skipIf(torch_version() is None, "torch is not installed")
 class TestStatesOfRanks(StatesCase):
@@ -444,31 +425,20 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual([row[-1] for row in rank_rows(ranks)], ["host", "host0", "host1"])
         self.assertNotIn("host", rank_rows(ranks[:1])[0])
 
-    def test_a_fixture_that_a_rerun_survives_is_flaky(self):
-        marker = str(self.root / "marker")
-        line = f"os.path.exists({marker!r}) or (open({marker!r}, 'w'), 1 / 0)"
-        fixture = f"    @classmethod\n    def setUpClass(cls): {line}\n"
-        text = f"class TestX(unittest.TestCase):\n{fixture}    def test_1(self): pass\n"
-        self.check({"test_x": text}, ["--reruns", "1"], passed=1, says=["flaky +test_x"])
-
-    def test_tests_left_out_by_a_list_meet_no_requirement(self):
-        disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["1", "", []]})
-        self.write({"test_x": body("pass", "self.skipTest('disabled: by itself')")})
-        tests = self.run_and_report("--disabled-tests", disabled)
-        lacking = {name: test["requirements_not_met"] for (_, name), test in tests.items()}
-        self.assertEqual(lacking, {"TestX.test_1": [], "TestX.test_2": ["disabled: by itself"]})
-
-    def test_a_known_failure_is_a_state_of_its_own(self):
+    def test_what_a_list_names_has_a_state_of_its_own(self):
         """In the closing line, in report.json, in JUnit and in the page; the exit status is that of a success."""
         entry = {"test": "test_x::TestX::test_2", "action": "fail", "reason": "the driver lacks it"}
         known = self.write_json("known.json", {"version": 1, "entries": [entry]})
-        self.write({"test_x": body("pass", "self.fail('no')")})
-        tests = self.run_and_report("--known-failures", known)
-        self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 0 skipped, 1 known failure"))
-        self.assertEqual(self.told(tests["test_x", "TestX.test_2"]), "known failure, body: AssertionError: no")
+        disabled = self.write_json("disabled.json", {"test_3 (__main__.TestX)": ["1", "", []]})
+        self.write({"test_x": body("pass", "self.fail('no')", "pass", "self.skipTest('disabled: by itself')")})
+        results = self.run_and_report("--known-failures", known, "--disabled-tests", disabled)
+        tests = [results["test_x", f"TestX.test_{number}"] for number in (1, 2, 3, 4)]
+        self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 2 skipped, 1 known failure"))
+        self.assertEqual(self.told(tests[1]), "known failure, body: AssertionError: no")
         counts = [self.report[name] for name in ("passed", "failed", "skipped", "known_failures")]
-        self.assertEqual(counts, [1, 0, 0, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
+        self.assertEqual(counts, [1, 0, 2, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
         self.assertIn("passed with 1 known failure", self.page)
+        self.assertEqual([test["requirements_not_met"] for test in tests], [[], [], [], ["disabled: by itself"]])
 
     def test_a_killed_run_leaves_no_report_of_an_earlier_one(self):
         """The earlier reports are renamed when the run starts."""

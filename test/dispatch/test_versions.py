@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, all_end, little_torch
 
 from torch_fsdp_tests.tools.versions.table import Row, Table
@@ -53,6 +54,8 @@ class TestVersions(TreeCase):
 
     All files of the command are below ``self.root``.
     """
+
+    replaces_packages = False
 
     def setUp(self) -> None:
         super().setUp()

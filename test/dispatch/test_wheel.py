@@ -70,11 +70,7 @@ class TestWheel(TreeCase):
         for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run_test.py"):
             shutil.copy(CHECKOUT / name, source)
         for name in (".ci", "torch_fsdp_tests", "test"):
-            shutil.copytree(
-                CHECKOUT / name,
-                source / name,
-                ignore=shutil.ignore_patterns("__pycache__"),
-            )
+            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         identity = ["-c", "user.name=x", "-c", "user.email=x@x.org", "-c", "commit.gpgsign=false"]
         for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "x"]):
             run("git", *words, cwd=source)
@@ -84,7 +80,7 @@ class TestWheel(TreeCase):
         venv.create(environment, with_pip=False)
         cls.scripts = environment / "bin"
         (cls.site,) = environment.glob("lib/python*/site-packages")
-        pip = [sys.executable, "-m", "pip", "--python", cls.scripts / "python", "install", "-q"]
+        pip = [sys.executable, "-m", "pip", "--python", cls.scripts / "python", "install", "-q", "--no-compile"]
         run(*pip, "--no-index", "--no-deps", cls.wheel, env=ENVIRONMENT)
         # These are not installed again, but taken from this test's environment.
         places = {Path(importlib.util.find_spec(name).origin or "").parents[1] for name in USED}  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ import textwrap
 import time
 import traceback
 import unittest
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -57,12 +58,17 @@ def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # subprocess waits until one of them is closed
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = program
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.stdin, sys.stdout = open(0), open(1, "w")
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
     status = 1
     try:
-        runpy.run_path(program[0], run_name="__main__")
+        if program[0] == "-m":
+            sys.argv[:] = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = program
+            runpy.run_path(program[0], run_name="__main__")
         status = 0
     except SystemExit as left:
         status = host.exit_status(left)
@@ -90,6 +96,7 @@ class FolderCase(unittest.TestCase):
 
 class TreeCase(FolderCase):
     program = CHECKOUT / "run_test.py"
+    replaces_packages = True  # by others in PYTHONPATH; a fork would not notice them
 
     def setUp(self) -> None:
         super().setUp()
@@ -108,9 +115,9 @@ class TreeCase(FolderCase):
         return [sys.executable, str(self.program), "--test-directory", str(self.tree), *map(str, arguments)]
 
     def start(self, *arguments: object, limit: int = LIMIT, **more: Any) -> subprocess.Popen[str]:
-        """Start the command. It is killed after ``limit`` seconds, for a test that waits for its output."""
+        """Start the command, if possible as a fork. After ``limit`` seconds it is killed, for a test that waits."""
         command, environment = self.command(*arguments), ENVIRONMENT | more.get("env", {})
-        is_fork = command[1] == str(self.program) and "PYTHONPATH" not in environment and "preexec_fn" not in more
+        is_fork = not (self.replaces_packages and "PYTHONPATH" in environment) and "preexec_fn" not in more
 
         def begin() -> None:
             signal.alarm(limit)
@@ -146,6 +153,15 @@ class TreeCase(FolderCase):
     def jobs(self, *arguments: object, **more: Any) -> list[dict[str, Any]]:
         """The jobs of the plan for these arguments."""
         return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
+
+    def recorded(self, **seconds: float) -> list[object]:
+        """The option for these recorded times by file."""
+        return ["--test-times", self.write_json("test-times.json", {"default": {"default": seconds}})]
+
+    def needs(self, **devices: int) -> list[object]:
+        """The option for these recorded numbers of devices by file, and as many ranks."""
+        data = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
+        return ["--test-times", self.write_json("test-needs.json", {"default": {"default": data}})]
 
     def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
         """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
@@ -193,6 +209,24 @@ class TreeCase(FolderCase):
         for words in says:
             self.assertRegex(out, words)
         return out
+
+    def read_junit(self) -> dict[tuple[str, str], ET.Element]:
+        """The cases by file and test. Their suites are where upstream has them, and have the right numbers."""
+        cases = {}
+        for path in self.root.glob("xml/*/*.xml"):
+            suite = ET.parse(path).getroot()
+            properties, *its = suite
+            self.assertEqual(properties.tag, "properties")
+            tags = [element.tag for case in its for element in case]
+            counts = {"tests": len(its), "skipped": tags.count("skipped")}
+            counts |= {"failures": tags.count("failure"), "errors": tags.count("error")}
+            self.assertEqual({name: int(suite.attrib[name]) for name in counts}, counts)
+            for case in its:
+                file, cls, name = (case.attrib[key] for key in ("file", "classname", "name"))
+                dotted = file.removesuffix(".py").replace("/", ".")
+                self.assertEqual(path.relative_to(self.root / "xml"), Path(dotted, f"TEST-{dotted}.{cls}.xml"))
+                cases[file.removesuffix(".py"), name if cls == "file" else f"{cls}.{name}"] = case
+        return cases
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import ReachMap
 from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
-from torch_fsdp_tests.tools.mutants.exploring import explored
+from torch_fsdp_tests.tools.mutants.exploring import with_programs
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
 from torch_fsdp_tests.tools.mutants.options import KINDS
@@ -81,18 +81,6 @@ def _main(options: Namespace) -> ExitStatus:
     print(report.text(data))
     _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
     return status
-
-
-def with_programs(judged: Iterable[Finding], programs: int | None, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
-    missed = []
-    for finding in judged:
-        if programs is not None and finding.outcome is Outcome.MISSED:
-            missed.append(finding)
-        else:
-            yield finding
-    for finding in missed:
-        yield explored(finding, programs or 0, environment)
 
 
 def _choose(options: Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests.explore import apart
@@ -15,7 +15,19 @@ PROGRAM_LIMIT = 2.0  # seconds for a program, on average; a quiet machine needs 
 OF_FAMILY = {"FSDP1": ("--with", "fsdp1"), "FSDP2": ("--without", "fsdp1")}  # the programs that may run the change
 
 
-def explored(finding: Finding, programs: int, environment: Mapping[str, str]) -> Finding:
+def with_programs(judged: Iterable[Finding], programs: int | None, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """With ``--explore``, what the tests missed comes last, after random programs have tried it, too."""
+    missed = []
+    for finding in judged:
+        if programs is not None and finding.outcome is Outcome.MISSED:
+            missed.append(finding)
+        else:
+            yield finding
+    for finding in missed:
+        yield _explored(finding, programs or 0, environment)
+
+
+def _explored(finding: Finding, programs: int, environment: Mapping[str, str]) -> Finding:
     """The finding with what so many random programs say about the mutant.
 
     A program notices the mutant if it ends otherwise than expected with the change, and as expected without it.
