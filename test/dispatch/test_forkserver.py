@@ -113,6 +113,16 @@ class TestForkServer(TreeCase):
         files = {"kills": killer, "alone": alone, "third": alone}
         self.check_forked(files, passed=3, env=little_torch(self.root))
 
+    def test_the_projects_own_files_wait_for_it(self):
+        """They all import torch."""
+        self.program = self.root / "run_test.py"
+        start = (
+            f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r}); from torch_fsdp_tests.dispatch import main"
+        )
+        self.program.write_text(f"{start}\nsys.exit(main.main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
+        files = {f"test_{number}": FORKED + PASS for number in range(3)}
+        self.check(files, ["-j1"], passed=3, env=little_torch(self.root))
+
     def test_it_goes_with_the_dispatcher(self):
         for number in (signal.SIGINT, signal.SIGKILL):
             file = self.root / f"{number}"

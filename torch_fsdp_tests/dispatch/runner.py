@@ -122,6 +122,7 @@ class Runner:
                 self._children.directory, self._run.test_directory, by_test=self._run.save_map is not None
             )
         try:
+            self._prepare_forks()
             while self._running or (self._queue and not self._stopping):
                 self._start_what_fits()
                 self._wait()
@@ -293,8 +294,24 @@ class Runner:
         self._console.learn(running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
+        if running.facts.get("device") == HOST:
+            self._offer_forks()
+
+    def _prepare_forks(self) -> None:
+        """Wait for the fork server if it is certain that files will use it: the project's own tests import torch.
+
+        Otherwise each of the first files would import torch, and the server after them.
+        """
+        own = self._run.test_directory == self._run.default_directory
+        if own and self._console.under_test.get("device") == HOST:
+            self._offer_forks()
+            self._children.wait_for_server()
+            self._heed_signals()
+
+    def _offer_forks(self) -> None:
+        """Start the fork server for files that import torch, if there are enough of them."""
         many = len(self._queue) > self._slots or self._run.is_repeated
-        if running.facts.get("device") == HOST and many and self._may_fork():
+        if many and self._may_fork():
             self._children.start_server(["-m", forkserver.__name__], self._environment, self._run.test_directory)
 
     def _may_fork(self) -> bool:

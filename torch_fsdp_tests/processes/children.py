@@ -173,8 +173,10 @@ class Children:
         self._others.add(self._server.pid)
 
     def wait_for_server(self) -> None:
-        """Wait until the server can fork, or is gone."""
+        """Wait until the server can fork or is gone, or a signal comes."""
         while self._server is not None and not self._server.ready and not host.has_ended(self._server.pid):
+            if self.signals:
+                return
             self._sleep(TICK)
 
     # --- news ---
