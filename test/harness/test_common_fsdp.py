@@ -38,6 +38,7 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     FSDPTestModel,
     FSDPTestMultiThread,
+    FullyShardMode,
     MixtureOfExperts,
     ModuleWithDelay,
     NestedWrappedModule,
@@ -527,23 +528,23 @@ class TestCompiled(TwoRanks):
     modes: list
 
     @compiled_fsdp_test(compile_compute_on_module=MLP)
-    def body(self, fail_in: str = "") -> None:
-        mode = "eager" if fully_shard is ORIGINAL else "compiled"
+    def body(self, fail_in: FullyShardMode | None = None) -> None:
+        mode = FullyShardMode.EAGER if fully_shard is ORIGINAL else FullyShardMode.COMPILED_COMPUTE
         model = nn.Sequential(MLP(2)).to(self.device)
         with mock.patch.object(nn.Module, "compile", autospec=True) as compile:
             self.assertIs(fully_shard(model[0]), model[0])
             fully_shard(model)
         self.modes.append((mode, [type(call.args[0]).__mro__[2] for call in compile.call_args_list]))
-        if mode == fail_in:
+        if mode is fail_in:
             raise ZeroDivisionError
 
     def test_both_modes_run_and_the_name_comes_back(self):
-        for fail_in, ran in (("", 2), ("compiled", 2), ("eager", 1)):
+        for fail_in, ran in ((None, 2), (FullyShardMode.COMPILED_COMPUTE, 2), (FullyShardMode.EAGER, 1)):
             self.modes = []
             with mock.patch.object(compiled, "why_no_inductor", lambda: None):
                 with self.assertRaises(ZeroDivisionError) if fail_in else mock.MagicMock():
                     self.body(fail_in=fail_in)
-            expected = [("eager", []), ("compiled", [MLP])]
+            expected = [(FullyShardMode.EAGER, []), (FullyShardMode.COMPILED_COMPUTE, [MLP])]
             self.assertEqual(self.modes, expected[:ran])
             self.assertIs(fully_shard, ORIGINAL)
             dist.barrier()
@@ -553,7 +554,7 @@ class TestCompiled(TwoRanks):
         with mock.patch.object(compiled, "why_no_inductor", lambda: "no compiler here"):
             with self.assertWarnsRegex(UserWarning, "only the eager mode ran: no compiler here"):
                 self.body()
-        self.assertEqual([mode for mode, _ in self.modes], ["eager"])
+        self.assertEqual([mode for mode, _ in self.modes], [FullyShardMode.EAGER])
 
 
 if __name__ == "__main__":

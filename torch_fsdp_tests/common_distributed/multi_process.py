@@ -114,9 +114,10 @@ class MultiProcessTestCase(RankTestCase):
     def _serve_rank(cls, assignment: Assignment) -> None:
         accelerator.expect(assignment.world_size)
         rank, file_name = assignment.index, assignment.file_name
+        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
         cls._assignment = assignment
         for test in assignment.orders():
-            run = functools.partial(cls._run, rank, test, file_name, None)
+            run = functools.partial(cls._run, rank, test, file_name, None, **fake)
             assignment.report(run_in_rank(rank, run))
 
     @classmethod

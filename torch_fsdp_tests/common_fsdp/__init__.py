@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from . import device
 from .cases import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
-from .compiled import compiled_fsdp_test, test_compiled_fsdp
-from .device import __getattr__, get_devtype
+from .compiled import compiled_fsdp_test, fully_shard_with_compiled_compute, test_compiled_fsdp
+from .device import get_devtype
 from .group import DummyProcessGroup
-from .layers import MLP, DoubleLinear, MLPStack, SkipModel
-from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .layers import MLP, DoubleLinear, MLPStack, NestedLinear, SkipModel, SkipModule
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, FullyShardMode
 from .nested import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
@@ -38,9 +41,15 @@ from .states import (
     _assert_module_states,
     _broadcast_state_dict,
     _get_state_dict,
+    _maybe_wrap_fsdp,
+    _move_to_device,
     _zero_model,
     get_full_params,
     subtest_name,
 )
 from .training import FSDPTestMixin
 from .transformer import TransformerWithSharedParams
+
+
+def __getattr__(name: str) -> Any:
+    return device.__getattr__(name)

@@ -14,10 +14,12 @@ from torch_fsdp_tests.common_distributed import (
     DeviceContinuousTest,
     MultiProcessTestCase,
     MultiThreadedTestCase,
+    ranks_of,
 )
+from torch_fsdp_tests.common_fsdp import substitutes
 from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin, moderate_steps
 from torch_fsdp_tests.common_utils import FILE_SCHEMA
-from torch_fsdp_tests.device import accelerator, substitutes
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
 
 __unittest = True
@@ -42,9 +44,19 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         super().setUp()
         self._spawn_processes()
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number."""
+        return ranks_of(self)
+
     def _ask_requirements(self, world_size: int) -> None:
         # A fake group moves no data, so its ranks can share a device with any backend.
         super()._ask_requirements(min(world_size, 1) if self.fake_pg else world_size)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The default process group, in a rank."""
+        return dist.distributed_c10d._get_default_group()
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
@@ -64,7 +76,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         device = accelerator.current()
         own_device = device.bind(rank)
         substitutes.install(device)
-        if self.fake_pg:
+        if kwargs.get("fake_pg"):
             dist.init_process_group("fake", rank=rank, world_size=int(self.world_size), store=FakeStore())
         else:
             dist.init_process_group(
@@ -92,6 +104,11 @@ class FSDPTestContinuous(FSDPTestMixin, DeviceContinuousTest):
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
         with _between_barriers(), moderate_steps():
             super()._run_test_given_id(test_id, **kwargs)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The default process group, in a rank."""
+        return type(self).pg
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch_fsdp_tests.inductor_utils import why_no_inductor
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict import events
 
+from .modes import FullyShardMode
 from .patches import swapped
 
 _inductor_config = torch_names.module("torch._inductor.config")
@@ -24,39 +25,57 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 _PATCHED_NAME = "fully_shard"
 
 
-def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
-    """Run an FSDP2 test eagerly, and then again with the computation of modules compiled: of all, or of one type.
-
-    For the second run, the global name ``fully_shard`` of the test's module is replaced by a function that also calls
-    ``module.compile()``, so the test must call it by that name. If Inductor cannot compile for the device under test,
-    that run is skipped with a warning. Differs from upstream's: code is compiled for the CPU too if slow tests run, and
-    patches are undone even if the test fails.
+def fully_shard_with_compiled_compute(
+    module: nn.Module, *args: Any, compile_compute_on_module: type | None = None, **kwargs: Any
+) -> Any:
+    """Call ``fully_shard(module, ...)``, and then ``module.compile()`` if the module has the given type or no type is
+    given.
     """
+    sharded = torch.distributed.fsdp.fully_shard(module, *args, **kwargs)
+    if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
+        module.compile()
+    return sharded
 
-    def compiling(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sharded = torch.distributed.fsdp.fully_shard(module, *args, **kwargs)
-        if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
-            module.compile()
-        return sharded
+
+def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
+    """Run an FSDP2 test in every :class:`FullyShardMode`, one after the other.
+
+    In the compiled mode, the global name ``fully_shard`` of the test's module is replaced by
+    :func:`fully_shard_with_compiled_compute`, so the test must call it by that name. If Inductor cannot compile for the
+    device under test, that mode is skipped with a warning. Differs from upstream's: code is compiled for the CPU too if
+    slow tests run, and patches are undone even if the test fails.
+    """
+    compiling = functools.partial(
+        fully_shard_with_compiled_compute, compile_compute_on_module=compile_compute_on_module
+    )
 
     def decorator(func: Test) -> Test:
         names = inspect.unwrap(func).__globals__
 
+        def run(*args: Any, **kwargs: Any) -> None:
+            events.check_returned(func(*args, **kwargs))
+
+        def run_compiled(*args: Any, **kwargs: Any) -> None:
+            config = _inductor_config
+            # A pool of compile processes would outlive the rank that started it.
+            single = functools.partial(setattr, config, "compile_threads")
+            put = functools.partial(names.__setitem__, _PATCHED_NAME)
+            with swapped(single, config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
+                run(*args, **kwargs)
+
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> None:
-            events.check_returned(func(*args, **kwargs))
-            if _PATCHED_NAME not in names:
-                raise AssertionError(
-                    f"{func.__module__} has no global {_PATCHED_NAME!r}, so this test would run eagerly twice"
-                )
-            if (reason := why_no_inductor()) is not None:
-                warnings.warn(f"only the eager mode ran: {reason}")
-                return
-            # A pool of compile processes would outlive the rank that started it.
-            single = functools.partial(setattr, _inductor_config, "compile_threads")
-            put = functools.partial(names.__setitem__, _PATCHED_NAME)
-            with swapped(single, _inductor_config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
-                events.check_returned(func(*args, **kwargs))
+            for mode in FullyShardMode:
+                if mode is FullyShardMode.EAGER:
+                    run(*args, **kwargs)
+                elif _PATCHED_NAME not in names:
+                    raise AssertionError(
+                        f"{func.__module__} has no global {_PATCHED_NAME!r}, so this test would run eagerly twice"
+                    )
+                elif (reason := why_no_inductor()) is not None:
+                    warnings.warn(f"only the eager mode ran: {reason}")
+                else:
+                    run_compiled(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
 

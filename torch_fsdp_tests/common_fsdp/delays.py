@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
+
+_fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 
 
 def delay_device(milliseconds: float) -> None:
@@ -21,17 +27,31 @@ def delay_device(milliseconds: float) -> None:
         device_sleep(device.type, int(milliseconds * get_cycles_per_ms(device.type)))
 
 
-def delayed_inside(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
-    """Inside the context, the device is kept busy before each call of ``owner.name``. Only for ranks that are
-    processes, because threads would share the patch.
-    """
-    if milliseconds <= 0:
-        return contextlib.nullcontext()
-    function = getattr(owner, name)
+def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., Any]:
+    """Return a function that keeps the device busy before each call."""
 
     @functools.wraps(function)
     def late(*args: Any, **kwargs: Any) -> Any:
         delay_device(milliseconds)
         return function(*args, **kwargs)
 
-    return mock.patch.object(owner, name, late)
+    return late
+
+
+def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context, calls of ``owner.name`` are delayed. Only for ranks that are processes, because threads would
+    share the patch.
+    """
+    if milliseconds <= 0:
+        return contextlib.nullcontext()
+    return mock.patch.object(owner, name, delayed(getattr(owner, name), milliseconds))
+
+
+def _delayed_reduce_scatter(milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context, the gradients' reduce-scatters are delayed."""
+    return _delaying(dist, torch_facts.reduce_scatter_name(), milliseconds)
+
+
+def _delayed_reshard(milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context, FSDP1 frees unsharded parameters late. Its runtime looks the function up at each call."""
+    return _delaying(_fsdp1_runtime, "_reshard", milliseconds)

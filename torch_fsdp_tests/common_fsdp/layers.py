@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,10 @@ class MLP(nn.Module):
         self.in_proj = nn.Linear(dim, hidden, bias=bias, device=device)
         self.out_proj = nn.Linear(hidden, dim, bias=bias, device=device)
         self.buffer: torch.Tensor | None
-        self.register_buffer("buffer", torch.randn(dim, device=device) if with_buffer else None)
+        if with_buffer:
+            self.register_buffer("buffer", torch.randn(dim, device=device))
+        else:
+            self.buffer = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.relu(self.out_proj(F.relu(self.in_proj(x))))
@@ -125,7 +127,30 @@ class DoubleLinear(nn.Module):
 
 
 def _square() -> nn.Linear:
-    return nn.Linear(10, 10, bias=False).to(get_devtype())
+    return nn.Linear(10, 10, bias=False)
+
+
+class SkipModule(nn.Module):
+    """One 10 by 10 layer that a test keeps out of FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = _square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+class NestedLinear(nn.Module):
+    """One 10 by 10 layer on the device under test. With ``fsdp_wrap`` the surrounding ``enable_wrap`` wraps it."""
+
+    def __init__(self, fsdp_wrap: bool) -> None:
+        super().__init__()
+        layer = _square().to(get_devtype())
+        self.nested_linear = wrap(layer) if fsdp_wrap else layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(x)
 
 
 class SkipModel(nn.Module):
@@ -136,10 +161,9 @@ class SkipModel(nn.Module):
 
     def __init__(self, double_nest: bool) -> None:
         super().__init__()
-        self.linear = _square()
-        self.linear_skip = nn.Sequential(OrderedDict(lin=_square()))
-        nested = nn.Sequential(OrderedDict(nested_linear=wrap(_square()) if double_nest else _square()))
-        self.nested_linear = wrap(nested, device_id=rank_device())
+        self.linear = _square().to(get_devtype())
+        self.linear_skip = SkipModule().to(get_devtype())
+        self.nested_linear = wrap(NestedLinear(fsdp_wrap=double_nest), device_id=rank_device())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.nested_linear(self.linear_skip(self.linear(x)))

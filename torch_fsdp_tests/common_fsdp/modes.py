@@ -25,6 +25,13 @@ class DEVICEInitMode(enum.Enum):
     DEVICE_NEVER = enum.auto()
 
 
+class FullyShardMode(enum.Enum):
+    """How ``compiled_fsdp_test`` runs a test: eagerly, or with the computation of each FSDP module compiled."""
+
+    EAGER = enum.auto()
+    COMPILED_COMPUTE = enum.auto()
+
+
 class FSDPTestModel(nn.Module, abc.ABC):
     """A model that brings its own inputs, loss and backward, so that one loop can train them all."""
 
@@ -36,9 +43,9 @@ class FSDPTestModel(nn.Module, abc.ABC):
     def get_loss(self, input: tuple[torch.Tensor, ...], output: Any) -> torch.Tensor:
         """The scalar loss of forward's output for ``input``."""
 
+    @abc.abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
         """Run backward from ``loss``, and reduce the gradients that the model reduces itself."""
-        loss.backward()
 
     @staticmethod
     @abc.abstractmethod

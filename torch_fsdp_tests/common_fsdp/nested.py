@@ -13,16 +13,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from torch_fsdp_tests.common_utils.seed import manual_seed
-from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
-from .delays import delay_device, delayed_inside
+from .delays import _delayed_reduce_scatter, _delayed_reshard, delay_device
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
-
-_fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
+from .states import _maybe_wrap_fsdp, _move_to_device
 
 Layer = Callable[[int, int], nn.Module]
 Wrapper = Callable[..., nn.Module]
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    """Make a group with only the calling rank. Each rank makes its own, and the others need not take part."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 class NestedWrappedModule(FSDPTestModel):
@@ -44,18 +47,15 @@ class NestedWrappedModule(FSDPTestModel):
         super().__init__()
         self.rank = group.rank()
         self.world_size = group.size()
-        moves_first = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+        move_to_device = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
 
         def linear(inputs: int, outputs: int) -> nn.Module:
-            layer = nn.Linear(inputs, outputs)
-            return layer.to(get_devtype()) if moves_first else layer
+            return _move_to_device(nn.Linear(inputs, outputs), move_to_device)
 
         def _maybe_wrap(layer: nn.Module, alone: bool = False) -> nn.Module:
             if not wrap_fsdp:
                 return layer
-            # Each rank makes a group with only itself, and the others need not take part.
-            own = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else group
-            return FSDP(layer, own, **fsdp_kwargs)
+            return FSDP(layer, _group_of_this_rank() if alone else group, **fsdp_kwargs)
 
         if deterministic:
             manual_seed(0)
@@ -80,12 +80,15 @@ class NestedWrappedModule(FSDPTestModel):
     def get_loss(self, input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
     @classmethod
     def init(
         cls,
         group: dist.ProcessGroup,
         fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
+        device_init_mode: DEVICEInitMode,
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
         **more: Any,
@@ -113,7 +116,7 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     @classmethod
     def _wrapped(cls, wrap_fsdp: bool, fsdp_kwargs: dict[str, Any], **kwargs: Any) -> nn.Module:
         plain = NestedWrappedModule(wrap_fsdp=False, **kwargs)
-        return FSDP(plain, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs) if wrap_fsdp else plain
+        return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
@@ -130,12 +133,18 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             maybe_wrap(nn.Sequential(linear(16, 4), linear(4, 8))),
         )
 
+    @staticmethod
+    def _set_nonuniform_req_grad(model: nn.Module, req_grad_mask: str | re.Pattern[str]) -> None:
+        """Freeze the parameters whose names do not begin with a match of the mask."""
+        for name, parameter in model.named_parameters():
+            if re.match(req_grad_mask, name) is None:
+                parameter.requires_grad_(False)
+
     @classmethod
     def init(cls, *args: Any, **kwargs: Any) -> nn.Module:
         model = super().init(*args, **kwargs)
-        for name, parameter in model.named_parameters():
-            # FSDP's own part of a name, if there is one, is between the two numbers.
-            parameter.requires_grad_(re.match(r"module\.2\.(_fsdp_wrapped_module\.)?1\.", name) is not None)
+        # FSDP's own part of a name, if there is one, is between the two numbers.
+        cls._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
         return model
 
 
@@ -162,15 +171,15 @@ class ModuleWithDelay(FSDPTestModel):
         return loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        with delayed_inside(dist, torch_facts.reduce_scatter_name(), self.delay_before_reduction_ms):
+        with _delayed_reduce_scatter(self.delay_before_reduction_ms):
             self.module.run_backward(loss)
 
     @staticmethod
     def init(
         module_class: type[FSDPTestModel],
         *model_args: Any,
-        delay_after_loss_ms: int = 0,
-        delay_before_reduction_ms: int = 0,
+        delay_after_loss_ms: int,
+        delay_before_reduction_ms: int,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
         """Wrap the model that ``module_class.init`` returns for the other arguments."""
@@ -182,8 +191,25 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
     """:class:`ModuleWithDelay` around a :class:`NestedWrappedModule`."""
 
     @staticmethod
-    def init(*args: Any, **kwargs: Any) -> ModuleWithDelay:
-        return ModuleWithDelay.init(NestedWrappedModule, *args, **kwargs)
+    def init(  # type: ignore[override]
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        delay_after_loss_ms: int = 0,
+        delay_before_reduction_ms: int = 0,
+    ) -> ModuleWithDelay:
+        return ModuleWithDelay.init(
+            NestedWrappedModule,
+            group,
+            fsdp_init_mode,
+            device_init_mode,
+            fsdp_kwargs,
+            deterministic,
+            delay_after_loss_ms=delay_after_loss_ms,
+            delay_before_reduction_ms=delay_before_reduction_ms,
+        )
 
 
 class DummyDDP(nn.Module):
@@ -242,8 +268,7 @@ class MixtureOfExperts(NestedWrappedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # FSDP1's runtime looks up at each call the function that frees unsharded parameters.
-        with delayed_inside(_fsdp1_runtime, "_reshard", self.delay_before_free_ms if self.wrap_fsdp else 0):
+        with _delayed_reshard(self.delay_before_free_ms if self.wrap_fsdp else 0):
             return self.module(x)
 
     @torch.no_grad()
@@ -254,7 +279,7 @@ class MixtureOfExperts(NestedWrappedModule):
                 dist.all_reduce(parameter.grad, group=self.group)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        super().run_backward(loss)
+        loss.backward()
         if not self.wrap_fsdp:
             self._average_gradients()
 

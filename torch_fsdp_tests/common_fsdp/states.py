@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from .device import get_devtype
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def _assert_module_states(
@@ -87,3 +89,13 @@ def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter
     """
     with FSDP.summon_full_params(model, recurse=recurse):
         return copy.deepcopy(list(model.parameters()))
+
+
+def _move_to_device(model: AnyModule, move_to_device: bool) -> AnyModule:
+    """The model, moved to the device under test if requested."""
+    return model.to(get_devtype()) if move_to_device else model
+
+
+def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
+    """The model, wrapped with FSDP1 if requested. The other arguments are FSDP's."""
+    return FSDP(model, *args, **kwargs) if wrap_fsdp else model

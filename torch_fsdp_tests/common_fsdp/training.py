@@ -103,10 +103,7 @@ def _check_step(optim: torch.optim.Optimizer, *_: object) -> None:
 class FSDPTestMixin(RankTestCase):
     """What all FSDP test cases share, whether their ranks exist for one test or for many."""
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The default process group, in a rank."""
-        return dist.distributed_c10d._get_default_group()
+    process_group: Any
 
     def _check_cpu_offload(self, fsdp_model: FSDP, cpu_offload: CPUOffload) -> None:
         self.assertEqual(cpu_offload, fsdp_model.cpu_offload)
@@ -116,6 +113,10 @@ class FSDPTestMixin(RankTestCase):
 
     def _check_forward_prefetch(self, fsdp_model: FSDP, forward_prefetch: bool) -> None:
         self.assertEqual(forward_prefetch, fsdp_model.forward_prefetch)
+
+    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
+        """See :func:`.common_distributed.run_subtests`. Upstream has it here."""
+        super().run_subtests(*args, **kwargs)
 
     def _assert_on_host(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .states import _move_to_device
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 
@@ -50,8 +51,7 @@ class TransformerWithSharedParams(FSDPTestModel):
         self.register_buffer("long_buffer", torch.zeros(width, dtype=torch.long))
         self.bs = 2
         self.bn = nn.BatchNorm1d(self.bs) if add_bn else nn.Identity()
-        if device_init_mode is DEVICEInitMode.DEVICE_BEFORE:
-            self.to(get_devtype())
+        _move_to_device(self, device_init_mode is DEVICEInitMode.DEVICE_BEFORE)
         if deterministic:
             self.eval()
 
@@ -69,6 +69,9 @@ class TransformerWithSharedParams(FSDPTestModel):
     def get_loss(self, input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         _, target = input
         return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     @staticmethod
     def init(
