@@ -33,10 +33,10 @@ from torch_fsdp_tests.verdict.stream import TestResult
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def jobs_of(*shapes: tuple[float, float | None]) -> list[Job]:
+def jobs_of(*shapes: tuple[int, float | None]) -> list[Job]:
     """Jobs from pairs of slots and seconds, in path order."""
     return [
-        Job(ShardedTest(TestRun(f"f{number:05d}"), time=seconds), int(slots), slots)
+        Job(ShardedTest(TestRun(f"f{number:05d}"), time=seconds), slots, slots)
         for number, (slots, seconds) in enumerate(shapes)
     ]
 
@@ -140,18 +140,6 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(plan.make_jobs([part], {"f": 8}, 4), [Job(part, 4, 4)])
         self.assertEqual(plan.make_jobs([part], {"f": 8}, None), [Job(part, 0, 1)])
         self.assertEqual(plan.make_jobs([part], {"f": 8}, 0), [Job(part, 8, 1)])
-
-    def test_a_file_that_waits_takes_half_a_slot_on_the_cpu(self):
-        part = ShardedTest(TestRun("f"))
-        for cores, slots in ((0.0, 0.5), (0.49, 0.5), (0.5, 1), (3.5, 1)):
-            with self.subTest(cores=cores):
-                self.assertEqual(plan.make_jobs([part], {}, None, {"f": cores}), [Job(part, 0, slots)])
-                self.assertEqual(plan.make_jobs([part], {}, 4, {"f": cores}), [Job(part, 1, 1)])
-
-    def test_files_that_wait_run_beside_others(self):
-        jobs = jobs_of((1, 10.0), (0.5, 10.0), (1, 9.0), (0.5, 4.0), (0.5, 4.0))
-        self.assertEqual(plan.order(jobs, 2, 60), jobs)
-        self.assertEqual([p.start for p in plan.simulate(jobs, 2, 60)], [0.0, 0.0, 0.0, 4.0, 10.0])
 
 
 class TestDevices(unittest.TestCase):
@@ -581,16 +569,14 @@ class TestLists(unittest.TestCase):
     def test_needs_do_not_shrink(self):
         """A test that skips where the needs are recorded may not tell how many devices it needs elsewhere."""
         with tempfile.TemporaryDirectory() as folder:
-            for ranks, devices, cores in ((4, 4, 0.9), (2, 1, 0.5), (3, 5, None)):
-                times.save(Path(folder), {}, {}, {"test_x": times.Needs(ranks, devices, cores)}, {})
-            self.assertEqual(times.load([Path(folder, times.NEEDS)], {}).needs["test_x"], times.Needs(4, 5, 0.5))
+            for ranks, devices in ((4, 4), (2, 1), (3, 5)):
+                times.save(Path(folder), {}, {}, {"test_x": times.Needs(ranks, devices)}, {})
+            self.assertEqual(times.load([Path(folder, times.NEEDS)], {}).needs["test_x"], times.Needs(4, 5))
 
     def test_malformed_needs_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, times.NEEDS)
-            wrong = [3, {}, {"ranks": 2}, {"ranks": 2, "devices": 0}, {"ranks": 2, "devices": True}]
-            wrong += [{"ranks": 2, "devices": 1, "cores": cores} for cores in (-1, "1", True)]
-            for needs in wrong:
+            for needs in (3, {}, {"ranks": 2}, {"ranks": 2, "devices": 0}, {"ranks": 2, "devices": True}):
                 path.write_text(json.dumps({"default": {"default": {"test_x": needs}}}))
                 with (
                     self.subTest(needs=needs),

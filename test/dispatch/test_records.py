@@ -307,13 +307,12 @@ class TestReports(TreeCase):
 
     def test_times_are_saved_and_used(self):
         folder = self.root / "times"
-        arguments = ["--save-times", folder, "--keep-going", "-j", "2"]
+        arguments = ["--save-times", folder, "--keep-going"]
         self.check({"test_x": body("time.sleep(0.2)"), "test_f": FAIL}, arguments, passed=1, failed=1)
         files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
         self.assertEqual(list(files), ["test_x"])
         needs = json.loads((folder / "test-needs.json").read_text())["default"]["default"]
-        self.assertEqual(needs["test_x"].keys(), {"ranks", "devices", "cores"})
-        self.assertLess(needs["test_x"]["cores"], 0.9)  # it sleeps
+        self.assertEqual(needs, {"test_x": {"ranks": 1, "devices": 1}})
         (job,) = self.jobs("--test-times", folder / "test-times.json", "-i", "test_x")
         self.assertEqual(job["estimate"], files["test_x"])
 

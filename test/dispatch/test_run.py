@@ -332,29 +332,6 @@ class TestSurroundings(unittest.TestCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
 
 
-class TestWaitingFiles(TreeCase):
-    """Without it, cores could be idle while files wait for a clock."""
-
-    def test_more_of_them_than_slots_run_at_a_time(self):
-        """Each of the three files waits for the others."""
-        wait = """
-        class TestX(unittest.TestCase):
-            def test_x(self):
-                open(__file__ + ".ran", "w").close()
-                while sum(name.endswith(".ran") for name in os.listdir(os.path.dirname(__file__))) < 3: time.sleep(0.01)
-        """
-        files = [f"test_{number}" for number in range(3)]
-        recorded = {name: {"ranks": 1, "devices": 1, "cores": 0.25} for name in files}
-        needs = self.write_json("test-needs.json", {"default": {"default": recorded}})
-        folder = self.root / "report"
-        arguments = ["--device", "cpu", "--test-times", needs, "--report", folder]
-        self.check(dict.fromkeys(files, wait), arguments, passed=3)
-        report = json.loads((folder / "report.json").read_text())
-        lent = sorted(slot for file in report["files"] for slot in file["attempts"][0]["slots"])
-        self.assertEqual(lent, [0, 1, 2])
-        self.assertEqual(report["slots"], ["slot 1", "slot 2", "slot 3"])
-
-
 class TestDevices(TreeCase):
     """Without it, two files could use one device, or a run could start without the device."""
 

@@ -93,10 +93,9 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual({name: of.files for name, of in folders.items()}, {"all": 16.0, "a": 15.0, ".": 1.0})
         self.assertEqual(list(folders), ["all", "a", "."])
 
-    def test_efficiency_with_files_that_wait(self):
-        """The first file keeps 0.3 cores busy, so it takes half a slot."""
-        self.assertEqual(suite.efficiency(self.FILES, 1), (16.0, 11 / 16))
-        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 11 / 20))
+    def test_efficiency_is_that_of_the_longest_first(self):
+        self.assertEqual(suite.efficiency(self.FILES, 1), (16.0, 1.0))
+        self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 0.8))
 
     def test_slowest_tests(self):
         seconds = [row[0] for row in suite.slowest(self.FILES, 2)]

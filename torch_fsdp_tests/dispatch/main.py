@@ -213,13 +213,10 @@ def _plan(
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
-    # The number of files at a time is exact if it was asked for. Otherwise it depends on how much they compute.
-    exact = run.jobs is not None or site.world_size is not None
-    cores = {name: need.cores for name, need in needs.items() if need.cores is not None and not exact}
     if run.by_reach:  # the order of the selection matters more than full use of the slots
         jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
     else:
-        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable, cores), len(slots), default)
+        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), default)
     return _Plan(jobs, default, needs, ranks, device_set, slots)
 
 

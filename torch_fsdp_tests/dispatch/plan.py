@@ -21,7 +21,6 @@ TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the sou
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MOST_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
-WAITS = 0.5  # cores; a file that keeps less than this busy takes half a slot on the CPU
 ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
 
 # With more jobs than this on a machine, the order is longest first, and no other orders are tried: with many jobs the
@@ -89,11 +88,11 @@ class ShardedTest:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A future process: a part of a test file, and how many slots it takes while it runs."""
+    """A future process: a part of a test file, and the number of slots that it gets while it runs."""
 
     part: ShardedTest
     devices: int  # accelerators that it is lent; 0 on the CPU
-    slots: float = 1  # devices; on the CPU one, or a half if the file mostly waits
+    slots: int = 1  # devices, or places on the CPU
 
     @property
     def key(self) -> tuple[str, int]:
@@ -212,30 +211,21 @@ def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list
     ]
 
 
-def make_jobs(
-    parts: Iterable[ShardedTest],
-    needs: Mapping[str, int],
-    lendable: int | None,
-    cores: Mapping[str, float] | None = None,
-) -> list[Job]:
+def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
     """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU. There a job takes one slot, or half a slot if its file keeps few ``cores`` busy.
-    If ``lendable`` is 0, devices are needed and none is visible. Then jobs are planned with their needs, and take one
-    slot each.
+    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible.
+    Then jobs are planned with their needs, and take one slot each.
     """
     jobs = []
     for part in parts:
         need = needs.get(part.name, 1)
         devices = 0 if lendable is None else min(need, lendable or need)
-        half = lendable is None and (cores or {}).get(part.name, 1.0) < WAITS
-        jobs.append(Job(part, devices, 0.5 if half else devices if lendable else 1))
+        jobs.append(Job(part, devices, devices if lendable else 1))
     return jobs
 
 
-def next_job(
-    queue: Sequence[Job], free: float, releases: Iterable[tuple[Seconds, float]], default: Seconds
-) -> int | None:
+def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, int]], default: Seconds) -> int | None:
     """The index in the queue of the job to start on ``free`` slots now, or None if it is better to wait.
 
     The first job starts if it fits. If it does not fit, it is promised the earliest time at which ``releases`` (seconds
@@ -247,7 +237,7 @@ def next_job(
     first = queue[0]
     if first.slots <= free:
         return 0
-    available, promised_at, spare = free, math.inf, 0.0
+    available, promised_at, spare = free, math.inf, 0
     for seconds, slots in sorted(releases):
         available += slots
         if available >= first.slots:
@@ -261,8 +251,8 @@ def next_job(
 
 def simulate(jobs: Sequence[Job], slots: int, default: Seconds) -> list[Placement]:
     """Simulate the jobs in this order on this number of slots, with the rule of :func:`next_job`."""
-    queue, running, placed = list(jobs), list[tuple[Seconds, int, float]](), []
-    now, free, count = 0.0, float(slots), 0
+    queue, running, placed = list(jobs), list[tuple[Seconds, int, int]](), []
+    now, free, count = 0.0, slots, 0
     while queue:
         index = next_job(queue, free, [(end - now, width) for end, _, width in running], default)
         if index is None:
@@ -286,8 +276,7 @@ def makespan(placements: Iterable[Placement]) -> Seconds:
 def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
     """The order of jobs: longest first, unless another order is expected to end earlier.
 
-    Where no job takes several slots, it is longest first, so that jobs that wait run beside others that compute. Jobs
-    with equal or unknown estimates stay in path order.
+    Jobs with equal or unknown estimates stay in path order.
     """
     jobs = sorted(jobs, key=lambda job: job.key)
     lengths = {job.part.get_time(default) for job in jobs}
@@ -296,7 +285,7 @@ def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
         return -job.part.get_time(default)
 
     longest_first = sorted(jobs, key=length)
-    if len(lengths) < 2 or len(jobs) > _ORDERS_TRIED_UP_TO or all(job.slots <= 1 for job in jobs):
+    if len(lengths) < 2 or len(jobs) > _ORDERS_TRIED_UP_TO or all(job.slots == 1 for job in jobs):
         return longest_first
     widest_first = sorted(jobs, key=lambda job: (-job.slots, length(job)))
     largest_first = sorted(jobs, key=lambda job: length(job) * job.slots)

@@ -144,17 +144,14 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
         complete = part.test.is_whole and part.num_shards == 1 and not results.run.patterns and not file.is_bad
         if not complete or file.was_stopped:
             continue
-        first = file.attempts[0]
-        files[part.name] = round(first.seconds, 3)
+        files[part.name] = round(file.attempts[0].seconds, 3)
         by_class = classes.setdefault(part.name, {})
         for test in file.tests():
             if test.outcome is not State.NOT_RUN and test.class_name:
                 by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
         devices = [1, *(test.facts["devices"] for test in file.tests() if "devices" in test.facts)]
         ranks = [test.facts["world_size"] for test in file.tests() if "world_size" in test.facts]
-        used = first.facts.get("used") if results.run.jobs else None  # files that share slots slow each other down
-        cores = round((used["user"] + used["system"]) / max(first.seconds, 0.001), 2) if used else None
-        needs[part.name] = Needs(max(devices + ranks), max(devices), cores)
+        needs[part.name] = Needs(max(devices + ranks), max(devices))
     return files, classes, needs
 
 

@@ -29,7 +29,7 @@ class Results:
     signal: int | None = None  # the signal that ended the run
     remarks: list[str] = dataclasses.field(default_factory=list)
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports it
-    slots: list[str] = dataclasses.field(default_factory=list)
+    slots: Sequence[str] = ()
     hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
     lost: str | None = None  # a description of the first process of the launch that is gone
     rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import subprocess
@@ -83,6 +82,7 @@ class Runner:
         self._site, self._children = site, children
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
         self._run, self._devices, self._slots = run, device_set, len(slots)
+        self._free = list(range(len(slots)))  # the numbers of the slots that are not lent
         self._entries, self._console = tuple(entries), console
         self._jobs = tuple(jobs)
         self._default = plan.assumed(job.part for job in jobs)
@@ -90,7 +90,7 @@ class Runner:
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
         self._wishes = self._make_wishes()
         self._environment = {**os.environ, **self._wishes}
-        self.results = Results(run, entries, under_test=console.under_test, slots=list(slots))
+        self.results = Results(run, entries, under_test=console.under_test, slots=slots)
         self.results.hosts = site.hosts()
         self.results.rounds = Rounds() if run.is_repeated else None
         site.watch(children)
@@ -171,11 +171,10 @@ class Runner:
         while self._queue and not self._stopping:
             now = self._now()
             releases = [
-                (max(0.0, p.began + p.job.part.get_time(self._default) - now), p.job.slots)
+                (max(0.0, p.began + p.job.part.get_time(self._default) - now), len(p.lent))
                 for p, _ in self._running.values()
             ]
-            free = self._slots - sum(slots for _, slots in releases)
-            index = plan.next_job([w.job for w in self._queue], free, releases, self._default)
+            index = plan.next_job([w.job for w in self._queue], len(self._free), releases, self._default)
             if index is None:
                 return
             self._start(self._queue.pop(index))
@@ -183,7 +182,7 @@ class Runner:
     def _start(self, waiting: _Waiting) -> None:
         job, run = waiting.job, self._run
         part = job.part
-        lent = self._lend(job)
+        lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
         orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
         at_site = self._site.begin(run, part.name, self._wishes)
         environment = {**self._environment, **self._devices.environment(lent), **at_site}
@@ -194,20 +193,10 @@ class Runner:
             started = TestProcess(job, lent, now, limit_of(run, part), self._children)
             started.start(orders, environment, self._measure)
         except (OSError, subprocess.SubprocessError) as error:
+            self._free = sorted([*self._free, *lent])
             self._finish(waiting, process.not_started(job, str(error), now))
             return
         self._running[started.child.pid] = (started, waiting)
-
-    def _lend(self, job: Job) -> tuple[int, ...]:
-        """The lowest numbers of slots that nobody has. Two files with half a slot have two numbers, so there can be
-        more numbers than slots.
-        """
-        taken = {number for running, _ in self._running.values() for number in running.lent}
-        names = self.results.slots
-        free = [number for number in range(len(names) + 1) if number not in taken]
-        lent = tuple(free[: math.ceil(job.slots)])
-        names += [f"slot {number + 1}" for number in lent if number == len(names)]
-        return lent
 
     def _check_site(self) -> None:
         """Process what has happened to the running file elsewhere, and to the run."""
@@ -287,6 +276,7 @@ class Runner:
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
         attempt = running.conclude(status, self._now(), *self._site.told())
+        self._free = sorted([*self._free, *running.lent])
         self._learn(running)
         self._finish(waiting, attempt)
 

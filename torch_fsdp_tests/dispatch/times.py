@@ -1,8 +1,8 @@
 """Reads and writes what runs have recorded: the times of files and classes in upstream's formats, and their needs.
 
 ``test-times.json`` is ``{BUILD_ENVIRONMENT: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file:
-{class: seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4, "cores": 0.9}}``. If the
-environment has no entry, ``default`` is used.
+{class: seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. If the environment has no
+entry, ``default`` is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ RECORDED = Path(__file__).parent / "data"  # the folder with the times that ship
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The most ranks and devices that a test of a file asks for, and the mean number of cores that it keeps busy.
-
-    Ranks in threads share a device. ``cores`` is None if it is not known.
-    """
+    """The most ranks and devices that a test of a file asks for. Ranks in threads share a device."""
 
     ranks: int = 1
     devices: int = 1
-    cores: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,28 +75,24 @@ def _configured(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _seconds(path: Path, name: str, value: Any) -> float:
-    if not _is_number(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
         raise MalformedList(f"{path}: the time of {name} is {value!r}, not a number of seconds")
     return float(value)
 
 
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= LONGEST
-
-
 def _needs(path: Path, name: str, value: Any) -> Needs:
-    if isinstance(value, dict) and value.keys() | {"cores"} == {"ranks", "devices", "cores"}:
-        needs = Needs(**value)
-        counts, cores = (needs.ranks, needs.devices), value.get("cores", 1.0)
-        if all(type(n) is int and n > 0 for n in counts) and _is_number(cores):
-            return needs
-    form = '{"ranks": 4, "devices": 4, "cores": 0.9}'
-    raise MalformedList(f"{path}: the needs of {name} are {value!r}, not of the form {form}")
+    fields = {field.name for field in dataclasses.fields(Needs)}
+    if (
+        not isinstance(value, dict)
+        or value.keys() != fields
+        or not all(type(n) is int and n > 0 for n in value.values())
+    ):
+        raise MalformedList(f'{path}: the needs of {name} are {value!r}, not of the form {{"ranks": 4, "devices": 4}}')
+    return Needs(**value)
 
 
-def _most(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: number for name, number in now.items() if number is not None}
-    return {**before, **known, **{name: max(now[name], before.get(name, 1)) for name in ("ranks", "devices")}}
+def _most(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(number, before.get(name, 1)) for name, number in now.items()}
 
 
 def check(folder: Path, environment: Mapping[str, str]) -> None:
@@ -119,8 +111,7 @@ def save(
 ) -> None:
     """Write all formats into the folder, and keep what is there about other files. Raises like :func:`check`.
 
-    The ranks and devices of a file do not shrink, because a test that skips on this device or torch may not tell its
-    own.
+    The needs of a file do not shrink, because a test that skips on this device or torch may not tell its own.
     """
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 

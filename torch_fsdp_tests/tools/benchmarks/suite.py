@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.compare import load
 from torch_fsdp_tests.dispatch.expectations import MalformedList
-from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun, make_jobs, makespan, order, simulate
+from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, makespan, order, simulate
 from torch_fsdp_tests.dispatch.report import FILE
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
@@ -79,11 +79,9 @@ def efficiency(files: Iterable[Mapping[str, Any]], slots: int) -> tuple[float, f
     """Seconds that the files would take on so many slots in the dispatcher's order, and the share of the slots' time in
     which they would run.
     """
-    spent_by = {file["file"]: spent(file) for file in files}
-    parts = [ShardedTest(TestRun(name), time=of.files) for name, of in spent_by.items()]
-    jobs = make_jobs(parts, {}, None, {name: of.processor / of.files for name, of in spent_by.items() if of.files})
+    jobs = [Job(ShardedTest(TestRun(file["file"]), 1, 1, spent(file).files), 0, 1) for file in files]
     seconds = makespan(simulate(order(jobs, slots, 0.0), slots, 0.0))
-    return seconds, sum(job.slots * job.part.get_time() for job in jobs) / (slots * seconds)
+    return seconds, sum(job.part.get_time(0.0) for job in jobs) / (slots * seconds)
 
 
 def slowest(files: Iterable[Mapping[str, Any]], number: int) -> list[tuple[float, str, int, float]]:
@@ -110,10 +108,11 @@ def _share(part: float, whole: float) -> str:
 
 def show(report: Mapping[str, Any], number: int) -> None:
     """Print the tables, in Markdown."""
-    files, cores = report["files"], report["cores"]
+    files, cores, slots = report["files"], report["cores"], len(report["slots"])
     sums = folders(files)
     whole = sums["all"]
-    print(f"{len(files)} files in {report['seconds']:.0f} s on {cores} cores, torch {report['torch']}")
+    print(f"{len(files)} files in {report['seconds']:.0f} s on {cores} cores, {slots} slots, torch {report['torch']}")
+    print(f"slots without a file: {_share(slots * report['seconds'] - whole.files, slots * report['seconds'])}")
     print(f"cores without work: {_share(cores * report['seconds'] - whole.processor, cores * report['seconds'])}\n")
     head = ("folder", "seconds", "imports", "ranks start and end", "ranks run tests", "tests without ranks")
     _table(head, *((name, of.files, of.imports, of.starts, of.ranks, of.alone) for name, of in sums.items()))
