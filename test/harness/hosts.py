@@ -7,13 +7,13 @@ them. The namespaces share the files and the processes of the machine, but no pa
 import contextlib
 import os
 import shutil
+import string
 import subprocess
 import tempfile
 import unittest
 from pathlib import Path
 
 NAMES = ("hosta", "hostb")
-ADDRESSES = ("10.213.7.1", "10.213.7.2")  # known to these two hosts alone, so runs at the same time share them
 MARK = "fsdp"  # before the process id in the names of namespaces
 NAMESPACES = Path("/run/netns")  # where ip keeps them
 
@@ -34,15 +34,19 @@ class TwoHosts:
 
     Raises :class:`unittest.SkipTest`, which names what the machine lacks.
 
-    ``resolve`` says whether the hosts know each other's names.
+    ``network`` is the first three numbers of the addresses. ``resolve`` says whether the hosts know each other's
+    names.
     """
 
-    def __init__(self, resolve: bool = False) -> None:
+    _letters = iter(string.ascii_lowercase)
+
+    def __init__(self, network: str, resolve: bool = False) -> None:
         # The name of a host's namespace is that of its interface, too. Runs at the same time have names of their own.
-        self.devices = (f"{MARK}{os.getpid()}a", f"{MARK}{os.getpid()}b")
+        self.devices = (f"{MARK}{os.getpid()}{next(self._letters)}", f"{MARK}{os.getpid()}{next(self._letters)}")
+        self.addresses = (f"{network}.1", f"{network}.2")
         self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
         unittest.addModuleCleanup(self._close)
-        known = [f"{address} {name}\n" for address, name in zip(ADDRESSES, NAMES, strict=True)]
+        known = [f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)]
         self._etc_hosts = Path(self._scratch.name) / "hosts"
         self._etc_hosts.write_text("127.0.0.1 localhost\n" + "".join(known if resolve else ()))
         try:
@@ -59,7 +63,7 @@ class TwoHosts:
         for device in self.devices:
             ip("netns", "add", device)
         ip("link", "add", self.devices[0], "type", "veth", "peer", "name", self.devices[1])
-        for device, address in zip(self.devices, ADDRESSES, strict=True):
+        for device, address in zip(self.devices, self.addresses, strict=True):
             ip("link", "set", device, "netns", device)
             ip("-n", device, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", device, "link", "set", "lo", "up")

@@ -12,7 +12,7 @@ import unittest
 from collections.abc import Callable
 from pathlib import Path
 
-from hosts import ADDRESSES, NAMES, TwoHosts
+from hosts import NAMES, TwoHosts
 from launches import LOST, WAITS, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -32,7 +32,7 @@ class Slurm:
         lacking = [tool for tool in (*DAEMONS, "srun", "sinfo") if shutil.which(tool) is None]
         if lacking:
             raise unittest.SkipTest(f"needs Slurm with munge: {', '.join(lacking)} not found")
-        self.hosts = TwoHosts(resolve=True)  # as a cluster's machines do
+        self.hosts = TwoHosts("10.213.9", resolve=True)  # as a cluster's machines do
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)  # munged wants it
         self._daemons: list[subprocess.Popen] = []
@@ -51,10 +51,17 @@ class Slurm:
         self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         (self.folder / "slurm.conf").write_text(self._configuration())
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used, but looked for
-        files = {"key-file": "key", "socket": "socket/munge", "pid-file": "munged.pid", "log-file": "munged.log"}
-        files["seed-file"] = "seed"
-        options = [f"--{name}={self.folder / path}" for name, path in files.items()]
-        self._daemon(0, "munged", "--foreground", "--force", *options)
+        files = [
+            f"--{name}={self.folder / path}"
+            for name, path in (
+                ("key-file", "key"),
+                ("socket", "socket/munge"),
+                ("pid-file", "munged.pid"),
+                ("log-file", "munged.log"),
+                ("seed-file", "seed"),
+            )
+        ]
+        self._daemon(0, "munged", "--foreground", "--force", *files)
         self._wait_until((self.folder / "socket" / "munge").exists)
         self._daemon(0, "slurmctld", "-D", "-c")
         for host, name in enumerate(NAMES):
@@ -71,7 +78,7 @@ class Slurm:
     def _configuration(self) -> str:
         values = {
             "ClusterName": "two",
-            "SlurmctldHost": f"{NAMES[0]}({ADDRESSES[0]})",
+            "SlurmctldHost": f"{NAMES[0]}({self.hosts.addresses[0]})",
             "AuthInfo": f"socket={self.folder}/socket/munge",
             "SlurmUser": "root",
             "SlurmdUser": "root",
@@ -90,7 +97,7 @@ class Slurm:
             "SlurmdParameters": "config_overrides",  # the hosts may have fewer processors than they say
         }
         lines = [f"{name}={value}" for name, value in values.items()]
-        for name, address in zip(NAMES, ADDRESSES, strict=True):
+        for name, address in zip(NAMES, self.hosts.addresses, strict=True):
             lines.append(f"NodeName={name} NodeAddr={address} CPUs=4 State=UNKNOWN")
         lines.append(f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP")
         return "\n".join(lines) + "\n"
