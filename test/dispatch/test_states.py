@@ -248,7 +248,7 @@ test_sigsegv::TestX.test_1: passed
 test_sigsegv::TestX.test_2: crashed: did not finish: the process was killed by SIGSEGV
 test_sigsegv::TestX.test_3: not run: not run: the process was killed by SIGSEGV before it
 test_stream::TestX.test_1: passed
-test_subtests::TestX.test_fails: failed, fixture: AssertionError: 2 == 2
+test_subtests::TestX.test_fails: failed, body: AssertionError: 2 == 2
 test_subtests::TestX.test_skips: skipped: not that one
 test_subtests::TestX.test_some_skip: passed: skipped in part, 2 of 5 subtests: needs an even number
 test_syntax::(the file itself): error, file: SyntaxError: invalid syntax (test_syntax.py, line 2)

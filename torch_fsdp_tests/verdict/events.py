@@ -295,7 +295,7 @@ class Reporting(unittest.TestResult):
         if err is not None:
             state = State.FAILED if issubclass(err[0], test.failureException) else State.ERROR
             text = f"{subtest._subDescription()}\n{self._exc_info_to_string(err, test)}"  # type: ignore[attr-defined]
-            self._take(dataclasses.replace(_verdict_on(test, err[1], state), ranks=()), text)
+            self._take(dataclasses.replace(_verdict_on(test, err[1], state, Phase.BODY), ranks=()), text)
 
     def stopTestRun(self) -> None:
         super().stopTestRun()
