@@ -23,7 +23,7 @@ from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
-from torch_fsdp_tests.reach.order import batches, within
+from torch_fsdp_tests.reach.order import batches, noticed_in, within
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
@@ -528,7 +528,12 @@ class TestCommand(CommandCase):
         self.assertEqual(findings[id].why, "none of the tests runs the statement, of the first 1 of 2")
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 40)[id].executed, 2)
         # What noticed a mutant of the function before comes first.
-        self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 1)[id].executed, 1)
+        kept = self.root / "noticed.jsonl"
+        for _ in range(2):
+            again = self.check_outcomes({id: Outcome.NOTICED}, "--budget", 1, "--save-noticed", kept)
+            self.assertEqual(again[id].executed, 1)
+        self.assertEqual(noticed_in(kept), {"vendor_fsdp.shard.first": {("test_shard", "TestShard.test_first")}})
+        self.assertEqual(len(kept.read_text().splitlines()), 1)
 
     def test_the_list_of_mutants(self):
         out = self.run_command("--list", "--module", "sizes")

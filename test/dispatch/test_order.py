@@ -7,6 +7,7 @@ import unittest
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from torch_fsdp_tests.dispatch.reaching import NOTICED, SHIPPED, shipped
 from torch_fsdp_tests.reach import Executed, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.order import Edit, Order, noticed_in
@@ -156,6 +157,17 @@ class TestOrder(OrderCase):
             lines = [{"torch": "any"}, {"id": "torch.m:f:negate:1", "by": "a/f::T.t"}, {"id": "torch.m:g:negate:1"}]
             record.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"id": ')
             self.assertEqual(noticed_in(record), {"torch.m.f": {("a/f", "T.t")}})
+            more = Path(folder) / "more.jsonl"
+            more.write_text('{"id": "torch.m:f", "by": "a/f::T.u"}\n')
+            self.assertEqual(noticed_in(record, more), {"torch.m.f": {("a/f", "T.t"), ("a/f", "T.u")}})
+
+    def test_shipped_findings_are_of_tests_and_functions_of_the_map(self):
+        known = ReachMap.load(shipped("2.13.0", SHIPPED))
+        tests = {(test.file, test.test) for test in known.tests}
+        noticed = noticed_in(NOTICED)
+        self.assertGreater(len(noticed), 100)
+        self.assertEqual({test for found in noticed.values() for test in found} - tests, set())
+        self.assertEqual([name for name in noticed if known.enclosing(name) is None], [])
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class TestShards(unittest.TestCase):
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A"])), {"f": 12.0}, times), 5.0)
         self.assertEqual(plan.estimate(TestRun("f", excluded=frozenset(["A"])), {"f": 12.0}, times), 7.0)
         self.assertIsNone(plan.estimate(TestRun("f", frozenset(["C"])), {"f": 12.0}, times))
+        self.assertEqual(plan.estimate(TestRun("f", frozenset(["A.1"]), seconds=0.5), {"f": 12.0}, times), 0.5)
 
     def test_some_tests_of_a_class_take_their_share_of_its_time(self):
         times = {"f": {"ACPU": 8.0, "B": 7.0, "C": 5.0}}

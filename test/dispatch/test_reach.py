@@ -489,6 +489,7 @@ class TestSelection(SourcesCase):
         self.assertEqual(
             [(run.file, run.order) for run in kept], [("b", ("B.1", "C.1")), ("a", ("A.1",)), ("b", ("B.2",))]
         )
+        self.assertEqual([run.seconds for run in kept], [2.0, 1.0, 1.0])
         for selected, expected in (
             (TestRun("b", included=frozenset({"B"})), ("B.1", "B.2")),
             (TestRun("b", included=frozenset({"*.1"})), ("B.1", "C.1")),

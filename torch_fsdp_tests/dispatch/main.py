@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from torch_fsdp_tests.verdict import closing_line, tally
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
+    from torch_fsdp_tests.processes.children import Children
 
 
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
@@ -114,6 +115,28 @@ class _Plan:
 def _main(run: RunTests, site: Site) -> ExitStatus:
     files = discover(run.test_directory)
     device_set = _devices(run, site)
+    with _children(run, device_set) as children:
+        return _plan_and_run(run, site, files, device_set, children)
+
+
+@contextlib.contextmanager
+def _children(run: RunTests, device_set: DeviceSet) -> Iterator[Children | None]:
+    """The processes of a run, or None for a plan."""
+    if run.dry_run or (run.list_files and not run.list_tests):
+        yield None
+        return
+    from torch_fsdp_tests.dispatch import runner
+    from torch_fsdp_tests.processes.children import Children
+
+    with Children("run_test-") as children:
+        if run.by_reach and runner.will_fork(run, device_set):  # torch is imported while the tests are put in order
+            runner.start_forks(run, device_set, children)
+        yield children
+
+
+def _plan_and_run(
+    run: RunTests, site: Site, files: Mapping[str, Path], device_set: DeviceSet, children: Children | None
+) -> ExitStatus:
     selection = _select(run, files, device_set.type)
     entries, earlier = _entries(run), _earlier(run)
     planned = _plan(run, site, files, selection, device_set)
@@ -122,14 +145,14 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
         _remark(nothing if run.failed_only else "nothing is selected")
     elif not planned.jobs:
         _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
-    if run.list_files and not run.list_tests:
+    if children is None and run.list_files:
         _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
-    elif run.dry_run:
+    elif children is None:
         _print(_dry_run(run, planned))
     elif not planned.jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, site, files, planned, entries, earlier)
+        return _run(run, site, files, planned, entries, earlier, children)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -234,11 +257,11 @@ def _run(
     planned: _Plan,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
+    children: Children,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare, last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
-    from torch_fsdp_tests.processes.children import Children
 
     if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
         raise ConfigurationError(lack)
@@ -256,14 +279,14 @@ def _run(
         report.set_aside(run.report, compare.PAGE)
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
-    with Children("run_test-", (signal.SIGINT, *host.ending_signals())) as children:
-        runner = Runner(run, planned.jobs, device_set, planned.slots, entries, console, site, children, *keep)
-        results = runner.run_rounds()
-        if run.list_tests:
-            return _print_tests(results)
-        last_failures.save(run.reports, device_set.type, files, results, results.remarks)
-        remarks, all_written = _record(run, results, earlier)
-        console.end(results, remarks)
+    children.note((signal.SIGINT, *host.ending_signals()))
+    runner = Runner(run, planned.jobs, device_set, planned.slots, entries, console, site, children, *keep)
+    results = runner.run_rounds()
+    if run.list_tests:
+        return _print_tests(results)
+    last_failures.save(run.reports, device_set.type, files, results, results.remarks)
+    remarks, all_written = _record(run, results, earlier)
+    console.end(results, remarks)
     results.signal = results.signal or next(iter(children.signals), None)
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
 

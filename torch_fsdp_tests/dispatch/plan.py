@@ -38,6 +38,7 @@ class TestRun:
     included: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()  # the order of tests; the source's order if it is empty
+    seconds: Seconds | None = None  # of its tests, where a map has them; otherwise they are estimated
 
     @property
     def is_whole(self) -> bool:
@@ -119,6 +120,8 @@ def estimate(
     """
     if test.is_whole:
         return times.get(test.file)
+    if test.seconds is not None:
+        return test.seconds
     by_class, known = class_times.get(test.file, {}), (names or {}).get(test.file, {})
     wanted: dict[str, set[str]] = {} if test.included else {cls: {""} for cls in by_class}  # "" stands for all tests
     for name in test.included:

@@ -24,8 +24,9 @@ from torch_fsdp_tests.verdict import shown
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
 
-MUTANTS = "mutants/findings.jsonl"  # in the folder of reports: what noticed earlier changes
 SHIPPED = Path(recording.__file__).parent / "data"
+NOTICED = SHIPPED / "noticed.jsonl"  # which tests noticed earlier changes
+MUTANTS = "mutants/findings.jsonl"  # the same, of the user's own mutants, in the folder of reports
 
 
 def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], list[str]]:
@@ -50,7 +51,7 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
         raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
     edits = [edit for change in found_changes for edit in change.edits]
     texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
-    order = Order(known, texts, noticed_in(run.reports / MUTANTS))
+    order = Order(known, texts, noticed_in(NOTICED, run.reports / MUTANTS))
     used = {name for change in found_changes for name in change.used}
     using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
     names = (name for change in found_changes for name in sorted(change.names))
@@ -70,7 +71,8 @@ def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRu
     narrowed = []
     for batch in batches(test for test in wanted if (test.file, test.test) in kept):
         file, names = batch[0].file, tuple(test.test for test in batch)
-        narrowed.append(TestRun(file, frozenset(names), parts[file].excluded, names))
+        seconds = sum(test.seconds for test in batch)
+        narrowed.append(TestRun(file, frozenset(names), parts[file].excluded, names, seconds))
     return narrowed
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
-from torch_fsdp_tests.dispatch import coverage, forkserver, plan, process
+from torch_fsdp_tests.dispatch import coverage, devices, forkserver, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
@@ -57,6 +57,35 @@ class _Waiting:
     only: tuple[str, ...] | None = None
 
 
+def _wishes(run: RunTests) -> dict[str, str]:
+    """The environment variables that tell a test file what it runs on."""
+    wishes = {
+        settings.SEED_VARIABLE: str(run.seed),
+        DEVICE_VARIABLE: run.device,
+        BACKEND_VARIABLE: run.backend,
+        settings.STRICT_DEFECTS_VARIABLE: "1" if run.strict_defects else None,
+        settings.STRICT_NAMES_VARIABLE: "1" if run.strict_names else None,
+        settings.CHECK_STREAMS_VARIABLE: "1" if run.check_streams else None,
+        RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
+    }
+    stated = {name: value for name, value in wishes.items() if value is not None}
+    return {**installation.on_path(os.environ), **stated}
+
+
+def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:
+    """Start the fork server of test files that import torch, if its forks equal fresh interpreters."""
+    same_environment = device_set.lendable is None and not run.coverage
+    if same_environment and not children.has_server and children.adopts and host.can_fork():
+        environment = {**os.environ, **_wishes(run)}
+        children.start_server(["-m", forkserver.__name__], environment, run.test_directory)
+
+
+def will_fork(run: RunTests, device_set: DeviceSet) -> bool:
+    """Whether it is certain that files will use the fork server: the project's own tests import torch."""
+    own = run.test_directory == run.default_directory
+    return own and devices.under_test(device_set, run, 0)["device"] == HOST
+
+
 class Runner:
     """Runs jobs on slots until all are done, one fails without ``--keep-going``, or a signal stops it.
 
@@ -88,7 +117,7 @@ class Runner:
         self._default = plan.assumed(job.part for job in jobs)
         self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
-        self._wishes = self._make_wishes()
+        self._wishes = _wishes(run)
         self._environment = {**os.environ, **self._wishes}
         self.results = Results(run, entries, under_test=console.under_test, slots=slots)
         self.results.hosts = site.hosts()
@@ -99,19 +128,6 @@ class Runner:
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
         self._epoch = time.monotonic()
         self._drawn = 0.0
-
-    def _make_wishes(self) -> dict[str, str]:
-        wishes = {
-            settings.SEED_VARIABLE: str(self._run.seed),
-            DEVICE_VARIABLE: self._run.device,
-            BACKEND_VARIABLE: self._run.backend,
-            settings.STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
-            settings.STRICT_NAMES_VARIABLE: "1" if self._run.strict_names else None,
-            settings.CHECK_STREAMS_VARIABLE: "1" if self._run.check_streams else None,
-            RANKS_VARIABLE: None if self._run.ranks is None else str(self._run.ranks),
-        }
-        stated = {name: value for name, value in wishes.items() if value is not None}
-        return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
         """Run all jobs once. The results have everything that finished, no matter how the run ended."""
@@ -288,26 +304,19 @@ class Runner:
             self._offer_forks()
 
     def _prepare_forks(self) -> None:
-        """Wait for the fork server if it is certain that files will use it: the project's own tests import torch.
+        """Wait for the fork server where it is certain that files will use it.
 
         Otherwise each of the first files would import torch, and the server after them.
         """
-        own = self._run.test_directory == self._run.default_directory
-        if own and self._console.under_test.get("device") == HOST:
+        if will_fork(self._run, self._devices):
             self._offer_forks()
             self._children.wait_for_server()
             self._heed_signals()
 
     def _offer_forks(self) -> None:
         """Start the fork server for files that import torch, if there are enough of them."""
-        many = len(self._queue) > self._slots or self._run.is_repeated
-        if many and self._may_fork():
-            self._children.start_server(["-m", forkserver.__name__], self._environment, self._run.test_directory)
-
-    def _may_fork(self) -> bool:
-        """Whether a fork server can be used for the files' processes, and none exists yet."""
-        same_environment = self._devices.lendable is None and not self._measure
-        return not self._children.has_server and same_environment and self._children.adopts and host.can_fork()
+        if len(self._queue) > self._slots or self._run.is_repeated:
+            start_forks(self._run, self._devices, self._children)
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
         attempts = (*waiting.attempts, attempt)

@@ -74,7 +74,7 @@ class Children:
     """The children of this process. They share a directory, which :meth:`close` removes."""
 
     def __init__(self, prefix: str, signals: Iterable[int] = ()) -> None:
-        """``signals`` are noted in ``self.signals``, and end :meth:`wait`."""
+        """``signals`` are noted in ``self.signals``, and end :meth:`wait`. :meth:`note` adds more."""
         self.directory = Path(tempfile.mkdtemp(prefix=prefix))
         self._others = set(host.children())  # of the program that ran in this process before
         self._reaper = Reaper(self.directory)
@@ -83,7 +83,7 @@ class Children:
         self._server: ProgramServer | None = None
         self._there: dict[int, Child] = {}
         self._wakeup = Wakeup(signals)
-        self.signals = self._wakeup.signals
+        self.signals, self.note = self._wakeup.signals, self._wakeup.note
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: True)
 

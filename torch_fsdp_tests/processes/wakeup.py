@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 
 class Wakeup:
@@ -20,8 +21,13 @@ class Wakeup:
         self._ends = os.pipe()
         for descriptor in self._ends:
             os.set_blocking(descriptor, False)
-        self._handlers = {number: signal.signal(number, self._note) for number in (signal.SIGCHLD, *numbers)}
+        self._handlers: dict[int, Any] = {}
+        self.note([signal.SIGCHLD, *numbers])
         self._before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+
+    def note(self, numbers: Iterable[int]) -> None:
+        """From now on, note these signals too."""
+        self._handlers |= {number: signal.signal(number, self._note) for number in numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import heapq
+import itertools
 import json
 import math
 import re
@@ -53,14 +54,14 @@ class Edit:
     statements: frozenset[int] = frozenset()  # the numbers of the changed ones
 
 
-def noticed_in(record: Path) -> dict[str, set[tuple[str, str]]]:
-    """The tests that noticed mutants, with their files, by the changed function; empty if there is no record of any.
+def noticed_in(*records: Path) -> dict[str, set[tuple[str, str]]]:
+    """The tests that noticed mutants, with their files, by the changed function. A record that does not exist has none.
 
-    The record is that of ``python -m torch_fsdp_tests.tools.mutants``.
+    The records are those of ``python -m torch_fsdp_tests.tools.mutants``.
     """
     tests_of: dict[str, set[tuple[str, str]]] = {}
-    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
-    for line in lines:
+    texts = [record.read_text(encoding="utf-8") for record in records if record.is_file()]
+    for line in itertools.chain.from_iterable(map(str.splitlines, texts)):
         with contextlib.suppress(ValueError):  # the last line can be cut short
             finding = json.loads(line)
             if finding.get("by"):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import plural
@@ -45,7 +45,8 @@ def _main(options: Namespace) -> ExitStatus:
     device = devices.find(None, None, os.environ)
     mutants = list(mutant.all_of(options.package, device.type == devices.HOST, options.module))
     chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
-    tests = Tests(ReachMap.load(options.map), _sources(options), noticed_in(options.output / report.RECORD))
+    noticed = noticed_in(reaching.NOTICED, options.output / report.RECORD)
+    tests = Tests(ReachMap.load(options.map), _sources(options), noticed)
     if options.sample is not None:
         run = [each for each in chosen if tests.is_run(each)]
         excluded["code that no test runs"] += len(chosen) - len(run)
@@ -78,6 +79,8 @@ def _main(options: Namespace) -> ExitStatus:
     finally:
         data = report.as_json(facts, findings, excluded, options.command, len(chosen))
         report.write(options.output, data)
+        if options.save_noticed is not None:
+            report.save_noticed(options.save_noticed, findings)
     print(report.text(data))
     _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
     return status

@@ -85,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words = "let N random programs try each mutant that the tests miss (see torch_fsdp_tests.explore)"
     add("--explore", type=NUMBER, metavar="N", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
+    words = "add to FILE which tests noticed which mutants; the file that ships tells --reaching what to run first"
+    add("--save-noticed", type=Path, metavar="FILE", help=words)
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RESULTS, metavar="DIR", help=words)
     given = parser.parse_args(argv)

@@ -66,6 +66,14 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
     write_text(folder / PAGE, render(data))
 
 
+def save_noticed(path: Path, findings: Iterable[Finding]) -> None:
+    """Add which tests noticed changes of which functions to a record. A new record is made. Raises ``OSError``."""
+    lines = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
+    noticed = [finding for finding in findings if finding.outcome is Outcome.NOTICED]
+    lines |= {json.dumps({"id": ":".join(each.id.split(":")[:2]), "by": each.by}) for each in noticed}
+    write_text(path, "".join(f"{line}\n" for line in sorted(lines)))
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
 
