@@ -12,6 +12,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
 
+from torch_fsdp_tests.reach import Executed, build
+
 # The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.
 FIRST = f"""
 import tempfile
@@ -122,6 +124,11 @@ class TestForkServer(TreeCase):
         self.program.write_text(f"{start}\nsys.exit(main.main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
         files = {f"test_{number}": FORKED + PASS for number in range(3)}
         self.check(files, ["-j1"], passed=3, env=little_torch(self.root))
+        # With --reaching it starts before the number of files is known.
+        known = build("any", {("test_0", "TestP.test_p"): Executed({"torch.distributed.fsdp.f"}, 1.0)})
+        (self.root / "map.json").write_text(known.as_text())
+        reaching = ["--reaching", "torch.distributed.fsdp.f", "--map", self.root / "map.json"]
+        self.check(files, ["-j1", *reaching], passed=1, env=little_torch(self.root))
 
     def test_it_goes_with_the_dispatcher(self):
         for number in (signal.SIGINT, signal.SIGKILL):
