@@ -315,6 +315,15 @@ class TestExplicitUnshard(FSDPTest):
         trained = list(full_parameters(model).values())
         self.assertEqual(trained, [param.detach() for param in reference.parameters()])
 
+    @skip_if_lt_x_gpu(2)
+    def test_unshard_waits_by_default(self):
+        """Only an asynchronous gather has a handle for what is still to be waited for."""
+        model = FSDP(nn.Linear(4, 4, device=self.device))
+        model(torch.ones(2, 4, device=self.device))
+        self.assertIsNone(model._unshard())
+        model._unshard(async_op=True).wait()
+        self.assertEqual(room_in(internals.gathered(internals.flat_param_of(model))), 20)
+
     def _assert_same_grads(self, flat_params: list[internals.FlatParam], mlps: MLPs, numel: int) -> None:
         shard = numel // self.world_size
         for flat_param, mlp in zip(flat_params, mlps.children(), strict=True):
