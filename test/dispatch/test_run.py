@@ -42,6 +42,7 @@ from trees import (
 
 from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_version
+from torch_fsdp_tests.dispatch.site import Site
 
 
 class TestVerdicts(TreeCase):
@@ -529,6 +530,25 @@ class TestStopping(TreeCase):
         process.send_signal(signal.SIGTERM)  # it is writing more than the pipe holds, or is about to
         out, err = process.communicate()
         self.assertEqual((process.returncode, CLOSING.findall(out)), (143, [("0", "1", "0")]), err)
+
+    def test_a_lost_process_counts_more_than_the_signal_because_of_it(self):
+        started = self.root / "started"
+
+        class Losing(Site):
+            """A process of the launch is gone, and the launcher ends the run: both are heard of at the same time."""
+
+            def watch(self, children):
+                self.children = children
+
+            def due(self):
+                if self.lost is None and started.exists():
+                    self.lost, self.lost_process = "rank 1 is gone, so the run ends", "rank 1"
+                    self.children.signals.append(signal.SIGTERM)
+                return time.monotonic() + 0.02
+
+        waits = body(f"open({str(started)!r}, 'w').close(); time.sleep(1000)")
+        with unittest.mock.patch("torch_fsdp_tests.dispatch.main.Site", Losing):
+            self.check({"test_x": waits}, failed=1, code=3, says=["rank 1 is gone", "crashed: TestX.test_1"])
 
     def test_killed_dispatcher_leaves_nothing(self):
         with tempfile.TemporaryDirectory() as scratch:

@@ -222,14 +222,19 @@ class Runner:
                 site.call(running.ranks)
         if (why := site.check_time()) is not None:
             self._stop_all(Ending(How.LOST, why))
+        self._heed_loss()
+        while self._ended and not site.busy:
+            self._conclude(*self._ended.pop(0))
+
+    def _heed_loss(self) -> None:
+        """End the run if a process of the launch is gone."""
+        site = self._site
         if site.lost is not None and self.results.lost is None:
             self.results.lost = site.lost
             self.results.hosts.lose(site.lost_host)
             self._console.say(site.lost)
             self._stopping = True
             self._stop_all(Ending(How.LOST, site.lost_process))
-        while self._ended and not site.busy:
-            self._conclude(*self._ended.pop(0))
 
     def _stop_all(self, why: Ending) -> None:
         for running, _ in self._running.values():
@@ -242,6 +247,7 @@ class Runner:
         due = min(self._slow_at(running) for running, _ in self._running.values())
         due = min(due, self._now() + self._console.refresh) + self._epoch
         ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._site.due()))]
+        self._heed_loss()  # before the signal that a launcher sends because of it
         self._heed_signals()
         if ended:
             self._ended += ended
