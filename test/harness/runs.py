@@ -198,6 +198,7 @@ class Run:
         self.left = leftovers(self._scratch.name)
         self._scratch.cleanup()
         self.stdout, self.text = texts
+        assert "Exception ignored" not in self.text, self.text  # when the interpreter ends, nothing of ours may raise
         lines = re.findall(rf"^{NAME} \.\.\. (.+)$", self.text, re.MULTILINE)
         self.outcomes = {f"{cls}.{test}": outcome for test, cls, outcome in lines}
         self.words = failures(self.text)

@@ -163,7 +163,7 @@ class ServerHandle:
         """End the server: it ends when its control connection closes, and ends its ranks."""
         self.connection.close()
         if self.alive:
-            os.waitpid(self._pid, 0)
+            _, self.status = os.waitpid(self._pid, 0)
 
     def reap_dead(self) -> int | None:
         """The wait status of a server whose connection has closed. It is killed first, in case it still runs."""
