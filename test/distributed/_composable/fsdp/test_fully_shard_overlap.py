@@ -210,15 +210,16 @@ class TestFullyShardOverlap(FSDPTest):
         if at_most is not None:
             self.assertLessEqual(found, at_most)
 
-    def _models(self, compute_ms: float, layers: int = LAYERS, **kwargs: Any) -> tuple[nn.Module, Any]:
-        """A plain model, and a sharded copy after one step. The copy's layers, with one parameter each, are wrapped."""
+    def _models(self, compute_ms: float, layers: int = LAYERS, together: int = 1, **kwargs: Any) -> tuple[Any, Any]:
+        """A plain model, and a sharded copy after one step. So many layers of one parameter each are in a group."""
         torch.manual_seed(42)
         ref_model = nn.Sequential(*(LinearWithSleep(DIM, compute_ms) for _ in range(layers))).to(self.device)
         for param in ref_model.parameters():
             param.data.abs_()  # with positive inputs every ReLU is active
         model = copy.deepcopy(ref_model)
         self.assertEqual([len(list(layer.parameters())) for layer in model], [1] * layers)
-        shard_each([*model, model], reshard_after_forward=True, **kwargs)
+        groups = [[*model[first : first + together]] for first in range(0, layers, together)]
+        shard_each([*(groups if together > 1 else model), model], reshard_after_forward=True, **kwargs)
         self._step(model)
         model.zero_grad()
         return ref_model, model
@@ -277,6 +278,19 @@ class TestFullyShardOverlap(FSDPTest):
                     forward = self._time_fn(lambda: model(self._inputs()))
                 self._check_time(step, 2 * comm_ms + 3 * LAYERS * compute_ms, expected_step)
                 self._check_time(forward, comm_ms + LAYERS * compute_ms, expected_forward)
+                self._check_gradients(ref_model, model)
+
+    @exact_time
+    @skip_if_lt_x_gpu(2)
+    def test_groups_of_modules_overlap(self):
+        """As with single modules, only the first all-gather and the last reduction add to the time of a step."""
+        compute_ms, comm_ms, layers = 25, 10, 4
+        with streams():
+            ref_model, model = self._models(compute_ms, layers, together=2)
+            stream = device_module().Stream()
+            late_gather, late_reduce = delayed_collectives(comm_ms, lambda group: stream)
+            with patch_all_gather(late_gather), patch_reduce_scatter(late_reduce):
+                self._check_time(self._time_fn(lambda: self._step(model)), 2 * comm_ms + 3 * layers * compute_ms)
                 self._check_gradients(ref_model, model)
 
     @skip_if_lt_x_gpu(2)
