@@ -24,6 +24,7 @@ from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
 # How much a word of the change counts, by its place there, and by its place in the test.
 CHANGED, NAMED, AROUND = 1.0, 1.0, 0.25
 IN_NAME, IN_BODY = 2.0, 1.0
+RARITY = 1.5  # the power of the logarithm of how rare a word is
 
 # What a test tells. The words add up to 1 for a body that has them all.
 BASE = 0.1  # any test that runs what changes
@@ -134,10 +135,10 @@ class Order:
 
     @functools.cached_property
     def _rarity(self) -> Mapping[str, float]:
-        """How much each word says about a test: the fewer bodies have it, the more."""
+        """How much each word says about a test: the fewer bodies have it, the more. A word of all bodies says nothing."""
         bodies = [text.words for file in self._files.values() for text in file.bodies()]
         counts = collections.Counter(word for each in bodies for word in each)
-        return {word: math.log(1 + len(bodies) / count) for word, count in counts.items()}
+        return {word: math.log(len(bodies) / count) ** RARITY for word, count in counts.items()}
 
     def _text(self, test: Reached) -> _Text:
         return self._file(test).text(*test.test.rpartition(".")[::2])

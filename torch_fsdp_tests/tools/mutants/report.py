@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 from collections import Counter
@@ -20,6 +21,7 @@ from torch_fsdp_tests.tools.mutants.operators import OPERATORS
 VERSION = 1
 RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
 _SHOWN = 400  # the most tests that the page names for a missed mutant
+_TEST = re.compile(r"[\w/]+::[\w.]+")  # what noticed a mutant, if it was a test, and not a whole file or a program
 _KINDS = {operator.name: operator.words for operator in OPERATORS}
 
 
@@ -67,9 +69,9 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def save_noticed(path: Path, findings: Iterable[Finding]) -> None:
-    """Add which tests noticed changes of which functions to a record. A new record is made. Raises ``OSError``."""
+    """Add which tests noticed changes of which functions to a record, or make a new one. Raises ``OSError``."""
     lines = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
-    noticed = [finding for finding in findings if finding.outcome is Outcome.NOTICED]
+    noticed = [each for each in findings if _TEST.fullmatch(each.by)]
     lines |= {json.dumps({"id": ":".join(each.id.split(":")[:2]), "by": each.by}) for each in noticed}
     write_text(path, "".join(f"{line}\n" for line in sorted(lines)))
 
