@@ -135,7 +135,7 @@ class Order:
 
     @functools.cached_property
     def _rarity(self) -> Mapping[str, float]:
-        """How much each word says about a test: the fewer bodies have it, the more. A word of all bodies says nothing."""
+        """How much each word says about a test: the fewer bodies have it, the more. If all have it, it says nothing."""
         bodies = [text.words for file in self._files.values() for text in file.bodies()]
         counts = collections.Counter(word for each in bodies for word in each)
         return {word: math.log(len(bodies) / count) ** RARITY for word, count in counts.items()}
