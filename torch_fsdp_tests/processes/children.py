@@ -27,7 +27,7 @@ from torch_fsdp_tests.processes.programs import ProgramServer
 from torch_fsdp_tests.processes.reaper import Reaper
 from torch_fsdp_tests.processes.wakeup import Wakeup
 
-TICK = 0.1  # seconds between two checks whether the fork server is ready
+TICK = 0.02  # seconds between two checks whether the fork server is ready
 LONGEST_SLEEP = 3600.0  # seconds
 
 
