@@ -407,9 +407,19 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             whole -= 0.5 * grad
         self.assertEqual([metadata.scale for metadata in extension.received], [2.0, 4.0, 8.0, 16.0])
         self.assertEqual([id(sent) for sent in extension.sent], [id(received) for received in extension.received])
-        last = weakref.ref(extension.sent.pop())
-        extension.received.clear()
-        self.assertIsNone(last(), "FSDP holds on to metadata that were used")
+
+    @skip_if_lt_x_gpu(2)
+    def test_metadata_are_released(self):
+        """FSDP holds metadata only until the post-hook has them, after the first all-gather and after later ones."""
+        layer = fully_shard(nn.Linear(4, 6, bias=False, device=self.device), reshard_after_forward=True)
+        (extension,) = extend(
+            layer, lambda shard: ((shard,), Scaling(1.0, (6, 4))), lambda gathered, metadata: gathered[0].view(6, 4)
+        ).values()
+        for _ in range(3):
+            layer(self._input(4))
+            used = weakref.ref(extension.sent.pop())
+            extension.received.clear()
+            self.assertIsNone(used())
 
     @skip_if_lt_x_gpu(2)
     def test_freed_storage(self):

@@ -1052,6 +1052,8 @@ class TestFullyShardShardPlacementFn(InitTest):
         self.assertEqual((layer.weight.device_mesh, layer.bias.device_mesh), (whole_mesh, mesh["inner"]))
         with self.assertRaisesRegex(ValueError, "set_all_reduce_hook is not supported with multiple param groups"):
             layer.set_all_reduce_hook(lambda reduced: None)
+        with self.assertRaisesRegex(AssertionError, "at most 1 param group"):
+            internals.own_group(layer)
         for step in range(2):
             inp = self._input(2, 5, seed=10 * step + self.rank)
             for each in (ref_layer, layer):
