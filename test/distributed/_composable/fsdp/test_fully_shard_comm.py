@@ -53,6 +53,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -1335,6 +1336,21 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+class TestFullyShardAllocFromPartOfRanks(FSDPTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    def test_alloc_from_a_part_of_the_ranks(self):
+        """The collectives run in the group whose allocator they use, also if that has not all ranks."""
+        mesh = make_mesh(2, 2, names=("replicate", "shard"))["shard"]
+        twin, model = (fully_shard(filled(nn.Linear(3, 4, device=self.device)), mesh=mesh) for _ in range(2))
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        inp = torch.full((2, 3), self.rank + 1.0, device=self.device)
+        for each in (twin, model):
+            each(inp).square().sum().backward()
+        check_identical(self, local_grads(model), local_grads(twin))
 
 
 class TestFullyShardSymmMemBackend(FSDPTest):

@@ -11,13 +11,16 @@ import unittest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.logging_utils import LoggingTestCase
 from torch_fsdp_tests.processes import host
@@ -98,14 +101,18 @@ class TestProfilerLabels(FSDPTest):
     world_size = 2
 
     def _labels_of_a_step(self) -> collections.Counter[str]:
-        """Count FSDP's labels in the trace of a step. The groups: two layers, a group of two layers, and the root."""
-        device = self.device
-        model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(5)))
+        """FSDP's labels in the trace of a step. The groups: two layers, a group of two layers, and the root."""
+        model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(5)))
         for part in (model[0], model[1], [model[2], model[3]], model):
             fully_shard(part)
-        model(torch.rand(2, 4, device=device)).sum().backward()
+        return self._labels_of(model)
+
+    def _labels_of(self, model: nn.Module) -> collections.Counter[str]:
+        """Count FSDP's labels in the trace of the second step."""
+        inp = torch.rand(2, 4, device=self.device)
+        model(inp).sum().backward()
         with profile(activities=[ProfilerActivity.CPU]) as trace:
-            model(torch.rand(2, 4, device=device)).sum().backward()
+            model(inp).sum().backward()
         return collections.Counter(event.name for event in trace.events() if event.name.startswith("FSDP::"))
 
     @skip_if_lt_x_gpu(2)
@@ -124,6 +131,18 @@ class TestProfilerLabels(FSDPTest):
         wait = "FSDP::post_backward_rs_wait"  # see the next test
         suffixes = {re.sub(r"^FSDP::\w+( for)?", "", name) for name in found if not name.startswith(wait)}
         self.assertEqual(suffixes, {"", *groups, " 0", " 1", " 2, 3"})
+
+    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
+    @skip_if_lt_x_gpu(2)
+    def test_labels_of_groups_of_one_module(self):
+        """They have the size of the mesh too, and so differ if the meshes do."""
+        alone = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
+        info = internals.fsdp2_common.FSDPMeshInfo(DeviceMesh.from_group(alone, self.device.type), shard_mesh_dim=0)
+        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), info)
+        layer = nn.Linear(4, 4, device=self.device)
+        fully_shard(layer, shard_placement_fn=lambda param: result if param.ndim == 1 else None)
+        found = self._labels_of(layer)
+        self.assertEqual([found[f"FSDP::post_backward_reduce [pg={size}]"] for size in (1, 2)], [1, 1])
 
     @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)

@@ -30,6 +30,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, che
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -730,6 +731,9 @@ class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
             self.assertEqual(model.in_proj.weight.to_local().dtype, torch.bfloat16)
             ref_loss.backward()
             loss.backward()
+            params = internals.group_of(model).fsdp_params
+            kept = [internals.attribute(param, "_sharded_post_forward_param_data") for param in params]
+            self.assertEqual(kept, [None] * 4, "shards over two ranks")
             self.assertEqual(loss.detach(), ref_loss.detach(), rtol=0, atol=0)
             for param, computed in zip(replica.parameters(), lowered.parameters()):
                 param.grad = computed.grad.float()

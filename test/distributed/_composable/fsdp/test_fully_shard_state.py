@@ -250,6 +250,15 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertEqual(model(self._input(4)), plain(self._input(4)))
 
     @skip_if_lt_x_gpu(1)
+    def test_earlier_hooks_see_gathered_parameters(self):
+        """FSDP's hook before forward runs first, also before a hook that the user registered earlier."""
+        layer = nn.Linear(4, 4, device=self.device)
+        kinds = []
+        layer.register_forward_pre_hook(lambda module, args: kinds.append(isinstance(module.weight, DTensor)))
+        fully_shard(layer)(self._input(4))
+        self.assertEqual(kinds, [False])
+
+    @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
         """If a class overrides ``__setattr__``, FSDP uses it to register parameters."""
         model = NotedLinear(4, 4).to(self.device)
