@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import unittest
@@ -115,13 +116,17 @@ class TestForkServer(TreeCase):
         files = {"kills": killer, "alone": alone, "third": alone}
         self.check_forked(files, passed=3, env=little_torch(self.root))
 
-    def test_the_projects_own_files_wait_for_it(self):
-        """They all import torch."""
+    def write_program(self) -> None:
+        """Make the tree that of a project, whose files are known to import torch."""
         self.program = self.root / "run_test.py"
         start = (
             f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r}); from torch_fsdp_tests.dispatch import main"
         )
         self.program.write_text(f"{start}\nsys.exit(main.main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
+
+    def test_the_projects_own_files_wait_for_it(self):
+        """They all import torch."""
+        self.write_program()
         files = {f"test_{number}": FORKED + PASS for number in range(3)}
         self.check(files, ["-j1"], passed=3, env=little_torch(self.root))
         # With --reaching it starts before the number of files is known.
@@ -129,6 +134,20 @@ class TestForkServer(TreeCase):
         (self.root / "map.json").write_text(known.as_text())
         reaching = ["--reaching", "torch.distributed.fsdp.f", "--map", self.root / "map.json"]
         self.check(files, ["-j1", *reaching], passed=1, env=little_torch(self.root))
+
+    def test_it_goes_with_a_run_that_is_refused(self):
+        """Also while it imports torch, and would notice only later."""
+        self.write_program()
+        self.write({"test_0": PASS})
+        environment, file = little_torch(self.root), self.root / "pid"
+        text = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(1000)"
+        (self.root / "torch/__init__.py").write_text(text)
+        (self.root / "map.json").write_text(build("any", {}).as_text())
+        options = ["--reaching", "-", "--map", self.root / "map.json"]
+        process = self.start(*options, env=environment, stdin=subprocess.PIPE)
+        (server,) = self.wait_for(process, file)
+        _, err = process.communicate("no diff")
+        self.assertEqual((process.returncode, alive(server)), (2, False), err)
 
     def test_it_goes_with_the_dispatcher(self):
         for number in (signal.SIGINT, signal.SIGKILL):

@@ -233,6 +233,10 @@ class Children:
         self.end_all()
         if self._server is not None:
             self._server.close()
+            if not host.has_ended(self._server.pid):  # it may still import, and would notice only later
+                host.kill_group(self._server.pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(self._server.pid, 0)
         self._reaper.close()
         self._selector.close()
         self._wakeup.close()
