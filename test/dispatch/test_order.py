@@ -61,6 +61,15 @@ class TestWords(OrderCase):
         edit = Edit(FUNCTION, "rare_one(common)")
         self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c", "test_d"])[0], "test_c")
 
+    def test_those_of_all_tests_tell_nothing(self):
+        tests = dict.fromkeys(["test_a", "test_b"], Executed([FUNCTION], 1.0))
+        source = test_file(test_a="use(common, rare_one)", test_b="use(common)")
+        order = Order(known := make_map({f"T.{name}": each for name, each in tests.items()}), {"f": source})
+        with_it, without = (
+            order.scores(known.tests, [Edit(FUNCTION, text)]) for text in ("rare_one(common)", "rare_one")
+        )
+        self.assertEqual(with_it, without)
+
     def test_those_of_helpers_count_for_the_tests_that_call_them(self):
         source = test_file(test_a="self._other()", test_b="self._check()", _check="x.prefetch = 1", _other="pass")
         self.assertEqual(self.names(source, Edit(FUNCTION, "prefetch"), tests=["test_a", "test_b"])[0], "test_b")

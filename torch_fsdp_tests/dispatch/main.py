@@ -116,7 +116,23 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
     files = discover(run.test_directory)
     device_set = _devices(run, site)
     with _children(run, device_set) as children:
-        return _plan_and_run(run, site, files, device_set, children)
+        selection = _select(run, files, device_set.type)
+        entries, earlier = _entries(run), _earlier(run)
+        planned = _plan(run, site, files, selection, device_set)
+        if not selection:
+            nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
+            _remark(nothing if run.failed_only else "nothing is selected")
+        elif not planned.jobs:
+            _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
+        if children is None and run.list_files:
+            _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
+        elif children is None:
+            _print(_dry_run(run, planned))
+        elif not planned.jobs:
+            print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
+        else:
+            return _run(run, site, files, planned, entries, earlier, children)
+        return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
 @contextlib.contextmanager
@@ -132,28 +148,6 @@ def _children(run: RunTests, device_set: DeviceSet) -> Iterator[Children | None]
         if run.by_reach and runner.will_fork(run, device_set):  # torch is imported while the tests are put in order
             runner.start_forks(run, device_set, children)
         yield children
-
-
-def _plan_and_run(
-    run: RunTests, site: Site, files: Mapping[str, Path], device_set: DeviceSet, children: Children | None
-) -> ExitStatus:
-    selection = _select(run, files, device_set.type)
-    entries, earlier = _entries(run), _earlier(run)
-    planned = _plan(run, site, files, selection, device_set)
-    if not selection:
-        nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
-        _remark(nothing if run.failed_only else "nothing is selected")
-    elif not planned.jobs:
-        _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
-    if children is None and run.list_files:
-        _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
-    elif children is None:
-        _print(_dry_run(run, planned))
-    elif not planned.jobs:
-        print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
-    else:
-        return _run(run, site, files, planned, entries, earlier, children)
-    return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
 def _devices(run: RunTests, site: Site) -> DeviceSet:
