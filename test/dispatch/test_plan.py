@@ -160,7 +160,7 @@ class TestDevices(unittest.TestCase):
                     for wish in (None, vendor.device_type):
                         device_set = find(wish, None, {variable: "3,5"})
                         self.assertEqual((device_set.type, device_set.names), (vendor.device_type, ("3", "5")))
-                        self.assertEqual(device_set.environment((1,)), {variable: "5"})
+                        self.assertEqual(device_set.environment((1,)), {**vendor.environment, variable: "5"})
                         self.assertEqual((device_set.backend, device_set.remark), (vendor.backend, None))
                     for nothing in ("-1", "", "none"):
                         self.assertEqual(find(None, None, {variable: nothing}).type, "cpu")  # the CPU is the subject
@@ -218,6 +218,17 @@ class TestDevices(unittest.TestCase):
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
 
+    def test_variables_of_every_job(self):
+        """Those of the vendor, unless the caller has set them, whatever is lent."""
+        foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 2, environment={"FOO_QUIET": "1"})
+        with self.declared({"foo": foo}):
+            device_set = find("foo", None, {})
+            self.assertEqual(device_set.environment((1,)), {"FOO_QUIET": "1", "FOO_VISIBLE": "1"})
+            self.assertEqual(find("foo", None, {"FOO_QUIET": "0"}).environment((1,)), {"FOO_VISIBLE": "1"})
+        shared = device_set.shared()  # files that run at a time see all devices
+        self.assertEqual((shared.lendable, shared.is_lent_whole), (0, False))
+        self.assertEqual(shared.environment(()), {"FOO_QUIET": "1", "FOO_VISIBLE": "0,1"})
+
     def test_a_package_that_declares_no_vendor(self):
         """The CPU is not tested instead, unless somebody names it."""
         for value, words in (
@@ -242,6 +253,8 @@ class TestDevices(unittest.TestCase):
             ("device_type", None, "the name of a device type"),
             ("count_devices", 2, "a function without arguments"),
             ("backend", len, "a text"),
+            ("environment", ("FOO", "1"), "a dictionary of texts"),
+            ("environment", {"FOO": 1}, "a dictionary of texts"),
             ("describe", "torch_foo.testing.describe", "'package.module:function'"),
         ):
             with self.subTest(name, value=value):

@@ -52,6 +52,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Deaths", "sigsegv", "ERROR", "DEAD was killed by SIGSEGV before reporting", "in test_sigsegv"),
     ("Deaths", "sigabrt", "ERROR", "DEAD was killed by SIGABRT before reporting", "in test_sigabrt"),
     ("Early", "before_rendezvous", "ERROR", "DEAD exited with code 4 before reporting"),
+    ("Unbound", "bind", "ERROR", T("ranks 0-1 of 2 raised:"), "ValueError: no such device"),
     ("Late", "after_success", "ERROR",
      {"Process": "rank 1 of 2 reported that it passed and then exited with code 3",
       "Thread": "ranks 0-1 of 2 reported that they passed and then exited with code 3"}),

@@ -191,14 +191,19 @@ class MultiThreadedTestCase(RankTestCase):
     def _serve_rank(cls, assignment: Assignment) -> None:
         set_rng_seed()
         for test in assignment.orders():
+            reported: set[int] = set()
 
-            def live(rank: int, test: str = test) -> Outcome:
+            def live(rank: int, test: str = test, reported: set[int] = reported) -> Outcome:
                 outcome = _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
                 assignment.report(outcome)
+                reported.add(rank)
                 return outcome
 
             with named_leaks(assignment):
-                run_threads(assignment.world_size, live, get_timeout(test))
+                outcomes = run_threads(assignment.world_size, live, get_timeout(test))
+            for outcome in outcomes:
+                if outcome.rank not in reported:  # it failed before its test began
+                    assignment.report(outcome)
 
     @classmethod
     def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:

@@ -43,7 +43,8 @@ class Vendor:
     :class:`~torch_fsdp_tests.device.accelerator.Accelerator`. Without it torch itself is asked.
 
     ``torch_build`` names what torch has to be built for, as in its ``version`` module; None for a device that an
-    extension brings. ``driver`` is a file with the version of the driver, which reports show.
+    extension brings. ``driver`` is a file with the version of the driver, which reports show. ``environment`` has
+    variables for the processes of test files. They can tell torch to look for devices without starting their runtime.
 
     Raises :class:`ConfigurationError` for values of other types.
     """
@@ -55,6 +56,7 @@ class Vendor:
     describe: str | None = None
     torch_build: str | None = None
     driver: str | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         variables = self.visibility_variables
@@ -63,6 +65,10 @@ class Vendor:
         wanted = {name: "a text" for name, text in texts.items() if not isinstance(text, str | None)}
         if not texts["device_type"]:
             wanted["device_type"] = "the name of a device type"
+        if not isinstance(self.environment, Mapping) or not all(
+            isinstance(word, str) for pair in self.environment.items() for word in pair
+        ):
+            wanted["environment"] = "a dictionary of texts"
         if not listed:
             wanted["visibility_variables"] = "a tuple of names, with a comma: ('FOO_VISIBLE_DEVICES',)"
         if self.count_devices is not None and not callable(self.count_devices):
@@ -98,8 +104,19 @@ def _nodes(pattern: str) -> Callable[[], int]:
 
 _DRI, _NVIDIA = _nodes("/dev/dri/renderD*"), _nodes("/dev/nvidia[0-9]*")
 
+# Otherwise torch.cuda.is_available starts the driver, and forks cannot use it. Imports of torch's inductor call it.
+_WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
 BUILT_IN = (
-    Vendor("cuda", ("CUDA_VISIBLE_DEVICES",), _NVIDIA, "nccl", torch_build="cuda", driver="/sys/module/nvidia/version"),
+    Vendor(
+        "cuda",
+        ("CUDA_VISIBLE_DEVICES",),
+        _NVIDIA,
+        "nccl",
+        torch_build="cuda",
+        driver="/sys/module/nvidia/version",
+        environment=_WITHOUT_DRIVER,
+    ),
     # ROCm builds of torch use CUDA's name for their devices.
     Vendor(
         "cuda",
@@ -108,6 +125,7 @@ BUILT_IN = (
         "nccl",
         torch_build="hip",
         driver="/sys/module/amdgpu/version",
+        environment=_WITHOUT_DRIVER,
     ),
     Vendor("xpu", ("ZE_AFFINITY_MASK",), _DRI, "xccl", torch_build="xpu"),
     Vendor("npu", ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES"), _nodes("/dev/davinci[0-9]*"), "hccl"),

@@ -55,6 +55,7 @@ class DeviceSet:
     names: tuple[str, ...]  # empty on the host
     variable: str | None = None  # restricts which devices a job sees; without it a job sees all devices
     backend: str | None = None  # the default backend between ranks; None if only the harness knows
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for every job
 
     @property
     def lendable(self) -> int | None:
@@ -76,11 +77,16 @@ class DeviceSet:
             return f"{unknown}: each file gets all {len(self.names)} of them, one file at a time"
         return f"{unknown}, and their number is unknown: none are lent, and files that run in parallel share them"
 
+    def shared(self) -> DeviceSet:
+        """The same devices for all files at once: none are lent, and each file sees all of them."""
+        visible = {self.variable: ",".join(self.names)} if self.variable is not None and self.names else {}
+        return dataclasses.replace(self, names=(), variable=None, variables={**self.variables, **visible})
+
     def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
-        """The variables with which a job sees only the devices at these positions."""
+        """The variables for a job. With them it sees only the devices at these positions."""
         if not self.lendable or self.variable is None:
-            return {}
-        return {self.variable: ",".join(self.names[position] for position in lent)}
+            return dict(self.variables)
+        return {**self.variables, self.variable: ",".join(self.names[position] for position in lent)}
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -121,7 +127,8 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
             "process sees, so a file gets all of them or none; leave the option out"
         )
     variable = _variable(vendor, environment) or next(iter(vendor.visibility_variables), None)
-    return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend)
+    others = {name: value for name, value in vendor.environment.items() if name not in environment}
+    return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend, others)
 
 
 def known_types() -> list[str]:

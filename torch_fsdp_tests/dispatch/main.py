@@ -157,6 +157,8 @@ def _devices(run: RunTests, site: Site) -> DeviceSet:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if site.world_size is not None:
         return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
+    if run.jobs is not None and device_set.lendable is not None:
+        return device_set.shared()
     if device_set.remark is not None:
         _remark(device_set.remark)
     return device_set

@@ -169,7 +169,7 @@ def make_parser() -> Parser:
     add("--split-threshold", type=positive, metavar="S", help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
     add("--devices", type=_names, metavar="LIST", help=words)
-    words = "on the CPU: run N files at a time (default: depends on cores and ranks)"
+    words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
     add("-j", "--jobs", type=whole_number(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")

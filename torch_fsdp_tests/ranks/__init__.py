@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.device import accelerator, machine
+from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.processes.leaks import Belongings
 from torch_fsdp_tests.ranks import group as _group
@@ -29,7 +30,7 @@ from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
 from torch_fsdp_tests.ranks.launched import conclude, is_seat, start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, Outcome, RanksErred, RanksFailed, Verdict, capture, judge
 from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
-from torch_fsdp_tests.ranks.server import close_server, living_server
+from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
 from torch_fsdp_tests.verdict import events
 
 _ready = False
@@ -50,20 +51,28 @@ def prepare() -> None:
         return
     _ready = True
     _launched.settle()
-    _record_facts()  # computes the device, so that the server and its ranks inherit the answer
+    device = _device()  # computed here, so that the server and its ranks inherit the answer
+    if wanted and device is not None:
+        forks_work()  # tries it, before anything else happens in this process
     if wanted:
         living_server()  # before the launcher's store is opened, which may start threads
+    if device is not None:
+        _record_facts(device)  # torch's description of itself starts the driver of some devices
     atexit.register(_close)
     _launched.begin()
     _take_sigterm()
 
 
-def _record_facts() -> None:
-    """Tell the dispatcher what is tested. If the requested device is not available, the first test reports it."""
+def _device() -> Accelerator | None:
+    """The device under test. If the requested one is not available, the first test reports it."""
     try:
-        device = accelerator.current()
+        return accelerator.current()
     except accelerator.ConfigurationError:
-        return
+        return None
+
+
+def _record_facts(device: Accelerator) -> None:
+    """Tell the dispatcher what is tested."""
     facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
     about_device = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
     about_machine = {**machine.of_host(), **device.machine}

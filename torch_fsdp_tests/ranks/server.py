@@ -11,6 +11,7 @@ that is not possible (a later server, threads in the test process, macOS), it is
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import select
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device import accelerator, accelerator_probe
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import forkserver, host, messages
 from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
@@ -34,6 +35,11 @@ from torch_fsdp_tests.ranks import protocol, rank
 from torch_fsdp_tests.verdict import stream
 
 __unittest = True
+
+_NO_FORKS = (
+    "an import of this file has started the runtime of {}, and a fork of this process cannot use it: "
+    "each rank is a fresh interpreter, which takes seconds"
+)
 
 KILL_LIMIT = 5.0  # seconds for killed processes to end
 assert TIDY_LIMIT < KILL_LIMIT
@@ -255,4 +261,21 @@ def start_method() -> str:
     requested = settings.start(os.environ)
     if requested is not None:
         return requested
-    return "fork" if host.can_fork() and accelerator.current().has("fork") else "spawn"
+    return "fork" if forks_work() else "spawn"
+
+
+@functools.cache
+def forks_work() -> bool:
+    """Whether ranks that are forked from this process can use the device. It is tried at the first call, before a test
+    has run here.
+
+    On most devices that is so as long as their runtime has not been started here. What a test file imports may have
+    started it: torch's inductor of 2.11 asks whether CUDA is available, for example.
+    """
+    device = accelerator.current()
+    if not host.can_fork() or not device.has("fork"):
+        return False
+    works = device.is_host or accelerator_probe.computes_after_fork(device.type)
+    if not works:
+        print(f"torch_fsdp_tests: {_NO_FORKS.format(device.name)}", file=sys.stderr, flush=True)
+    return works

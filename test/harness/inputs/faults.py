@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import RankGroup, server
 
@@ -41,6 +43,17 @@ SHARED_MEMORY = "/dev/shm"
 if os.environ.get("FAULTS_OWN_HANDLER"):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 
+
+bind = Accelerator.bind
+
+
+def bind_unless_told(self, rank):
+    if "FAULTS_UNBOUND" in os.environ:
+        raise ValueError("no such device")
+    return bind(self, rank)
+
+
+Accelerator.bind = bind_unless_told  # type: ignore[method-assign]
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_distributed.case import RankTestCase
@@ -514,6 +527,15 @@ class ThreadEarly(Early, Threads):
         if self.rank == 1:
             os._exit(4)
         super().perThreadSetUp()
+
+
+class ThreadUnbound(Threads):
+    def setUp(self):
+        with unittest.mock.patch.dict(os.environ, FAULTS_UNBOUND="1"):
+            super().setUp()
+
+    def test_bind(self):
+        pass
 
 
 class ThreadFixtures(Fixtures, Threads):

@@ -38,6 +38,21 @@ int visible = 0;
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMost] = {};
 std::atomic<bool> used{false}; // true after a device was chosen or its memory was allocated
+
+// As with a real driver, asking for the devices starts it, and it works only in the process that started it. A fork
+// that has inherited a started driver cannot use it.
+std::atomic<pid_t> driver{0};
+
+void start_driver() noexcept {
+  pid_t none = 0;
+  driver.compare_exchange_strong(none, getpid());
+}
+
+void need_driver() {
+  start_driver();
+  const pid_t owner = driver;
+  TORCH_CHECK(owner == getpid(), "abacus: process ", owner, " had started the driver before it forked this one");
+}
 std::atomic<c10::StreamId> last_stream{0};
 std::atomic<const char*> last_operator{"none"};
 
@@ -275,6 +290,7 @@ struct Memory final : c10::Allocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &release, device};
     }
+    need_driver();
     used = true;
     auto* block = pool.take((bytes + kBlock - 1) / kBlock * kBlock, current);
     allocations[current]++;
@@ -421,6 +437,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.type() == kType && device.index() < visible, "there is no ", device);
+    need_driver();
     used = true;
     if (device.has_index()) {
       current = device.index();
@@ -503,6 +520,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return std::chrono::duration<double, std::milli>(time).count();
   }
   c10::DeviceIndex deviceCount() const noexcept override {
+    start_driver();
     return static_cast<c10::DeviceIndex>(visible);
   }
 };
@@ -570,12 +588,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   bool isAvailable() const override {
+    start_driver();
     return visible > 0;
   }
   bool hasPrimaryContext(c10::DeviceIndex) const override {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
+    start_driver();
     return static_cast<c10::DeviceIndex>(visible);
   }
   void setCurrentDevice(c10::DeviceIndex device) const override {
@@ -1156,10 +1176,10 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     auto& given = (*stack)[stack->size() - arguments.size() + i];
     at::Generator generator = given.isNone() ? hooks.getDefaultGenerator(current) : given.toGenerator();
-    if (generator.device().type() == kType) {
-      std::lock_guard<std::mutex> lock(generator.mutex());
-      given = generator.get<Generator>()->draw();
-    }
+    TORCH_CHECK(
+        generator.device().type() == kType, "expected a generator of abacus, but found one of ", generator.device());
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    given = generator.get<Generator>()->draw();
     break;
   }
   if (late::is_on()) {
@@ -1543,6 +1563,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(&hooks);
   });
   m.def("set_device", [](int index) { Guard().setDevice(c10::Device(kType, static_cast<c10::DeviceIndex>(index))); });
+  m.def("start_driver", start_driver);
   m.def("is_initialized", [] { return used.load(); });
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("device_count", [] { return visible; });

@@ -25,6 +25,7 @@ torch.utils.rename_privateuse1_backend("abacus")
 atexit.register(_C.settle)
 
 _current_stream = torch.accelerator.current_stream  # others may replace it
+_show_config = torch.__config__.show
 _Device: TypeAlias = int | str | torch.device | None
 
 
@@ -128,6 +129,23 @@ def manual_seed_all(seed: int) -> None:
         generator.manual_seed(seed)
 
 
+def is_available() -> bool:
+    """Whether there is a device. Asking starts the driver, as for some real devices."""
+    _C.start_driver()
+    return _AVAILABLE
+
+
+is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo cannot trace it
+
+
+def show_config() -> str:
+    """torch's description of itself. It starts the driver, as a torch that was built for CUDA does."""
+    _C.start_driver()
+    return _show_config()
+
+
+torch.__config__.show = show_config
+
 _module = types.ModuleType("torch.abacus", __doc__)
 _module.__dict__.update(
     Stream=Stream,
@@ -137,7 +155,7 @@ _module.__dict__.update(
     current_stream=current_stream,
     default_stream=default_stream,
     set_stream=torch.accelerator.set_stream,
-    is_available=lambda: _AVAILABLE,  # Dynamo can trace it
+    is_available=is_available,
     _initialized=True,  # checkpoints keep the state of its generators
     is_initialized=_C.is_initialized,
     init=lambda: None,
