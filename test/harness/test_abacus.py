@@ -44,6 +44,12 @@ def draw(seed):
     return torch.rand(2, device="abacus")
 
 assert draw(3).equal(draw(3)) and not draw(3).equal(draw(4))
+try:
+    torch.rand(2, device="abacus", generator=torch.Generator())
+except RuntimeError as error:
+    assert "expected a generator of abacus, but found one of cpu" in str(error), error
+else:
+    raise AssertionError("the device takes a generator of the host")
 assert torch.accelerator.current_accelerator() == torch.device("abacus")
 """
 TOUCHES = """
@@ -52,6 +58,48 @@ import torch
 ones = torch.ones(1000, device="abacus:1")
 assert ones.sum().item() == 1000 and ones.cpu().sum() == 1000
 ctypes.c_float.from_address(ones[10:].data_ptr()).value
+"""
+FORKS = """
+import os
+import torch
+
+def computes_in_a_fork():
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, device="abacus")
+        except RuntimeError as error:
+            os._exit(7 if f"process {os.getppid()} had started the driver" in str(error) else 8)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+torch.abacus.device_count()
+torch.accelerator.current_accelerator()
+assert computes_in_a_fork() == 0
+START
+assert computes_in_a_fork() == 7
+torch.ones(1, device="abacus")
+"""
+IMPORTS = """
+import torch
+import torch.distributed as dist
+
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+
+torch.abacus.is_available()
+
+
+class TestRanks(FSDPTest):
+    world_size = 2
+
+    def test_collective(self):
+        ones = torch.ones(1, device=self.device)
+        dist.all_reduce(ones)
+        self.assertEqual(ones.item(), 2)
+
+
+run_tests()
 """
 LIMITED = """
 import torch
@@ -268,6 +316,27 @@ class TestAbacus(TestCase):
                 stack = r'Fatal Python error: Segmentation fault\n\n.*\n  File "<string>", line 6 in <module>'
                 self.assertRegex(done.stderr, rf"^the host touched memory of abacus:1 at 0x\w+, {last}\n{stack}\n")
 
+    def test_driver_works_in_one_process(self):
+        """Who asks whether there are devices starts it. A fork cannot use what its parent has started."""
+        starts = (
+            "torch.abacus.is_available()",
+            "torch.__config__.show()",
+            'torch.ones(1, device="abacus")',
+            "torch.abacus.set_device(1)",
+        )
+        for start in starts:
+            with self.subTest(start):
+                self.assert_runs(FORKS.replace("START", start), "", "last")
+
+    def test_file_whose_import_starts_the_driver(self):
+        """Its ranks are fresh interpreters, and it says why."""
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+            file.write(IMPORTS)
+            file.flush()
+            done = run(file.name, ABACUS_DEVICES="2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("an import of this file has started the runtime of abacus", done.stderr)
+
     def test_memory_has_a_limit(self):
         self.assert_runs(LIMITED, "", "last", ABACUS_MEMORY=str(4 * 2**20))
 
@@ -304,11 +373,13 @@ class TestAbacus(TestCase):
         self.assertIn("device abacus, backend ledger, ranks 2, devices shared", printed.splitlines()[0])
 
     def test_backend_may_refuse_ranks_that_share_a_device(self):
-        """Then each rank has a device. Tests that need more skip, and all others pass."""
-        printed = self.run_files(*FILES, ABACUS_DEVICES="2", ABACUS_EXCLUSIVE="1")
-        self.assertIn("device abacus, backend ledger, ranks 2, devices not shared", printed.splitlines()[0])
-        self.assertIn("needs 4 abacus devices, but sees only 2; ranks that share a device cannot use ledger", printed)
-        self.assertRegex(printed, r"(?m)^[1-9]\d+ passed, 0 failed, [1-9]\d* skipped$")
+        """Then ranks that have to share one use the staged backend, which only cannot overlap with computation."""
+        for devices, backend, how in (("2", "ledger", "not shared"), ("1", "staged", "shared")):
+            with self.subTest(devices=devices):
+                printed = self.run_files(*FILES, ABACUS_DEVICES=devices, ABACUS_EXCLUSIVE="1")
+                self.assertIn(f"device abacus, backend {backend}, ranks 2, devices {how}", printed.splitlines()[0])
+                self.assertNotIn("devices, but sees only", printed)
+                self.assertRegex(printed, r"(?m)^[1-9]\d+ passed, 0 failed, [1-9]\d* skipped$")
 
 
 if __name__ == "__main__":

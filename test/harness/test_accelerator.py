@@ -171,9 +171,9 @@ class TestSharing(TestCase):
     """
 
     def chosen(
-        self, *, count: int, own: bool, gloo: bool, backend: str | None = None, ranks: int | None = None
+        self, *, count: int, own: bool, staged: bool, backend: str | None = None, ranks: int | None = None
     ) -> tuple[Accelerator, list[str]]:
-        facts = {"xccl": own, "gloo": gloo}
+        facts = {"xccl": own, "staged": staged}
         probed = []
 
         def probe(device_type: str, name: str) -> dict[str, Any]:
@@ -184,48 +184,50 @@ class TestSharing(TestCase):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
     def test_tests_with_more_ranks_than_devices(self):
-        """They alone use gloo, if only gloo can share, so two devices execute what one does. A wish counts."""
-        device, _ = self.chosen(count=2, own=False, gloo=True)
-        self.assertEqual([device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)], ["xccl", "xccl", "gloo", "gloo"])
+        """They alone use the staged backend, if the device's own cannot share. A wish counts."""
+        device, _ = self.chosen(count=2, own=False, staged=True)
+        self.assertEqual(
+            [device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)], ["xccl", "xccl", "staged", "staged"]
+        )
         self.assertEqual((device.is_shared, device.lacks_room_for(8)), (False, None))
         self.assertEqual([device.ranks_up_to(4), device.ranks_up_to(4, least=4)], [2, 4])
-        for wishes in ({"own": False, "gloo": False}, {"own": False, "gloo": True, "backend": "xccl"}):
+        for wishes in ({"own": False, "staged": False}, {"own": False, "staged": True, "backend": "xccl"}):
             device, _ = self.chosen(count=2, **wishes)
             self.assertIs(device.for_ranks(4), device)
             self.assertIn("needs 4 xpu devices, but sees only 2", device.lacks_room_for(4))
-        device, _ = self.chosen(count=2, own=True, gloo=True)
+        device, _ = self.chosen(count=2, own=True, staged=True)
         self.assertIs(device.for_ranks(4), device)
 
     def test_ranks_on_several_machines_do_not_share(self):
         """There each rank of a launch has a device, although one machine does not have as many."""
-        for one_host, backend in ((False, "xccl"), (True, "gloo")):
+        for one_host, backend in ((False, "xccl"), (True, "staged")):
             launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
             with mock.patch.object(launcher, "found", lambda launch=launch: launch):
-                device, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
+                device, _ = self.chosen(count=8, own=False, staged=True, ranks=16)
                 self.assertEqual((device.backend, device.is_shared), (backend, one_host))
                 self.assertEqual(device.for_ranks(16).backend, backend)
 
     def test_device_of_the_test_that_runs(self):
-        device, _ = self.chosen(count=2, own=False, gloo=True)
+        device, _ = self.chosen(count=2, own=False, staged=True)
         self.addCleanup(accelerator.expect, 0)
         with mock.patch.object(accelerator, "_resolve", lambda *_: device):
-            for ranks, backend in ((2, "xccl"), (4, "gloo"), (0, "xccl")):
+            for ranks, backend in ((2, "xccl"), (4, "staged"), (0, "xccl")):
                 accelerator.expect(ranks)
                 self.assertEqual(accelerator.current().backend, backend)
 
     def test_backend_of_ranks_that_share_a_device(self):
-        """The own backend of the device if it can share, or else gloo if that can. A wish is not overruled."""
+        """The device's own backend if it can share, or else the staged one. A wish is not overruled."""
         no_room = "needs 2 xpu devices, but sees only 1; ranks that share"
-        for count, own, gloo, wishes, backend, ranks, probed, lacking in (
+        for count, own, staged, wishes, backend, ranks, probed, lacking in (
             (1, True, True, {}, "xccl", 2, ["xccl"], None),
-            (1, False, True, {}, "gloo", 2, ["xccl", "gloo", "gloo"], None),
-            (1, False, False, {}, "xccl", 2, ["xccl", "gloo"], no_room),
+            (1, False, True, {}, "staged", 2, ["xccl", "staged", "staged"], None),
+            (1, False, False, {}, "xccl", 2, ["xccl", "staged"], no_room),
             (1, False, True, {"backend": "xccl"}, "xccl", 2, ["xccl"], no_room),
             (8, False, True, {}, "xccl", 8, ["xccl"], None),  # there are enough devices
-            (8, False, True, {"ranks": 16}, "gloo", 16, ["xccl", "gloo", "gloo"], None),
+            (8, False, True, {"ranks": 16}, "staged", 16, ["xccl", "staged", "staged"], None),
         ):
-            with self.subTest(count=count, own=own, gloo=gloo, wishes=wishes):
-                device, probed_backends = self.chosen(count=count, own=own, gloo=gloo, **wishes)
+            with self.subTest(count=count, own=own, staged=staged, wishes=wishes):
+                device, probed_backends = self.chosen(count=count, own=own, staged=staged, **wishes)
                 self.assertEqual((device.backend, device.ranks, probed_backends), (backend, ranks, probed))
                 self.assertEqual(device.is_shared, ranks > count)
                 self.assertRegex(device.lacks_room_for(2) or "", lacking or "^$")
@@ -233,7 +235,8 @@ class TestSharing(TestCase):
 
 # What the probe tries, and the capabilities that follow.
 ATTEMPTS = {
-    "_computes_after_fork": ["fork"],
+    "computes_after_fork": ["fork"],
+    "_overlaps": ["asynchronous_collectives"],
     "_shares_a_device": ["shared_device"],
     "_has_symmetric_memory": ["symmetric_memory"],
     "_collective_works": ["bf16_collectives", "fp16_collectives", "premul_sum"],
@@ -289,10 +292,10 @@ class TestProbe(TestCase):
             self.assertLessEqual(variables.items(), accelerator.environment().items())
 
     def test_a_forked_process_is_tried_and_has_a_limit(self):
-        self.assertTrue(accelerator_probe._computes_after_fork("cpu"))  # the CPU is the subject
-        self.assertFalse(accelerator_probe._computes_after_fork("xyz"))
+        self.assertTrue(accelerator_probe.computes_after_fork("cpu"))  # the CPU is the subject
+        self.assertFalse(accelerator_probe.computes_after_fork("xyz"))
         with mock.patch.multiple(accelerator_probe, FORK_LIMIT=0.05, _works=lambda attempt: signal.pause()):
-            self.assertFalse(accelerator_probe._computes_after_fork("cpu"))
+            self.assertFalse(accelerator_probe.computes_after_fork("cpu"))
 
     def test_collectives_of_the_processor(self):
         """The known facts about gloo on the host equal the results of a probe."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.device import accelerator_probe, vendors
+from torch_fsdp_tests.device import accelerator_probe, staged, vendors
 from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.processes import launcher
@@ -75,7 +75,8 @@ class Accelerator:
     @property
     def backend_with_host(self) -> str:
         """The backend, and gloo for tensors in host memory if the device is not the host."""
-        return self.backend if self.is_host else f"cpu:gloo,{self.type}:{self.backend}"
+        alone = self.is_host or self.backend == staged.NAME
+        return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
     def few_ranks(self) -> int:
@@ -196,13 +197,13 @@ def _on_several_machines() -> bool:
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
-_OF_GLOO = frozenset({"bf16_collectives", "fp16_collectives", "fork"})
+_OF_GLOO = frozenset({"asynchronous_collectives", "bf16_collectives", "fp16_collectives", "fork"})
 _OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
-    other = "gloo"
+    other = staged.NAME
     if other == backend or not dist.is_backend_available(other):
         return None
     return other if "shared_device" in _probe(device_type, other)["capabilities"] else None

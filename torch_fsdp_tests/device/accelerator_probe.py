@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.device import machine
+from torch_fsdp_tests.device import machine, staged
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.processes.forkserver import forked
 
@@ -32,7 +32,7 @@ SHARE_LIMIT = 60  # seconds for two processes to exchange tensors of one device
 ROOM_ENOUGH = 8  # with this many devices it does not matter whether ranks can share one: no test has more ranks
 assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LIMIT
 
-# The variable that lets two ranks share a GPU over NCCL. NCCL before 2.27 or so ignores it.
+# The variable that lets two ranks share a GPU over NCCL. NCCL 2.28.9, which comes with torch 2.11, ignores it.
 _SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 
 
@@ -63,7 +63,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 def describe(device_type: str, backend: str) -> dict:
     """Find out what a device can do by trying it. Runs only in the separate process."""
-    forks = _works(lambda: _computes_after_fork(device_type))  # first, while nothing here has touched the device
+    forks = _works(lambda: computes_after_fork(device_type))  # first, while nothing here has touched the device
     try:
         module = torch.get_device_module(device_type)
     except RuntimeError as error:
@@ -86,6 +86,7 @@ def describe(device_type: str, backend: str) -> dict:
         "graphs": lambda: callable(module.graph),
         "fork": lambda: forks,
         "shared_device": lambda: shares,
+        "asynchronous_collectives": lambda: _overlaps(backend),
         "bf16_collectives": lambda: _collective_works(device, backend, torch.bfloat16),
         "fp16_collectives": lambda: _collective_works(device, backend, torch.float16),
         "premul_sum": lambda: _collective_works(device, backend, torch.float32, premul=True),
@@ -101,10 +102,10 @@ def describe(device_type: str, backend: str) -> dict:
     }
 
 
-def _computes_after_fork(device_type: str) -> bool:
-    """Whether a forked process can use the device, if its parent has only asked for the device type.
+def computes_after_fork(device_type: str) -> bool:
+    """Whether a process that is forked from this one can use the device.
 
-    A test process is in the same state when it forks the rank server.
+    The fork computes something on it. This process itself only asks torch for the device type.
     """
     torch.accelerator.current_accelerator()
 
@@ -160,6 +161,11 @@ def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
     _connect(backend)
     tensor = symmetric_memory.empty(4, device=device)
     return symmetric_memory.rendezvous(tensor, dist.distributed_c10d._get_default_group()) is not None
+
+
+def _overlaps(backend: str) -> bool:
+    """Whether collectives leave the host free to give the device more work."""
+    return backend != staged.NAME
 
 
 def _connect(backend: str) -> None:

@@ -11,6 +11,7 @@ CAPABILITIES: Mapping[str, str] = {
     "sleep_kernel": "a kernel that keeps the device busy for a given time",
     "peer_access": "devices that can access each other's memory",
     "graphs": "graphs of recorded work",
+    "asynchronous_collectives": "collectives that run while the device computes",
     "bf16_collectives": "collectives over bfloat16",
     "fp16_collectives": "collectives over float16",
     "premul_sum": "the reduce op PREMUL_SUM in its collectives",

@@ -23,7 +23,6 @@ import functools
 import sys
 import threading
 import unittest
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,7 +128,8 @@ class Recording(TorchDispatchMode):
         self._host_memory: set[int] = set()  # storages; pinned ones and those of another device type need not be here
         self._adopted: set[int] = set()  # storages that are where they were last used together with the host's
         self._moves = False  # whether an operator stands for a copy between host and device
-        self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
+        # Weak references to CUDA's events dangle when the events are gone (pytorch#183403), so these stay.
+        self._events: dict[Any, Clock] = {}
         self._memory: dict[int, _Memory] = {}
         self._shared: set[int] = set()  # storages that another stream than their own has accessed
         self._operators = 0

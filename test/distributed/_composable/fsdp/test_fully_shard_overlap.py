@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from torch_fsdp_tests.common_distributed import at_most, needs, requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import at_most, needs, requires, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     check_sharded_parity,
@@ -178,6 +178,7 @@ class LinearWithSleep(nn.Module):
         return torch.relu(Matmul.apply(x, self.weight, self.sleep_ms))
 
 
+overlaps = requires_capability("asynchronous_collectives")
 exact_time = requires(lambda: None if is_virtual() else "time is real here, and not exact")
 
 
@@ -241,6 +242,7 @@ class TestFullyShardOverlap(FSDPTest):
         synchronize()
         check_sharded_parity(self, ref_model, model)
 
+    @overlaps
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_training_overlap(self):
         """Only the first all-gather and the last reduction add to the time of a step. Compute hides all others.
@@ -281,6 +283,7 @@ class TestFullyShardOverlap(FSDPTest):
                 self._check_gradients(ref_model, model)
 
     @exact_time
+    @overlaps
     @skip_if_lt_x_gpu(2)
     def test_groups_of_modules_overlap(self):
         """As with single modules, only the first all-gather and the last reduction add to the time of a step."""
@@ -293,6 +296,7 @@ class TestFullyShardOverlap(FSDPTest):
                 self._check_time(self._time_fn(lambda: self._step(model)), 2 * comm_ms + 3 * layers * compute_ms)
                 self._check_gradients(ref_model, model)
 
+    @overlaps
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_comm_overlap(self):
         """If communication takes longer than compute, all-gathers and reduce-scatters overlap with each other.
@@ -319,6 +323,7 @@ class TestFullyShardOverlap(FSDPTest):
                 self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
 
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
+    @overlaps
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
         """With a separate group, reduce-scatters do not wait for all-gathers.
@@ -344,6 +349,7 @@ class TestFullyShardOverlap(FSDPTest):
             self._check_time(times[1], 7 * comm_ms + 2 * compute_ms, times[0])
             self._check_time(times[2], 9 * comm_ms)
 
+    @overlaps
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_post_optim_event_overlap(self):
         """With an event after the optimizer's step, the all-gather does not wait for later work."""
@@ -506,6 +512,7 @@ class TestFullyShardOverlap(FSDPTest):
                     self.assertEqual(events, [*expected.split(", "), "reduce 0"])
                     events.clear()
 
+    @overlaps
     @skip_if_lt_x_gpu(4)
     def test_hsdp_delayed_all_reduce(self):
         """Delayed all-reduces in bfloat16 do not corrupt the gradient of a later layer.
