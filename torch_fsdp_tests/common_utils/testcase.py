@@ -141,9 +141,12 @@ class TestCase(expecttest.TestCase):
         """
         verdict = getattr(error, VERDICT, None)
         if isinstance(verdict, Verdict):
+            first = next(iter(by_cause(verdict.ranks)), None)
+            if first is not None and first.signal:  # a defect may kill the process on some devices
+                return any(defect.explains(first.signal) for defect in self._known_defects)
             if not verdict.is_from_body:
                 return False
-            exception = next((rank.exception for rank in by_cause(verdict.ranks)), type(error).__qualname__)
+            exception = type(error).__qualname__ if first is None else first.exception
         else:
             exception = type(error).__qualname__
         return not self._known_defects or any(defect.explains(exception) for defect in self._known_defects)

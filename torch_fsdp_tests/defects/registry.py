@@ -72,8 +72,8 @@ class Defect:
     have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
     ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
     ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
-    comparison). ``races`` has patterns with ``*`` for the words in which the race detector names accesses that nothing
-    orders because of this defect. It attributes such races to the defect.
+    comparison), and of the signals that kill a rank. ``races`` has patterns with ``*`` for the words in which the race
+    detector names accesses that nothing orders because of this defect. It attributes such races to the defect.
     """
 
     family: str  # FSDP1 or FSDP2

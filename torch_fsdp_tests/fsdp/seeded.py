@@ -14,7 +14,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 def uniform(*shape: int, seed: int) -> torch.Tensor:
     """Random numbers between 0 and 1 on the device of the calling rank."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(get_devtype())
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(get_devtype())
 
 
 def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 42) -> AnyModule:
@@ -24,5 +24,5 @@ def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in module.parameters():
-            param.copy_(low + (high - low) * torch.rand(param.shape, generator=generator))
+            param.copy_(low + (high - low) * torch.rand(param.shape, generator=generator, device="cpu"))
     return module

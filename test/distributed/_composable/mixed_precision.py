@@ -220,11 +220,12 @@ class CastsMixin(_Base):
         inp = torch.sin(torch.arange(math.prod(shape), device=self.device).view(shape)) + self.rank
         try:
             expected = replica(inp.to(policy.param_dtype))
+            expected.sum().backward()
         except RuntimeError as refusal:
             if not may_be_refused:
                 raise
             with self.assertRaisesRegex(RuntimeError, re.escape(str(refusal))):
-                model(inp)
+                model(inp).sum().backward()
             return
         output = model(inp)
         self.assertEqual(output.dtype, policy.param_dtype)

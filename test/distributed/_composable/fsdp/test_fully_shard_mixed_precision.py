@@ -477,7 +477,8 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         container, members = self._nested()
         model = Through(self.device, returns=container)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
-        self._check_cast_members(model(), members)
+        # Without an input, some versions raise on a device (fsdp2_root_without_inputs_raises).
+        self._check_cast_members(model(members[1]), members)
 
     @skip_if_lt_x_gpu(1)
     def test_param_dtype_of_containers(self):

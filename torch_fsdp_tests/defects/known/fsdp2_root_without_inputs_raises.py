@@ -1,0 +1,42 @@
+"""The forward of a root raises if it gets no inputs, on a device apart from the host.
+
+FSDP2 moves a root's inputs to the device, and takes the first one of the moved inputs, which is missing if there are
+none. A root whose forward depends on its parameters alone runs on the CPU, where nothing is moved.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
+    features="",
+    way_round="Pass an input that forward ignores.",
+    error="in _root_pre_forward ... tuple index out of range",
+    place=Place.APART_FROM_HOST,
+    upstream=("https://github.com/pytorch/pytorch/pull/183943",),
+    fails_with=("IndexError",),
+)
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, ignored=None):
+        return self.weight.sum()
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = fully_shard(Root().to(device), mesh=init_device_mesh(device.type, (world_size,)))
+    try:
+        found = model(0).item() if way_round else model().item()
+    except IndexError as error:
+        found = f"IndexError: {error}"
+    return found, 4.0
