@@ -201,7 +201,7 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
 
 
 class HeldMemory(TorchDispatchMode):
-    """Record the peak memory of the tensors that operations within the mode use, if there is no allocator to ask."""
+    """Record the peak memory of the tensors of the device that operations within the mode use, without its allocator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class HeldMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in internals.pytree.tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == accelerator.current().type:
                 storage = leaf.untyped_storage()
                 if internals.storage_id(storage) not in self._storages:
                     self._storages[internals.storage_id(storage)] = storage._weak_ref()
