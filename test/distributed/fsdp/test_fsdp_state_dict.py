@@ -201,7 +201,7 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
 
 
 class HeldMemory(TorchDispatchMode):
-    """Record the peak memory of the tensors of the device that operations within the mode use, without its allocator."""
+    """Record the peak memory of the device's tensors that operations within the mode use, without its allocator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class Soroban(Accelerator):
 
 def describe(backend: str | None, ranks: int | None) -> Soroban:
     tensors, count = "cpu", len(frames())  # the CPU is the subject
-    able = frozenset({"fork", "bf16_collectives", "fp16_collectives"})
+    able = frozenset({"fork", "asynchronous_collectives", "bf16_collectives", "fp16_collectives"})
     alone = Soroban(tensors, backend or "gloo", count, ranks or count, able, vendor_name="soroban")
     sharing = dataclasses.replace(alone, capabilities=able | {"shared_device"})
     return dataclasses.replace(alone, sharing=sharing) if EXCLUSIVE in os.environ else sharing
