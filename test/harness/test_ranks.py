@@ -61,6 +61,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Codes", "special", "ok", P("")),
     ("Codes", "any", "ok", P("")),
     ("Words", "passes", "ok"),
+    ("Words", "forked_before_the_host_is_described", "ok"),
     ("Words", "one_raises", "FAIL", "rank 1 of 2 raised:", "AssertionError: the one"),
     ("Words", "all_raise_alike", "FAIL", "ranks 0-1 of 2 raised:"),
     ("Words", "all_raise_differently", "ERROR", "ValueError: rank 0 says so", "ValueError: rank 1 says so"),

@@ -32,6 +32,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import RankGroup, server
@@ -44,6 +45,16 @@ if os.environ.get("FAULTS_OWN_HANDLER"):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 
 
+described: list[str] = []  # in this process, and in those that it was forked from
+of_host = machine.of_host
+
+
+def describe_host():
+    described.append("host")  # with some builds of torch this starts the driver of a device
+    return of_host()
+
+
+machine.of_host = describe_host
 bind = Accelerator.bind
 
 
@@ -174,6 +185,9 @@ class Early(Case):
 
 
 class Words(Case):
+    def test_forked_before_the_host_is_described(self):
+        self.assertEqual(described, [])
+
     def test_passes(self):
         only_rank_1(self, lambda: None)
 
