@@ -1,5 +1,8 @@
 """The device under test as a value: its answers, and their sources."""
 
+import contextlib
+import dataclasses
+import io
 import os
 import signal
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, ven
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.ranks import server
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
@@ -296,6 +300,18 @@ class TestProbe(TestCase):
         self.assertFalse(accelerator_probe.computes_after_fork("xyz"))
         with mock.patch.multiple(accelerator_probe, FORK_LIMIT=0.05, _works=lambda attempt: signal.pause()):
             self.assertFalse(accelerator_probe.computes_after_fork("cpu"))
+
+    def test_ranks_are_fresh_if_forks_of_this_process_cannot_compute(self):
+        """As after an import that has started the runtime of the device. The file says why it takes longer."""
+        able = dataclasses.replace(CLUSTER, capabilities=frozenset({"fork"}))
+        for works, method, words in ((True, "fork", ""), (False, "spawn", "has started the runtime of xpu")):
+            attempt = mock.patch.object(accelerator_probe, "computes_after_fork", lambda kind, works=works: works)
+            with self.subTest(method), under_test(able), attempt, contextlib.redirect_stderr(io.StringIO()) as said:
+                server.forks_work.cache_clear()
+                self.addCleanup(server.forks_work.cache_clear)
+                self.assertEqual((server.start_method(), server.start_method()), (method, method))
+                self.assertEqual(said.getvalue().count("\n"), int(not works))
+                self.assertIn(words, said.getvalue())
 
     def test_collectives_of_the_processor(self):
         """The known facts about gloo on the host equal the results of a probe."""
