@@ -125,44 +125,16 @@ class StagedGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.host_group = dist.ProcessGroup(store, rank, size)
+        device = torch.accelerator.current_accelerator(check_available=True)
         kind = dist.ProcessGroup.BackendType.GLOO
-        self.host_group._set_default_backend(kind)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self.host_group._register_backend(torch.device("cpu"), kind, gloo)
-        self._name = self._desc = ""
+        # This group has a backend, too: torch asks it for the group's name, and for the type of its devices.
+        for group, type in ((self.host_group, "cpu"), (self, "cpu" if device is None else device.type)):
+            group._set_default_backend(kind)
+            group._register_backend(torch.device(type), kind, gloo)
 
     def getBackendName(self) -> str:
         return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-        self.host_group._set_group_name(name)
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """As for a backend of the device alone, so that torch takes the same paths."""
-        device = torch.accelerator.current_accelerator()
-        return [torch.device("cpu" if device is None else device.type)]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.host_group._get_backend(torch.device("cpu"))
-
-    def _set_sequence_number_for_group(self) -> None:
-        self.host_group._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.host_group._get_sequence_number_for_group()
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self.host_group.barrier(dist.BarrierOptions())
