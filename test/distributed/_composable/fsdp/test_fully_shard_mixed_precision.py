@@ -362,6 +362,15 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     world_size = 2
 
     @skip_if_lt_x_gpu(1)
+    def test_policy_is_a_constant(self):
+        """Layers may share a policy. It cannot change afterwards, and equal ones are the same key."""
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        fully_shard(nn.Linear(2, 2, device=self.device), mp_policy=policy)
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            policy.param_dtype = torch.float16
+        self.assertEqual({policy, MixedPrecisionPolicy(torch.bfloat16)}, {policy})
+
+    @skip_if_lt_x_gpu(1)
     def test_float16_on_one_submodule(self):
         self._check_float16_on_one_submodule(fully_shard)
 
