@@ -961,6 +961,13 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         self.assertEqual(model.module.buffer, torch.zeros(3, device=self.device))
 
     @skip_if_lt_x_gpu(1)
+    def test_name_that_the_device_lacks(self):
+        """FSDP1 asks the module of its device for functions. A missing one is an error that names it."""
+        model = FSDP(nn.Linear(2, 2, device=self.device), device_id=self.device)
+        with self.assertRaisesRegex(AttributeError, "no_such_function"):
+            torch_names.attribute(model, "_device_handle").no_such_function()
+
+    @skip_if_lt_x_gpu(1)
     def test_homogeneous_attributes(self):
         """Some attributes must be the same in all instances of a tree. The first forward checks them."""
         names = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]

@@ -642,6 +642,19 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual([int(state["step"]) for state in optim.state.values()], [2])
 
     @skip_if_lt_x_gpu(2)
+    def test_flat_state_without_that_of_a_parameter(self):
+        """It has zeros in the place of that parameter, and keeps the dtype of the others."""
+        plain = nn.Linear(4, 2, device=self.device, dtype=torch.bfloat16)
+        optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        plain.weight.grad = torch.arange(8.0, device=self.device).view(2, 4).bfloat16()
+        optim.step()
+        osd = FSDP.rekey_optim_state_dict(optim.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
+        model = FSDP(copy.deepcopy(plain), device_id=self.device)
+        (state,) = FSDP.shard_full_optim_state_dict(osd, model)["state"].values()
+        whole = torch.tensor([*range(8), 0, 0], dtype=torch.bfloat16)  # the weight and then the bias
+        self.assertEqual(state["momentum_buffer"].cpu(), whole.chunk(2)[self.rank])
+
+    @skip_if_lt_x_gpu(2)
     def test_compatible_with_trec(self):
         """A root outside FSDP, modules that only some ranks have, and an optimizer that uses names as keys."""
 
