@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.device import accelerator_probe, staged, vendors
+from torch_fsdp_tests.device import accelerator_probe, vendors
 from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.processes import launcher
@@ -75,7 +75,7 @@ class Accelerator:
     @property
     def backend_with_host(self) -> str:
         """The backend, and gloo for tensors in host memory if the device is not the host."""
-        alone = self.is_host or self.backend == staged.NAME
+        alone = self.is_host or self.backend == accelerator_probe.STAGED
         return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
@@ -203,13 +203,15 @@ _OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
-    other = staged.NAME
+    other = accelerator_probe.STAGED
+    accelerator_probe.register(other)
     if other == backend or not dist.is_backend_available(other):
         return None
     return other if "shared_device" in _probe(device_type, other)["capabilities"] else None
 
 
 def _checked_backend(device_type: str, backend: str | None) -> str:
+    accelerator_probe.register(backend)
     known = dict(dist.Backend.default_device_backend_map)
     if backend is None:
         backend = known.get(device_type)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.device import machine, staged
+from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.processes.forkserver import forked
 
@@ -34,6 +34,15 @@ assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LI
 
 # The variable that lets two ranks share a GPU over NCCL. NCCL 2.28.9, which comes with torch 2.11, ignores it.
 _SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
+
+
+STAGED = "staged"  # the backend of this project, see :mod:`.staged`
+
+
+def register(backend: str | None) -> None:
+    """Let torch know the backend, if it is this project's own."""
+    if backend == STAGED:
+        from torch_fsdp_tests.device import staged as staged  # not at import, because few processes need it
 
 
 def ask(device_type: str, backend: str) -> dict:
@@ -63,6 +72,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 def describe(device_type: str, backend: str) -> dict:
     """Find out what a device can do by trying it. Runs only in the separate process."""
+    register(backend)
     forks = _works(lambda: computes_after_fork(device_type))  # first, while nothing here has touched the device
     try:
         module = torch.get_device_module(device_type)
@@ -136,6 +146,7 @@ def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str
 
 def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
     """One of the two processes of :func:`_shares_a_device`. Raises if a result is wrong or missing."""
+    register(backend)
     device = torch.device(device_type, 0)
     torch.get_device_module(device_type).set_device(device)
     timeout = datetime.timedelta(seconds=SHARE_LIMIT / 2)
@@ -165,7 +176,7 @@ def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
 
 def _overlaps(backend: str) -> bool:
     """Whether collectives leave the host free to give the device more work."""
-    return backend != staged.NAME
+    return backend != STAGED
 
 
 def _connect(backend: str) -> None:

@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-NAME = "staged"
+from torch_fsdp_tests.device import accelerator_probe
+
+NAME = accelerator_probe.STAGED
 
 
 class StagedWork(dist.Work):

@@ -16,7 +16,7 @@ import time
 import unittest
 import unittest.mock
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -49,7 +49,7 @@ described: list[str] = []  # in this process, and in those that it was forked fr
 of_host = machine.of_host
 
 
-def describe_host():
+def describe_host() -> dict[str, Any]:
     described.append("host")  # with some builds of torch this starts the driver of a device
     return of_host()
 
@@ -58,7 +58,7 @@ machine.of_host = describe_host
 bind = Accelerator.bind
 
 
-def bind_unless_told(self, rank):
+def bind_unless_told(self: Accelerator, rank: int) -> torch.device:
     if "FAULTS_UNBOUND" in os.environ:
         raise ValueError("no such device")
     return bind(self, rank)
