@@ -67,12 +67,18 @@ def _fake_modes_in_threads() -> Iterator[None]:
         yield
 
 
-def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | None = None) -> list[Outcome]:
+def run_threads(
+    world_size: int,
+    body: Callable[[int], Outcome],
+    limit: float | None = None,
+    report: Callable[[Outcome], object] = lambda outcome: None,
+) -> list[Outcome]:
     """Run ``body(rank)`` in one thread for each rank, over a threaded process group.
 
     Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
     their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
     a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too.
+    ``report`` is called in each thread with its rank's outcome, as soon as there is one.
     """
     outcomes: dict[int, Outcome] = {}
     _install_threaded_pg()
@@ -88,6 +94,7 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
             outcome = body(rank)
         except BaseException as error:
             outcome = raised(rank, error)
+        report(outcome)
         outcomes[rank] = outcome
         if outcome.state is not State.PASSED:
             ProcessLocalGroup.exception_handle(RuntimeError(outcome.in_one_line()), rank)
@@ -191,19 +198,12 @@ class MultiThreadedTestCase(RankTestCase):
     def _serve_rank(cls, assignment: Assignment) -> None:
         set_rng_seed()
         for test in assignment.orders():
-            reported: set[int] = set()
 
-            def live(rank: int, test: str = test, reported: set[int] = reported) -> Outcome:
-                outcome = _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
-                assignment.report(outcome)
-                reported.add(rank)
-                return outcome
+            def live(rank: int, test: str = test) -> Outcome:
+                return _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
 
             with named_leaks(assignment):
-                outcomes = run_threads(assignment.world_size, live, get_timeout(test))
-            for outcome in outcomes:
-                if outcome.rank not in reported:  # it failed before its test began
-                    assignment.report(outcome)
+                run_threads(assignment.world_size, live, get_timeout(test), assignment.report)
 
     @classmethod
     def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:

@@ -204,9 +204,9 @@ _OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
     other = accelerator_probe.STAGED
-    accelerator_probe.register(other)
-    if other == backend or not dist.is_backend_available(other):
+    if other == backend:
         return None
+    accelerator_probe.register(other)
     return other if "shared_device" in _probe(device_type, other)["capabilities"] else None
 
 

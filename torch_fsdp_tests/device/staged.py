@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fsdp_tests.device import accelerator_probe
+from torch_fsdp_tests.device.accelerator_probe import STAGED
+from torch_fsdp_tests.installed_torch import torch_names
 
-NAME = accelerator_probe.STAGED
+_dispatch = torch_names.module("torch.utils._python_dispatch")
 
 
 class StagedWork(dist.Work):
@@ -42,7 +42,7 @@ class StagedWork(dist.Work):
         with self._lock:
             if not self._filled:
                 self._work.wait(timeout)
-                with torch.no_grad(), _disable_current_modes():
+                with torch.no_grad(), _dispatch._disable_current_modes():
                     for output, copy in self._outputs:
                         # A backend writes below autograd: neither views nor saved tensors may notice.
                         output.data.copy_(copy.div_(self._divisor) if self._divisor > 1 else copy)
@@ -92,7 +92,7 @@ def _through_host(name: str, has_outputs: bool = True) -> Callable[..., dist.Wor
 
     def collective(self: StagedGroup, *args: Any, **options: Any) -> dist.Work:
         copies: dict[int, Tensor] = {}
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _dispatch._disable_current_modes():
             for tensor in _tensors(args):
                 if not _is_on_host(tensor):
                     copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
@@ -136,7 +136,7 @@ class StagedGroup(dist.ProcessGroup):
             group._register_backend(torch.device(type), kind, gloo)
 
     def getBackendName(self) -> str:
-        return NAME
+        return STAGED
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self.host_group.barrier(dist.BarrierOptions())
@@ -162,4 +162,4 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Stag
 
 # The group takes tensors of every device. The list names devices that have a default backend, because any other device
 # would get this one as its default.
-dist.Backend.register_backend(NAME, _create, devices=list(dist.Backend.default_device_backend_map))
+dist.Backend.register_backend(STAGED, _create, devices=list(dist.Backend.default_device_backend_map))
