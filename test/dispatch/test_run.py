@@ -359,6 +359,17 @@ class TestDevices(TreeCase):
             widths += [len(lent)] * (what == "+")
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
+    def test_files_that_share_the_devices(self):
+        """With -j so many files run at a time, and each of them sees all devices."""
+        sees = """
+        class TestX(unittest.TestCase):
+            def test_x(self): self.assertEqual(os.environ["FOO_VISIBLE"], "3,4")
+        """
+        self.write(dict.fromkeys(["test_a", "test_b"], textwrap.dedent(sees)))
+        arguments = ["--device", "foo", "--devices", "3-4", "-j3", *self.needs(test_a=1, test_b=8)]
+        out = self.check({}, arguments, passed=2, env=self.declare("foo", 8))
+        self.assertIn("device foo, 3 slots", out.splitlines()[0])
+
     def test_device_facts_of_a_file_reach_later_files(self):
         """This is for files with the same number of devices. Probing a device takes longer than most tests."""
         asks = """
