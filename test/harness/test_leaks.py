@@ -65,7 +65,7 @@ class TestLeaks(TestCase):
             ("a_thread", f"left the thread 'left' running in {ranks}"),
             ("files", "left in the temporary directory: left"),
             ("shared_memory", rf"left in shared memory: psm_\w+ in {ranks}"),
-            ("shared_memory", r"left in shared memory: faults-\d+"),
+            ("shared_memory", r"left in shared memory: torch_\d+_faults"),
             ("settings", f"left the environment variable LEFT set in {both}"),
             ("settings", f"left the default dtype at torch.float64 instead of torch.float32 in {both}"),
             ("settings", f"left the deterministic-algorithms flags at .* in {both}"),
@@ -112,7 +112,7 @@ class TestLeaks(TestCase):
         for name in started():
             self.assertEqual(ended(name).left, [])
             self.assertNotIn("ResourceWarning", ended(name).text)
-        self.assertEqual([path.name for path in SHARED_MEMORY.glob("faults-*")], [])
+        self.assertEqual([path.name for path in SHARED_MEMORY.glob("torch_*_faults")], [])
         commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
         self.assertNotIn("sleep 999", commands)
 

@@ -274,7 +274,7 @@ class TestVerdict(TestCase):
         leaks = [leak for leak in run.leaks if not leak.startswith(f"{kind}Meeting.test_groups_end_together ")]
         self.assertEqual(len(leaks), 0 if hanging else 1, str(leaks))
         for leak in leaks:  # of a rank that died, and could not remove it
-            words = rf"{kind}Deaths.test_leaving_a_shared_file left in shared memory: faults-\d+"
+            words = rf"{kind}Deaths.test_leaving_a_shared_file left in shared memory: torch_\d+_faults"
             self.assertRegex(leak, f"^{words}")
 
 

@@ -152,13 +152,14 @@ def _said_by_caller() -> set[str]:
 def _calls(code: CodeType) -> list[ast.Call]:
     """The assertions in the source of a function, or in its whole file if the function cannot be parsed alone."""
     tree: ast.AST = ast.Module([], [])
+    lines = linecache.getlines(code.co_filename)
     with contextlib.suppress(SyntaxError, OSError), _PARSER:
         # Python 3.11 raises SystemError if threads parse at the same time.
         try:
-            lines, first = inspect.getsourcelines(code)
-            tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
+            block = inspect.getblock(lines[code.co_firstlineno - 1 :])  # getsourcelines would visit all modules
+            tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(block))), code.co_firstlineno - 1)
         except SyntaxError:
-            tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+            tree = ast.parse("".join(lines))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return [call for call in calls if call.func.attr.startswith("assert")]  # type: ignore[attr-defined]
 

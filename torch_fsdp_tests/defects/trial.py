@@ -84,7 +84,8 @@ def try_all(ids: Sequence[str], at_a_time: int, reproduction: type[Reproduction]
     Raises :class:`accelerator.ConfigurationError` if the requested device is not available.
     """
     device = accelerator.current()
-    forkserver.preload(torch_facts.PRELOADED)  # with the defects, all that forked ranks need; nothing is computed
+    # With the defects, this is all that forked ranks need. Nothing is computed.
+    forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE)
     waiting = sorted(map(registry.defect, ids), key=lambda defect: defect.consequence is not Consequence.HANG)
     running: dict[RankGroup, Defect] = {}
     selector = selectors.DefaultSelector()

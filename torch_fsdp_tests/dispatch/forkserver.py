@@ -16,7 +16,8 @@ from torch_fsdp_tests.processes import forkserver, programs
 
 def preload() -> list[str]:
     """Import what every test file imports. Returns remarks."""
-    return forkserver.preload(importlib.import_module("torch_fsdp_tests.installed_torch.torch_facts").PRELOADED)
+    torch_facts = importlib.import_module("torch_fsdp_tests.installed_torch.torch_facts")
+    return forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE)
 
 
 if __name__ == "__main__":

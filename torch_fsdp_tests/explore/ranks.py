@@ -180,4 +180,4 @@ def _judged(program: Program, reports: list[RankReport]) -> Result:
 
 def prepare() -> None:
     """Import what forked ranks need, so that they import nothing."""
-    forkserver.preload(torch_facts.PRELOADED)
+    forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE)

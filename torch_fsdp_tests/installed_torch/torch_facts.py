@@ -414,6 +414,16 @@ PRELOADED = (
     "torch._dynamo",
 )
 
+# Torch imports these when it needs them first: for a profiler's range, a step of an optimizer, ``torch.save``, a
+# checkpoint, ``replicate``. Some versions lack some of them.
+IMPORTED_LATE = (
+    "torch.profiler._cupti_monitor",
+    "torch._subclasses.schema_check_mode",
+    "torch.utils.serialization.config",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed._composable.replicate_with_fsdp",
+)
+
 
 def facts() -> dict[str, Fact]:
     """All facts by their names."""

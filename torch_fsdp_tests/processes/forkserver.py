@@ -7,6 +7,7 @@ child. The rank server (:mod:`torch_fsdp_tests.ranks.server`) keeps its children
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -50,10 +51,10 @@ def forked(run: Callable[[], object]) -> int:
     return pid
 
 
-def preload(modules: Iterable[str]) -> list[str]:
+def preload(modules: Iterable[str], if_present: Iterable[str] = ()) -> list[str]:
     """Import what the children need, and freeze it: a garbage collection in a child would copy every page.
 
-    Returns a sentence for each module that cannot be imported.
+    Returns a sentence for each of ``modules`` that cannot be imported.
     """
     remarks = []
     for module in modules:
@@ -61,6 +62,9 @@ def preload(modules: Iterable[str]) -> list[str]:
             importlib.import_module(module)
         except ImportError as error:
             remarks.append(f"{module} cannot be imported in advance, so every process will import it itself: {error}")
+    for module in if_present:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()
     return remarks

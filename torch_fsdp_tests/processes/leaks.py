@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from torch_fsdp_tests.processes import host
@@ -109,24 +109,10 @@ def _tracked_files() -> set[str]:
         return set()
 
 
-def watch_shared_memory(tell: Callable[[str], None]) -> None:
-    """From now on, call ``tell`` with the name of every file that this process makes in shared memory.
-
-    The receiver can remove the file, however this process ends. Only files that Python code opens are noticed.
-    """
-
-    def hook(event: str, arguments: tuple) -> None:
-        if event == "open" and type(arguments[0]) is str and arguments[0].startswith(_SHARED_MEMORY):
-            if arguments[2] & os.O_CREAT:
-                tell(os.path.basename(arguments[0]))
-
-    sys.addaudithook(hook)
-
-
-def remove_files(scratch: Path, shared: Iterable[str], pids: Iterable[int]) -> Iterator[str]:
+def remove_files(scratch: Path, pids: Iterable[int]) -> Iterator[str]:
     """Remove what processes have left in their temporary directory and in shared memory, and describe it.
 
-    ``shared`` are names that the processes have told. Torch writes the process' id into the names of its own files.
+    In shared memory these are torch's files, which have the process' id in their names.
     """
     left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
     if left:
@@ -136,8 +122,6 @@ def remove_files(scratch: Path, shared: Iterable[str], pids: Iterable[int]) -> I
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    made = {Path(_SHARED_MEMORY, name) for name in shared}
-    for path in sorted(made.union(*(Path(_SHARED_MEMORY).glob(f"torch_{pid}_*") for pid in pids))):
-        if path.exists():
-            yield f"left in shared memory: {path.name}"
-            path.unlink(missing_ok=True)
+    for path in sorted(path for pid in pids for path in Path(_SHARED_MEMORY).glob(f"torch_{pid}_*")):
+        yield f"left in shared memory: {path.name}"
+        path.unlink(missing_ok=True)

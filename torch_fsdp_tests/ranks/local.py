@@ -61,7 +61,6 @@ class LocalRanks:
         self.file_name = file_name or str(self._directory / "rendezvous")
         self._processes: dict[int, _Process] = {}
         self._pids: set[int] = set()
-        self._shared: set[str] = set()  # names of files in shared memory that the ranks have made
 
     def start(
         self, task: protocol.Task, processes: Iterable[int], environment: Mapping[str, str] | None = None
@@ -133,11 +132,7 @@ class LocalRanks:
         process = self._processes[index]
         if process.read_words():
             yield protocol.WroteStacks(index)
-        for message in process.channel.arrived():
-            if isinstance(message, protocol.MadeSharedFile):
-                self._shared.add(message.name)
-            else:
-                yield message
+        yield from process.channel.arrived()
         if process.channel.closed:
             self._ignore(process.channel)
         if process.silent:
@@ -170,8 +165,7 @@ class LocalRanks:
             written = process.output.exists()
             output = host.head_and_tail(process.output, TEXT_LIMIT, process.output_start) if written else ""
             remains.append(protocol.Remains(index, stacks, output.strip()))
-        leaks = tuple(remove_files(self._directory / "tmp", self._shared, self._pids))
-        self._shared.clear()
+        leaks = tuple(remove_files(self._directory / "tmp", self._pids))
         if close:
             while self._processes:
                 _, process = self._processes.popitem()

@@ -88,13 +88,6 @@ class Leaked:
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeSharedFile:
-    """A process has made a file in shared memory. The receiver removes the file if it still exists later."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
 class WroteStacks:
     """A process has written (a part of) its last words, such as the requested stacks."""
 
@@ -147,7 +140,7 @@ class Broken:
     why: str
 
 
-FROM_RANK = (Reported, Waits, Leaked, MadeSharedFile)
+FROM_RANK = (Reported, Waits, Leaked)
 FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
 Event = Reported | Waits | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
 EVENTS = get_args(Event)

@@ -25,11 +25,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.processes import host, leaks, messages
+from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
-from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
+from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Reported, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
@@ -96,10 +96,6 @@ class Assignment:
         """Report something that a test left behind in this rank. Call it before the outcome is reported."""
         self._tell(Leaked(self.index, leak))
 
-    def name_shared_file(self, name: str) -> None:
-        """Report a file in shared memory. The test process will remove it if it still exists."""
-        self._tell(MadeSharedFile(name))
-
     def meet(self, limit: float | None = None) -> None:
         """Wait until every other rank has called this, has reported, or is gone, or for ``limit`` seconds.
 
@@ -140,7 +136,6 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         target = find(request.task.module, request.task.qualname)
         assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), TO_RANK))
         rendezvous.join(assignment.file_name, index, assignment.world_size)
-        leaks.watch_shared_memory(assignment.name_shared_file)
         target._serve_rank(assignment)
         code = 0
         atexit._run_exitfuncs()

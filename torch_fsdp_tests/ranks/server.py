@@ -236,7 +236,7 @@ def _run(control: socket.socket) -> None:
     stream.detach()
     host.adopt_orphans()
     server = Server(control)
-    for remark in forkserver.preload(torch_facts.PRELOADED):
+    for remark in forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE):
         print(f"torch_fsdp_tests: {remark}", file=sys.stderr, flush=True)
     server.serve()
     server.end_all()

@@ -156,7 +156,7 @@ class Deaths(Case):
 
     def test_leaving_a_shared_file(self):
         def fault():
-            open(f"{SHARED_MEMORY}/faults-{os.getpid()}", "w").close()
+            open(f"{SHARED_MEMORY}/torch_{os.getpid()}_faults", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
         only_rank_1(self, fault)
@@ -402,7 +402,7 @@ class Leaks(Case):
         from multiprocessing import shared_memory
 
         if self.rank == 1:
-            open(f"{SHARED_MEMORY}/faults-{os.getpid()}", "w").close()
+            open(f"{SHARED_MEMORY}/torch_{os.getpid()}_faults", "w").close()
             shared_memory.SharedMemory(create=True, size=1).close()
 
     def test_settings(self):
