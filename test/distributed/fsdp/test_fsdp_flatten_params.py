@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,23 @@ from torch.distributed.fsdp import MixedPrecision
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import Handle
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.installed_torch.torch_names import set_attribute
 
 # The range of a parameter's elements in a shard: first and last index within the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
+
+# Weights of 3 x 3 as parts of a tensor of 6 x 6. The last two have gaps in memory.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda whole: whole[:3, :3].contiguous(),
+    "transposed": lambda whole: whole[:3, :3].contiguous().t(),
+    "columns": lambda whole: whole[:3, :3],
+    "every other column": lambda whole: whole[:3, ::2],
+}
 
 
 class EmptyModule(nn.Module):
@@ -440,6 +450,24 @@ class ShardsTest(FlattenTest):
             for name, param in module.named_parameters():
                 begin, end = offsets.get(name, (0, -1))
                 self.assertEqual(param.detach(), pieces[name][begin : end + 1], rtol=0, atol=0, may_be="empty")
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(layout=list(LAYOUTS), use_orig_params=[False, True])
+    def test_weights_of_any_layout_are_trained(self, layout, use_orig_params):
+        """A weight keeps its values and gets its gradients, wherever its elements lie in memory."""
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(self.device)
+        layers[0].weight = nn.Parameter(LAYOUTS[layout](torch.rand(6, 6).to(self.device)))
+        reference = copy.deepcopy(layers)
+        model = FSDP(layers, use_orig_params=use_orig_params)
+        inputs = torch.full((1, 3), self.rank + 1.0, device=self.device)
+        for each in (reference, model):
+            each(inputs).square().sum().backward()
+        average_gradients(reference)
+        for each in (reference, model):
+            torch.optim.SGD(each.parameters(), lr=0.01).step()
+        with torch_defect("fsdp1_sliced_parameters_overlap", when="column" in layout):
+            self.assertEqual(full_parameters(model), reference.state_dict())
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])

@@ -1,0 +1,36 @@
+"""A parameter that is a slice of columns gets wrong values, and shares memory with the next parameter.
+
+Such a parameter has gaps in memory between its elements. FSDP1 keeps the strides of a parameter that is not contiguous.
+To flatten it, FSDP1 copies as many elements as it has, one after the other from its first element on. Later it lays the
+strides over the flat parameter. This suits ``channels_last`` and transposed weights, which have no gaps. Of a slice,
+FSDP1 copies what lies in the gaps, and the view reaches into the elements of the next parameter. If there is none, it
+raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.flatten_tensors",
+    features="",
+    way_round="Make parameters contiguous before wrapping: ``nn.Parameter(tensor.contiguous())``.",
+    upstream=("https://github.com/pytorch/pytorch/pull/137382",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    fused = torch.arange(8.0, device=device).view(2, 4)
+    columns = fused[:, :2]  # 0, 1 and 4, 5
+    found = []
+    for use_orig_params in (False, True):
+        model = nn.Linear(2, 2, device=device)
+        model.weight = nn.Parameter(columns.contiguous() if way_round else columns)
+        nn.init.constant_(model.bias, 100.0)
+        model = FSDP(model, device_id=device, use_orig_params=use_orig_params)
+        found.append(model(torch.ones(2, device=device)).tolist())
+    return found, [[101.0, 109.0]] * 2
