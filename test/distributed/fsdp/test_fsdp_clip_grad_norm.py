@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +27,8 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import named, of_all_ranks
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average_gradients, named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
 NORM_TYPES = [1, 2, math.inf]
@@ -352,6 +354,34 @@ class TestClipGradNorm(FSDPTest):
         model = FSDP(nn.Linear(2, 1, bias=False, dtype=torch.float64).to(device))
         model(torch.tensor([[3.0, 4.0]], dtype=torch.float64, device=device)).sum().backward()
         self.assertEqual(model.clip_grad_norm_(1.0), torch.tensor(5.0), exact_dtype=False)
+
+
+class TestClipGradNormHSDP(FSDPTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(root=["full", "hybrid"], nested=["full", "hybrid"], norm_type=NORM_TYPES, use_orig_params=[False, True])
+    def test_norm_over_the_ranks_of_each_instance(self, root, nested, norm_type, use_orig_params):
+        """All elements count once, whether an instance is sharded over all ranks or over those of a replica."""
+        mesh = make_mesh(2, self.world_size // 2)
+        hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+        wrap = {
+            "full": functools.partial(FSDP, use_orig_params=use_orig_params),
+            "hybrid": functools.partial(FSDP, use_orig_params=use_orig_params, **hybrid),
+        }
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        reference = copy.deepcopy(layers)
+        model = wrap[root](nn.Sequential(layers[0], wrap[nested](layers[1])))
+        weights = torch.arange(1.0, 5.0, device=self.device)  # the last rows, which are on the last ranks, get the most
+        for each in (reference, model):
+            (each(torch.full((4,), self.rank + 1.0, device=self.device)) * weights).sum().backward()
+        average_gradients(reference)
+        expected = _norm([param.grad for param in reference.parameters()], norm_type)
+        found = model.clip_grad_norm_(max_norm=1, norm_type=norm_type).item()
+        is_wrong = root != nested and (root == "hybrid" or norm_type != math.inf)  # a maximum may count twice
+        with torch_defect("fsdp1_clip_grad_norm_takes_the_roots_group", when=is_wrong):
+            self.assertEqual(of_all_ranks(found), [expected] * self.world_size, rtol=1e-5, atol=0)
 
 
 instantiate_device_type_tests(TestClipGradNorm, globals(), allow_xpu=True)
