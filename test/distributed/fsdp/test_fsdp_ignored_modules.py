@@ -335,6 +335,17 @@ class TestFSDPIgnoredModules(FSDPTest):
                 dist.all_gather(of_ranks, param.detach().contiguous())
                 self.assertNotEqual(*of_ranks)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(argument=["ignored_modules", "ignored_states"], kind=[list, set, iter], use_orig_params=[False, True])
+    def test_ignored_modules_of_any_iterable_type(self, argument, kind, use_orig_params):
+        """FSDP manages the layers outside of them, also if one can iterate over them only once."""
+        model, _ = self._build()
+        model = FSDP(model, use_orig_params=use_orig_params, **{argument: kind([model.layer1, model.layer3])})
+        managed = [name for names in internals.names_managed(model).values() for name in names]
+        is_wrong = argument == "ignored_modules" and kind is iter
+        with torch_defect("fsdp1_iterator_of_ignored_modules_is_used_up", when=is_wrong):
+            self.assertEqual(managed, ["layer0.weight", "layer0.bias", "layer2.weight", "layer2.bias"])
+
     def _forward_with_low_buffers(self, model: nn.Module, **kwargs: Any) -> dict[str, torch.dtype]:
         precision = MixedPrecision(buffer_dtype=torch.float16)
         model = FSDP(model, mixed_precision=precision, **kwargs)

@@ -1,0 +1,26 @@
+"""``ignored_modules`` has no effect if it is an iterator, such as a generator.
+
+The argument may be any iterable of modules. FSDP1 first checks its items, and makes a list for that. Then it iterates
+over the argument itself again, and an iterator has nothing left. So FSDP1 shards the modules and averages their
+gradients, as for all others. ``ignored_states`` takes iterators, because there FSDP1 goes on with the list.
+"""
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._init_utils._init_ignored_module_states",
+    features="frozen",
+    way_round="Pass ``ignored_modules`` as a list, or pass ``ignored_states``.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(2)))
+    ignored = [model[1]] if way_round else iter([model[1]])
+    model = FSDP(model, device_id=device, ignored_modules=ignored)
+    return [name for name, _ in model.module[1].named_parameters()], ["weight", "bias"]
