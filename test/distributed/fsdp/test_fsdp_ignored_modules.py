@@ -390,6 +390,25 @@ class TestFSDPIgnoredModules(FSDPTest):
         self.assertEqual(dtypes, expected)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(
+        policy=[
+            None,
+            ModuleWrapPolicy({nn.Sequential}),
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
+        ],
+        passed=["modules", "modules as states"],
+    )
+    def test_ignored_buffers_keep_their_dtype_under_a_policy(self, policy, passed):
+        """A module that a policy wraps has buffers to cast beside those of a module that is ignored."""
+        model = Model().to(self.device)
+        for module in (model.layer0, model.layer1[1], model.layer1[2]):
+            module.register_buffer("buf", torch.ones(3, device=self.device))
+        dtypes = self._forward_with_low_buffers(model, auto_wrap_policy=policy, **PASSED[passed]([model.layer1[1]]))
+        with torch_defect("fsdp1_ignored_buffers_in_auto_wrapped_units_are_cast", when=policy is not None):
+            self.assertEqual(dtypes.pop("layer1.1.buf"), torch.float32)
+        self.assertEqual(dtypes, {"layer0.buf": torch.float16, "layer1.2.buf": torch.float16})
+
+    @skip_if_lt_x_gpu(2)
     def test_ignored_buffer_of_the_same_name(self):
         """The root's buffer is cast even if an inner instance ignores one of the same local name.
 

@@ -1,0 +1,39 @@
+"""With an auto wrap policy, mixed precision casts the buffers of ignored modules inside a wrapped module.
+
+An instance does not cast the buffers of the modules that it ignores. The root passes the ignored parameters on to the
+instances that the policy makes, but not the ignored modules. So such an instance takes the buffers of an ignored module
+inside it for its own, and casts them. Without the policy the same buffers keep their dtype.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.__init__",
+    features="frozen, wrapping, mixed_precision",
+    way_round="Wrap by hand, and give each instance the modules that it is to ignore.",
+    upstream=("https://github.com/pytorch/pytorch/issues/77439", "https://github.com/pytorch/pytorch/pull/104418"),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    block = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(2)))
+    ignored = block[1]
+    ignored.register_buffer("scale", torch.ones(2, device=device))
+    model = nn.Sequential(block, nn.Linear(2, 2, device=device))
+    model = FSDP(
+        model,
+        device_id=device,
+        auto_wrap_policy=None if way_round else ModuleWrapPolicy([nn.Sequential]),
+        ignored_modules=[ignored],
+        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
+    )
+    model(torch.ones(2, 2, device=device))
+    return str(ignored.scale.dtype), "torch.float32"
