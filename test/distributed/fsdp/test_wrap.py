@@ -51,6 +51,7 @@ from torch_fsdp_tests.common_utils import (
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -262,6 +263,31 @@ class TestFSDPWrap(FSDPTest):
                     average_gradients(reference)
                 optim.step()
         self.assertEqual(full_parameters(model), reference.state_dict())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        policy=["by hand", "classes", "custom", "function"], shared=[False, True], parents=[1, 2], flat=[True, False]
+    )
+    def test_module_in_two_places_is_gathered_in_both(self, policy, shared, parents, flat):
+        """One layer may be in a model twice, in one parent or in two. The output is that of the plain model."""
+        torch.manual_seed(0)
+        first = nn.Linear(2, 2, bias=False, device=self.device)
+        second = first if shared else copy.deepcopy(first)
+        inputs = torch.ones(3, 2, device=self.device)
+        expected = second(first(inputs)).detach()
+        if policy == "by hand":
+            first = FSDP(first, use_orig_params=not flat)
+            second = first if shared else FSDP(second, use_orig_params=not flat)
+        plain = nn.Sequential(first, second) if parents == 1 else nn.Sequential(*map(nn.Sequential, (first, second)))
+        is_linear = functools.partial(_is_instance, classes=nn.Linear)
+        policies = {
+            "classes": ModuleWrapPolicy({nn.Linear}),
+            "custom": CustomPolicy(is_linear),
+            "function": functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear),
+        }
+        model = FSDP(plain, auto_wrap_policy=policies.get(policy), use_orig_params=not flat)
+        with torch_defect("fsdp1_auto_wrap_leaves_a_shared_module", when=shared and policy != "by hand"):
+            self.assertEqual(model(inputs).detach(), expected)
 
 
 class TestAutoWrap(TestCase):

@@ -1,0 +1,41 @@
+"""A policy wraps a module that has two places in the model only in the first one, so forward is wrong in the second.
+
+FSDP1 puts its instance into the place where it meets the module first. It does not come to the module again, neither
+under another name nor in another parent. So the second place keeps the plain module, whose parameters nothing gathers.
+With original parameters it computes with this rank's shard, which is flat. Without them it raises, because the memory
+is freed. A policy that is a function wraps the module once more in another parent, in an instance without parameters.
+A model in which one instance is put into both places by hand works.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp.wrap._post_order_apply",
+    features="wrapping, frozen",
+    way_round="Wrap by hand, and put one instance into all places, or keep shared modules out of the policy.",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    found = []
+    for use_orig_params in (True, False):
+        shared = nn.Linear(2, 2, bias=False, device=device)
+        nn.init.ones_(shared.weight)
+        child = FSDP(shared, device_id=device, use_orig_params=use_orig_params) if way_round else shared
+        policy = None if way_round else ModuleWrapPolicy([nn.Linear])
+        model = nn.Sequential(nn.Sequential(child), nn.Sequential(child))
+        model = FSDP(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
+        try:
+            found.append(model(torch.ones(1, 2, device=device)).tolist())
+        except RuntimeError as error:
+            found.append(f"RuntimeError: {error}")
+    return found, [[[4.0, 4.0]], [[4.0, 4.0]]]
