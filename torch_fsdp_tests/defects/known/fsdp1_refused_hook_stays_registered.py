@@ -1,0 +1,37 @@
+"""A call of ``register_comm_hook`` that a nested instance refuses leaves the hook on the instances before it.
+
+The call goes through the instances, the root first, checks each of them, and registers the hook there at once. At a
+nested instance with hybrid sharding, or with a hook of its own, it raises. The root then reduces its gradients with the
+hook all the same, and another attempt raises because a hook is already registered.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook",
+    features="communication, hsdp",
+    way_round="Register a hook only if no instance in ``FSDP.fsdp_modules(model)`` uses hybrid sharding.",
+)
+
+
+def reproduce(rank, world_size, device):
+    def layer():
+        return nn.Linear(2, 2, device=device)
+
+    mesh = init_device_mesh(device.type, (1, world_size))
+    hybrid = FSDP(layer(), device_id=device, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    model = FSDP(nn.Sequential(layer(), hybrid), device_id=device)
+    messages = []
+    for _ in range(2):
+        try:
+            model.register_comm_hook(None, lambda state, grad, output: None)
+        except AssertionError as error:
+            messages.append(str(error))
+    return messages[1], messages[0]  # the second attempt is refused for the same reason
