@@ -441,6 +441,34 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         self.assertEqual(scales, [up, up * backoff, up * backoff**2, up * backoff**2 * growth])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(fused=[False, True], unscales_first=[False, True], spoilt=["no", "one", "every"])
+    def test_all_ranks_skip_the_same_steps(self, fused, unscales_first, spoilt):
+        """An inf on some ranks makes all ranks skip the step, even if the optimizer unscales the gradients itself."""
+        layer = nn.Linear(1, self.world_size, bias=False, device=self.device)
+        nn.init.ones_(layer.weight)
+        model = FSDP(layer)  # each rank has one row
+        (param,) = model.parameters()
+        optim = torch.optim.SGD([param], lr=1.0, fused=fused)
+        scaler = self._scaler()
+        scaler.scale(model(torch.tensor([self.rank + 1.0], device=self.device)).sum()).backward()
+        spoilt_ranks = {"no": [], "one": [self.world_size - 1], "every": range(self.world_size)}[spoilt]
+        if self.rank in spoilt_ranks:
+            param.grad.fill_(math.inf)
+        if unscales_first:
+            scaler.unscale_(optim)
+        mean = (self.world_size + 1) / 2  # of the inputs, which is the gradient
+        alone = fused and not unscales_first and spoilt == "one"
+        together = fused and unscales_first and spoilt == "every"
+        with (
+            torch_defect("fsdp1_fused_optimizer_steps_alone", when=alone),
+            torch_defect("fsdp1_fused_optimizer_steps_with_infinities", when=together),
+        ):
+            scaler.step(optim)  # here, because the test case refuses a step that leaves infinite parameters
+            scaler.update()
+            expected = (1.0, 1.0) if spoilt_ranks else (1.0 - mean, 2.0)
+            self.assertEqual(of_all_ranks((param.item(), scaler.get_scale())), [expected] * self.world_size)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
         """A rank with nothing to train also has a record and backs off with the other ranks.
