@@ -655,6 +655,27 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual(state["momentum_buffer"].cpu(), whole.chunk(2)[self.rank])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(memory_format=[torch.contiguous_format, torch.channels_last], use_orig_params=[False, True])
+    def test_state_in_each_memory_format(self, memory_format, use_orig_params):
+        """Each element of a parameter keeps its moment when its state is saved and loaded."""
+        plain = nn.Conv2d(2, 3, (1, 2), device=self.device).to(memory_format=memory_format)
+        model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+        set_state_dict_type(model, full_of_original_parameters())
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model, model)]
+        for each in (plain, model):
+            each(uniform(3, 2, 2, 2, seed=self.rank)).square().sum().backward()
+        average_gradients(plain)
+        for optim in optims[:2]:
+            optim.step()
+        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        saved = FSDP.optim_state_dict(model, optims[1])
+        self.assertEqual(saved["state"], wanted)
+        load_into(optims[2], FSDP.optim_state_dict_to_load(model, optims[2], saved))
+        loaded = FSDP.optim_state_dict(model, optims[2])["state"]
+        with torch_defect("fsdp1_optim_state_in_channels_last_is_reordered", when=memory_format is torch.channels_last):
+            self.assertEqual(loaded, wanted)
+
+    @skip_if_lt_x_gpu(2)
     def test_compatible_with_trec(self):
         """A root outside FSDP, modules that only some ranks have, and an optimizer that uses names as keys."""
 

@@ -1,0 +1,43 @@
+"""Loading reorders the optimizer state of parameters that are in ``channels_last``.
+
+FSDP1 flattens such parameters in the order of their memory. It saves their state in the right shape and order. When it
+loads a state, it flattens it in the order of its indices. So the moments move to other elements of the parameter. This
+happens with flat and with original parameters, to every parameter that is not contiguous, such as a transposed weight.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._optim_utils._flatten_tensor_optim_state",
+    features="optimizer_state",
+    way_round="Before loading, bring each state into the memory order of its parameter, for example by "
+    "``state.permute(0, 2, 3, 1).reshape(state.shape)``.",
+    upstream=("https://github.com/pytorch/pytorch/pull/137382", "https://github.com/NVIDIA/physicsnemo/pull/1597"),
+)
+
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    found = []
+    for use_orig_params in (False, True):
+        layer = nn.Conv2d(2, 1, (1, 2), bias=False, device=device).to(memory_format=torch.channels_last)
+        model = FSDP(layer, device_id=device, use_orig_params=use_orig_params)
+        optim, loaded = optimizer(model), optimizer(model)
+        (model(torch.arange(4.0, device=device).view(1, 2, 1, 2))).sum().backward()  # the gradient is the input
+        optim.step()
+        osd = FSDP.optim_state_dict(model, optim)
+        if way_round:
+            state = osd["state"]["weight"]
+            state["momentum_buffer"] = state["momentum_buffer"].permute(0, 2, 3, 1).reshape(1, 2, 1, 2)
+        loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))
+        found += FSDP.optim_state_dict(model, loaded)["state"]["weight"]["momentum_buffer"].flatten().tolist()
+    return found, [0.0, 1.0, 2.0, 3.0] * 2
