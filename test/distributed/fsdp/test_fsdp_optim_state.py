@@ -852,6 +852,26 @@ class TestFSDPOptimState(FSDPTest):
             self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, wanted)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(amsgrad=[(False, False), (True, True), (False, True)])
+    def test_kinds_of_state_by_group(self, amsgrad):
+        """Each original parameter has the states of its group's options, even if another one in its unit has more."""
+        plain = nn.Linear(2, 2, device=self.device)
+        model = FSDP(copy.deepcopy(plain), use_orig_params=True)  # each rank has a part of the weight
+        set_state_dict_type(model, full_of_original_parameters())
+        optims = [
+            torch.optim.Adam([{"params": [p], "amsgrad": on} for p, on in zip(each.parameters(), amsgrad)])
+            for each in (plain, model)
+        ]
+        for each in (plain, model):
+            each(uniform(3, 2, seed=self.rank)).square().sum().backward()
+        average_gradients(plain)
+        for optim in optims:
+            optim.step()
+        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        with torch_defect("fsdp1_optim_states_of_unlike_groups_raise", when=amsgrad[0] != amsgrad[1]):
+            self.assertEqual(FSDP.optim_state_dict(model, optims[1])["state"], wanted)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_with_no_shard(self, use_orig_params):
         strategy = ShardingStrategy.NO_SHARD

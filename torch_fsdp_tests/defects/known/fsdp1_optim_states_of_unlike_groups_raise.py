@@ -1,0 +1,35 @@
+"""The optimizer state of original parameters is refused if not all of them have the same kinds of state.
+
+An example is Adam with ``amsgrad`` in one of its groups only. With ``use_orig_params``, FSDP1 gathers each kind of
+state for the whole flat parameter. It leaves room for a frozen parameter without any state, but not for a parameter
+that lacks only this kind. So the sizes do not add up. A rank that has no part of such a parameter does not notice this,
+and waits in the gather for the others.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._optim_utils._allgather_orig_param_states",
+    features="use_orig_params, optimizer_state",
+    way_round="Use the same options in all groups that have parameters of one unit.",
+    error="in _allgather_orig_param_states ... Manually calculated _sharded_numel_padded is incorrect",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device, use_orig_params=True)
+    weight, bias = model.module.weight, model.module.bias
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim = torch.optim.Adam([{"params": [weight]}, {"params": [bias], "amsgrad": not way_round}])
+    optim.step()
+    try:
+        found = ", ".join(sorted(FSDP.optim_state_dict(model, optim)["state"]["weight"]))
+    except AssertionError as error:
+        found = f"AssertionError: {error}"
+    return found, "exp_avg, exp_avg_sq, step"
