@@ -852,6 +852,22 @@ class TestFSDPOptimState(FSDPTest):
             self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, wanted)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True], rank0_only=[False, True])
+    def test_numbers_are_loaded(self, use_orig_params, rank0_only):
+        """All ranks load numbers and None, also if rank 0 alone has the saved state."""
+        model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), use_orig_params=use_orig_params)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, device=self.device)).sum().backward()
+        optim.step()
+        (param,) = model.parameters()
+        optim.state[param].update(number=2.74, nothing=None)
+        set_state_dict_type(model, full_of_original_parameters(rank0_only))
+        osd = FSDP.optim_state_dict(model, optim)
+        with torch_defect("fsdp1_numbers_in_optim_state_of_first_rank_raise", when=rank0_only and self.rank == 0):
+            (state,) = FSDP.optim_state_dict_to_load(model, optim, osd)["state"].values()
+            self.assertEqual((state["number"], state["nothing"]), (2.74, None))
+
+    @skip_if_lt_x_gpu(2)
     @subtests(amsgrad=[(False, False), (True, True), (False, True)])
     def test_kinds_of_state_by_group(self, amsgrad):
         """Each original parameter has the states of its group's options, even if another one in its unit has more."""

@@ -1,0 +1,42 @@
+"""An optimizer state that has a plain number or None cannot be loaded from rank 0 alone.
+
+With ``rank0_only``, ``optim_state_dict_to_load`` sends each state to the other ranks. Then it moves the state of rank 0
+back to the host with ``cpu()``. It does so for states that are not tensors as well, so rank 0 raises. The other ranks
+go on, and wait in the broadcast of the next parameter. Such states are saved, and without ``rank0_only`` also loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._optim_utils._flatten_optim_state_dict",
+    features="optimizer_state",
+    way_round="Load the whole state on all ranks, with ``rank0_only=False``.",
+    error="in _flatten_optim_state_dict ... object has no attribute 'cpu'",
+    fails_with=("AttributeError",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = FSDP(nn.Linear(2, 1, bias=False, device=device), device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, device=device)).sum().backward()
+    optim.step()
+    for param in model.parameters():
+        optim.state[param]["count"] = 7  # as SparseAdam counts its steps
+    osd = FSDP.optim_state_dict(model, optim)
+    configs = FullStateDictConfig(rank0_only=not way_round), FullOptimStateDictConfig(rank0_only=not way_round)
+    try:
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+            to_load = FSDP.optim_state_dict_to_load(model, optim, osd)
+        (state,) = to_load["state"].values()
+        found = str(state["count"])
+    except AttributeError as error:
+        found = f"AttributeError: {error}"
+    return found, "7"
