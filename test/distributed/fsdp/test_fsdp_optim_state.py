@@ -682,6 +682,28 @@ class TestFSDPOptimState(FSDPTest):
             self.assertEqual(loaded, wanted)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(saved=["01", "0 1"], use_orig_params=[False, True], reverse=[False, True])
+    def test_state_goes_to_the_parameter_of_its_name(self, saved, use_orig_params, reverse):
+        """This holds even if the new optimizer has its parameters, or its groups, in another order."""
+        units = [FSDP(nn.Linear(1, 2, bias=False), use_orig_params=use_orig_params) for _ in range(2)]
+        model = FSDP(nn.Sequential(*units), device_id=self.device, use_orig_params=use_orig_params)
+        params = list(model.parameters())
+        optims = [
+            torch.optim.SGD(
+                [{"params": [params[int(each)] for each in group]} for group in order.split()], momentum=0.9
+            )
+            for order in (saved, saved[::-1] if reverse else saved)  # "0 1" means two groups
+        ]
+        for value, param in enumerate(params, start=1):
+            param.grad = torch.full_like(param, value + self.rank / 2)
+        optims[0].step()
+        osd = FSDP.optim_state_dict(model, optims[0])
+        load_into(optims[1], FSDP.optim_state_dict_to_load(model, optims[1], osd))
+        found = [optims[1].state[param]["momentum_buffer"].flatten().tolist() for param in params]
+        with torch_defect("fsdp1_optim_state_follows_the_order_of_groups", when=saved == "0 1" and reverse):
+            self.assertEqual(found, [[1 + self.rank / 2], [2 + self.rank / 2]])
+
+    @skip_if_lt_x_gpu(2)
     def test_compatible_with_trec(self):
         """A root outside FSDP, modules that only some ranks have, and an optimizer that uses names as keys."""
 

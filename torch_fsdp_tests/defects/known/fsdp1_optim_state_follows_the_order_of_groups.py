@@ -1,0 +1,40 @@
+"""An optimizer with the same groups in another order gets the state of other parameters.
+
+``optim_state_dict_to_load`` finds each state by the name of its parameter, and gives it the number that the parameter
+has in the new optimizer. It keeps the saved order of the groups. ``Optimizer.load_state_dict`` pairs the groups by
+position, and moves each state to the parameter at the same position. Within one group every order is loaded correctly,
+because FSDP1 sorts the numbers there.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._optim_utils._rekey_sharded_optim_state_dict",
+    features="optimizer_state",
+    way_round="Give the new optimizer the groups in the saved order, or load with "
+    "``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.",
+    arguable="``Optimizer.load_state_dict`` itself pairs parameters by position. But FSDP1's state has names instead.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    units = [FSDP(nn.Linear(1, 2, bias=False, device=device), device_id=device) for _ in range(2)]
+    model = FSDP(nn.Sequential(*units), device_id=device)
+    params = list(model.parameters())
+
+    def optimizer(order):
+        return torch.optim.SGD([{"params": [params[index]]} for index in order], lr=0.1, momentum=0.9)
+
+    saved, loaded = optimizer([0, 1]), optimizer([0, 1] if way_round else [1, 0])
+    for value, param in enumerate(params, start=1):
+        param.grad = torch.full_like(param, value)
+    saved.step()
+    osd = FSDP.optim_state_dict(model, saved)
+    loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))
+    return [loaded.state[param]["momentum_buffer"].item() for param in params], [1.0, 2.0]
