@@ -469,6 +469,24 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             self.assertEqual(of_all_ranks((param.item(), scaler.get_scale())), [expected] * self.world_size)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(scaler_class=[GradScaler, ShardedGradScaler], exponent=[100, 126])
+    def test_scale_grows_to_the_largest_that_is_finite(self, scaler_class, exponent):
+        """The scale stays finite. It stops at the largest power of two in float32, with or without shards."""
+        scaler = self._scaler(scaler_class, init_scale=2.0**exponent, growth_interval=1)
+        param = torch.zeros(2, device=self.device, requires_grad=True)
+        optim = torch.optim.SGD([param], lr=1.0)
+        scales = []
+        for _ in range(3):
+            optim.zero_grad()
+            scaler.scale(param.sum() * 2.0**-20).backward()  # so the gradients are finite
+            scaler.step(optim)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        is_shown = scaler_class is ShardedGradScaler and exponent == 126
+        with torch_defect("fsdp1_scale_on_the_host_becomes_infinite", when=is_shown):
+            self.assertEqual(scales, [min(2.0 ** (exponent + step), 2.0**127) for step in (1, 2, 3)])
+
+    @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
         """A rank with nothing to train also has a record and backs off with the other ranks.
