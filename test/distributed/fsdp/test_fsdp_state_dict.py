@@ -992,6 +992,24 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertEqual(model(rows), expected(rows))
 
     @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+        assign=[False, True],
+    )
+    def test_load_replaces_all_values(self, strategy, use_orig_params, assign):
+        """A model that has loaded a state dict computes like its source, whether values are copied or assigned."""
+        source = self._uneven_layers(seed=1)
+        model = self._wrapped(self._uneven_layers(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+        result = model.load_state_dict(source.state_dict(), assign=assign)
+        self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []))
+        rows = self._rows(2, 3)
+        output, wanted = model(rows), source(rows)
+        unflattened = strategy is ShardingStrategy.NO_SHARD and use_orig_params
+        with torch_defect("fsdp1_assigned_state_dict_is_lost", when=assign and not unflattened):
+            self.assertEqual(output, wanted)
+
+    @skip_if_lt_x_gpu(2)
     def test_lost_shard(self):
         """It is an error if a rank lacks a shard that the tensor's metadata list.
 
