@@ -283,6 +283,25 @@ class TestStateDictOptions(StateDictTest):
             self.assertEqual(refused, "RuntimeError")
 
     @skip_if_lt_x_gpu(2)
+    @subtests(
+        options=[FULL, FROM_RANK_0],
+        memory_format=[torch.contiguous_format, torch.channels_last],
+        sharded=[False, True],
+    )
+    def test_load_of_each_memory_format(self, options, memory_format, sharded):
+        """Each element of a weight comes to its index, in whatever order the given elements lie in memory."""
+        wanted = uniform(2, 2, 3, 3, seed=0)
+        model = nn.Conv2d(2, 2, 3, bias=False, device=self.device)
+        if sharded:
+            fully_shard(model)
+        given = self._given({"weight": wanted.to(memory_format=memory_format, copy=True)}, options)
+        set_model_state_dict(model, given, options=options)
+        reordered = options.broadcast_from_rank0 and memory_format is torch.channels_last
+        found = whole_tree(get_model_state_dict(model))
+        with torch_defect("fsdp2_broadcast_of_channels_last_is_reordered", when=reordered):
+            self.assertEqual(found, {"weight": wanted}, **EXACT)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(options=[FULL, FROM_RANK_0])
     def test_callers_dict_stays(self, options):
         model, wanted = self._layers(self._plain()), self._plain(1).state_dict()
