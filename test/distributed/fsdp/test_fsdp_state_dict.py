@@ -1081,6 +1081,26 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(dtypes, [live, torch.float32])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(
+        form=[("state_dict", False), ("state_dict", True), ("sharded_state_dict", False)],
+        use_orig_params=[False, True],
+        affine=[False, True],
+    )
+    def test_buffers_beside_units(self, form, use_orig_params, affine):
+        """An instance saves its buffers in full precision, and only on ranks that save parameters. It has parameters of
+        its own, or all of them are in a unit within it.
+        """
+        linear, norm = square().to(self.device), nn.BatchNorm1d(10, affine=affine).to(self.device)
+        dtypes = {name: value.dtype for name, value in nn.Sequential(linear, norm).state_dict().items()}
+        kwargs = {"mixed_precision": HALF, "use_orig_params": use_orig_params}
+        model = FSDP(nn.Sequential(FSDP(linear, **kwargs), norm), **kwargs)
+        saved = {name: value.dtype for name, value in self._save(model, *form).items()}
+        self.assertEqual(norm.running_var.dtype, torch.float16)
+        rank0_only = form[1]
+        with torch_defect("fsdp1_buffers_beside_units_are_saved_low", when=not affine):
+            self.assertEqual(saved, {} if rank0_only and self.rank > 0 else dtypes, may_be="empty")
+
+    @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):
         """A rank that gets no state dict never has more than one unit gathered.
 

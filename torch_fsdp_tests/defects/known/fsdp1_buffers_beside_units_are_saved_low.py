@@ -1,0 +1,34 @@
+"""An instance without parameters of its own saves its buffers in low precision, and ignores ``rank0_only`` for them.
+
+``MixedPrecision`` says that buffers are saved in full precision. The hook after ``state_dict`` casts them back. But it
+returns early if the instance has no flat parameter, because all its parameters are in nested instances. So
+``rank0_only`` does not drop these buffers on the other ranks, and ``offload_to_cpu`` does not move them.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
+    features="mixed_precision, wrapping, state_dict",
+    way_round="Leave at least one parameter to each instance that has buffers.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(2, 2, device=device))
+    model.register_buffer("scale", torch.ones(2, device=device))
+    if not way_round:
+        model[0] = FSDP(model[0], device_id=device, mixed_precision=precision)
+    model = FSDP(model, device_id=device, mixed_precision=precision)
+    saved = str(model.state_dict()["scale"].dtype)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        kept = "scale" in model.state_dict()
+    return (saved, kept), ("torch.float32", rank == 0)
