@@ -1101,6 +1101,21 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(saved, {} if rank0_only and self.rank > 0 else dtypes, may_be="empty")
 
     @skip_if_lt_x_gpu(2)
+    @subtests(kind=SUPPORTED, keep_vars=[False, True], low=[False, True])
+    def test_saving_leaves_the_buffers(self, kind, keep_vars, low):
+        """The model's own buffers keep their dtypes and values, even if the state dict has the variables themselves."""
+        layers = Model(True, register_buffers=True, mixed_precision=low)
+        model = FSDP(layers, mixed_precision=HALF if low else None)
+        model(self._rows(2, 4))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.assertEqual({buffer.dtype for buffer in before.values()}, {torch.float16 if low else torch.float32})
+        with self._mode(model, kind):
+            model.state_dict(keep_vars=keep_vars)
+        converted = keep_vars and low and kind != "local_state_dict"
+        with torch_defect("fsdp1_keeping_variables_converts_buffers", when=converted):
+            self.assertEqual(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):
         """A rank that gets no state dict never has more than one unit gathered.
 

@@ -1,0 +1,39 @@
+"""``state_dict(keep_vars=True)`` puts the model's buffers back into full precision for good.
+
+FSDP1 saves buffers of low precision in full precision. For this it sets the ``data`` of the tensors in the state dict.
+Normally these are detached from the buffers. With ``keep_vars=True`` they are the buffers themselves, and FSDP1 casts
+buffers only before the first forward. So the model computes with other dtypes from then on.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
+    features="mixed_precision, state_dict",
+    way_round="Save without ``keep_vars``.",
+)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, device):
+        super().__init__(2, 2, device=device)
+        self.register_buffer("scale", torch.ones(2, device=device))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    low = torch.bfloat16
+    model = FSDP(Scaled(device), device_id=device, mixed_precision=MixedPrecision(param_dtype=low, buffer_dtype=low))
+    x = torch.ones(1, 2, device=device)
+    before = str(model(x).dtype)
+    model.state_dict(keep_vars=not way_round)
+    return [before, str(model(x).dtype)], [str(low), str(low)]
