@@ -448,7 +448,10 @@ ROWS: dict[str, Parameters] = {
     "FullyShardedDataParallel.set_state_dict_type": {
         "module": {"the root": _STATES + "state_dict_type"},
         "state_dict_type": {"each type": _STATES + "fsdp_state_dict_keys"},
-        "state_dict_config": {"of another type": _STATES + "wrong_state_dict_config"},
+        "state_dict_config": {
+            "of another type": _STATES + "wrong_state_dict_config",
+            "of two models": _STATES + "models_with_one_config",
+        },
         "optim_state_dict_config": {"of another type": _OPTIM + "optim_state_dict_nested"},
     },
     "FullyShardedDataParallel.get_state_dict_type": {"module": {"in contexts": _STATES + "state_dict_type"}},

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -54,6 +55,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.installed_torch import torch_names
@@ -1114,6 +1116,20 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         converted = keep_vars and low and kind != "local_state_dict"
         with torch_defect("fsdp1_keeping_variables_converts_buffers", when=converted):
             self.assertEqual(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(meshes=[(False, False), (False, True), (True, True), (True, False)])
+    def test_models_with_one_config(self, meshes):
+        """Two models get the same config. Each one is saved as its own mesh requires, or its lack of one."""
+        config = ShardedStateDictConfig()
+        for number, with_mesh in enumerate(meshes):
+            mesh = make_mesh(self.world_size) if with_mesh else None
+            model = FSDP(square().to(self.device), device_mesh=mesh)
+            FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config)
+            kind = DTensor if with_mesh else sharded_tensors.ShardedTensor
+            after_a_mesh = any(meshes[:number]) and not with_mesh
+            with torch_defect("fsdp1_mesh_changes_the_callers_config", when=after_a_mesh):
+                self.assertIs(type(model.state_dict()["weight"]), kind)
 
     @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):

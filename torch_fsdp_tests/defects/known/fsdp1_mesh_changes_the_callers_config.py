@@ -1,0 +1,37 @@
+"""A config that was used for a model with a device mesh makes it an error to save a model without one.
+
+FSDP1 keeps the caller's own ``ShardedStateDictConfig``. When it saves a model with a device mesh, it sets
+``_use_dtensor`` in this config. If a model without a mesh is given the same config, FSDP1 then tries to make DTensors
+for it.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._state_dict_utils._set_use_dtensor",
+    features="state_dict",
+    way_round="Make a new config for each model.",
+    error="in _create_chunk_dtensor ... 'NoneType' object has no attribute 'ndim'",
+    fails_with=("AttributeError",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    config, found = ShardedStateDictConfig(), []
+    for mesh in (init_device_mesh(device.type, (world_size,)), None):
+        model = FSDP(nn.Linear(2, 2, device=device), device_id=device, device_mesh=mesh)
+        try:
+            if way_round:
+                config = ShardedStateDictConfig()
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+                found.append(type(model.state_dict()["weight"]).__name__)
+        except AttributeError as error:
+            found.append(f"AttributeError: {error}")
+    return found, ["DTensor", "ShardedTensor"]
