@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.fsdp1_cases import FewRanksTest
@@ -135,6 +138,31 @@ class TestUnevenParamShard(_UnevenBase):
             loaded.load_state_dict(state_dict)
         with FSDP.summon_full_params(loaded):
             self.assertEqual(loaded.module.weight, expected, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        rows=[0, 1, 3],
+        state_dict_type=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
+        with_mesh=[False, True],
+    )
+    def test_state_dict_of_few_rows(self, device, rows, state_dict_type, with_mesh):
+        """A parameter without rows, or without a row for each rank, is loaded together with the others."""
+
+        def build(seed: int) -> nn.Module:
+            layer = _layer(device, seed)
+            layer.table = nn.Parameter(torch.rand(rows, 2, device=device))
+            return layer
+
+        mesh = make_mesh(self.world_size) if with_mesh else None
+        plain = build(seed=0)
+        saved, loaded = FSDP(copy.deepcopy(plain), device_mesh=mesh), FSDP(build(seed=5), device_mesh=mesh)
+        for model in (saved, loaded):
+            FSDP.set_state_dict_type(model, state_dict_type)
+        state_dict = saved.state_dict()
+        without_mesh = state_dict_type is StateDictType.SHARDED_STATE_DICT and not with_mesh
+        with torch_defect("fsdp1_sharded_load_of_no_elements_raises", when=rows == 0 and without_mesh):
+            loaded.load_state_dict(state_dict)
+            self.assertEqual(full_parameters(loaded), named(plain), rtol=0, atol=0)
 
 
 class TestUnevenParamShardFourRanks(_UnevenBase):

@@ -1,0 +1,36 @@
+"""A sharded state dict with a parameter without rows can be saved but not loaded.
+
+To load a sharded tensor, FSDP1 divides its number of elements by its number of rows. A full state dict with such a
+parameter is loaded. With a device mesh FSDP1 saves DTensors, and loads these as well.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
+    features="state_dict",
+    way_round="Wrap with a device mesh, so that DTensors are saved and loaded.",
+    error="in _sharded_pre_load_state_dict_hook ... division or modulo by zero",
+    fails_with=("ZeroDivisionError",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Linear(2, 2, device=device)
+    model.rows = nn.Parameter(torch.ones(0, 2, device=device))
+    mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (world_size,)) if way_round else None
+    model = FSDP(model, device_id=device, device_mesh=mesh)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        saved = model.state_dict()
+        try:
+            found = str(model.load_state_dict(saved))
+        except ZeroDivisionError as error:
+            found = f"ZeroDivisionError: {error}"
+    return found, "<All keys matched successfully>"
