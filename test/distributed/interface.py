@@ -476,6 +476,7 @@ ROWS: dict[str, Parameters] = {
         },
         "rank0_only": {
             "True": _SUMMON + "grads_on_rank_0_only",
+            "replicas": _HYBRID + "rank0_only_is_one_rank",
             "with writeback": _SUMMON_ERRORS + "rank0_only_with_writeback_raises",
         },
         "offload_to_cpu": {
@@ -600,7 +601,10 @@ ROWS: dict[str, Parameters] = {
     "StateDictConfig": {"offload_to_cpu": {"the default": "fsdp1/fsdp_misc::TestDefaults::test_defaults"}},
     "FullStateDictConfig": {
         "offload_to_cpu": {"True": _STATES + "state_dict_rank0_offload_save_load_flow"},
-        "rank0_only": {"True": _STATES + "peak_memory_of_rank0_only"},
+        "rank0_only": {
+            "True": _STATES + "peak_memory_of_rank0_only",
+            "replicas": _HYBRID + "rank0_only_is_one_rank",
+        },
     },
     "LocalStateDictConfig": {"offload_to_cpu": {"True": _STATES + "trained_local_state_dict_offloaded"}},
     "ShardedStateDictConfig": {

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
@@ -138,6 +138,22 @@ class TestFSDPHybridShard(FSDPTest):
         self.assertEqual(found["state"], wanted["state"], rtol=0, atol=0)
         for mine, theirs in zip(optim.state.values(), loaded_optim.state.values(), strict=True):
             self.assertEqual(theirs, mine, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(replicas=[False, True], use_orig_params=[False, True])
+    def test_rank0_only_is_one_rank(self, replicas, use_orig_params):
+        """Rank 0 alone saves and shows the full parameters, also if there are several replicas."""
+        torch.manual_seed(0)
+        plain = MyModel(3, 5, 4, 2).to(self.device)
+        strategy = ShardingStrategy.HYBRID_SHARD if replicas else ShardingStrategy.FULL_SHARD
+        kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        model = self._wrapped(copy.deepcopy(plain), self._groups() if replicas else None, **kwargs)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+            saved = dict(model.state_dict())
+        with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+            shown = [param.shape for param in model.parameters()] == [param.shape for param in plain.parameters()]
+        with torch_defect("fsdp1_rank0_only_means_each_replica", when=replicas):
+            self.assertEqual((shown, saved), (True, dict(plain.state_dict())) if self.rank == 0 else (False, {}))
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_sync_module_state(self):

@@ -1,0 +1,33 @@
+"""With hybrid sharding, ``rank0_only`` gives one rank of each replica the full parameters.
+
+The documentation says that only rank 0, or the global rank 0, has them. FSDP1 asks for the rank within its process
+group, and with hybrid sharding this is the group of one replica. So several ranks hold the full model. A program that
+saves what it gets writes the same file several times.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._unshard_param_utils._unshard_fsdp_state_params",
+    features="hsdp, state_dict, unshard",
+    way_round="Drop the state dict on all ranks but 0.",
+    world_size=4,
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2))
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    model = FSDP(layer, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        saved = list(model.state_dict())
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        shown = [param.numel() for param in model.parameters()]
+    return (saved, shown), (["weight"], [4]) if rank == 0 else ([], [2])
