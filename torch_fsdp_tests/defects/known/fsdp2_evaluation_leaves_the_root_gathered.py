@@ -1,0 +1,62 @@
+"""What is done with the root's parameters after an evaluation is lost in the steps that follow.
+
+A forward without gradients leaves the root's parameters gathered, as for a backward. No backward follows, so
+``model.parameters()`` stay the gathered ones. They are not the parameters that have the gradients, or get them in the
+next backward. ``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them.
+An optimizer that is made now finds no gradients, and trains nothing of the root. The next backward undoes
+``requires_grad_``. Modules below the root are right, unless their ``reshard_after_forward`` is False or a number.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
+    features="",
+    way_round="Call ``model.reshard()`` after the evaluation, or shard the root with ``reshard_after_forward=True``.",
+    upstream=("https://github.com/pytorch/pytorch/issues/149029",),
+    arguable="the documentation says that the gathered parameters are registered after forward if a module does not "
+    "reshard; it does not say that this lasts after an evaluation, or what is lost then",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    mesh = init_device_mesh(device.type, (world_size,))
+    x = torch.ones(1, 2, device=device, requires_grad=True)
+
+    def evaluated():
+        """A layer whose weights and gradients are 1, after an evaluation."""
+        model = nn.Linear(2, 2, bias=False, device=device)
+        nn.init.ones_(model.weight)
+        fully_shard(model, mesh=mesh)
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        if way_round:
+            model.reshard()
+        return model
+
+    found = {}
+    model = evaluated()
+    model.zero_grad()
+    model(x).sum().backward()
+    found["gradient after zero_grad"] = model.weight.grad.full_tensor()[0, 0].item()
+
+    model = evaluated()
+    optim = torch.optim.SGD(model.parameters(), lr=0.25)
+    model(x).sum().backward()
+    optim.step()
+    found["weight after a step"] = model.weight.full_tensor()[0, 0].item()
+
+    model = evaluated()
+    model.requires_grad_(False)
+    model(x).sum().backward()
+    found["requires_grad after freezing"] = model.weight.requires_grad
+
+    return found, {"gradient after zero_grad": 1.0, "weight after a step": 0.5, "requires_grad after freezing": False}

@@ -1,0 +1,51 @@
+"""Under mixed precision, what a module writes into a list or a dict among its inputs is lost.
+
+FSDP2 casts the inputs of each module, and for that rebuilds every list, tuple and dict among them. It does so even if
+they hold no tensor, or none that changes its dtype. The module gets a copy. A cache that one layer fills for the next
+ones stays empty.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.utils._apply_to_tensors",
+    features="mixed_precision",
+    way_round="Set ``cast_forward_inputs=False`` and cast the inputs yourself, or pass an object that is not a list, a "
+    "tuple or a dict, such as a ``UserDict``.",
+    upstream=("https://github.com/huggingface/transformers/issues/45663",),
+)
+
+
+class Layer(nn.Linear):
+    def forward(self, x, cache):
+        cache["calls"] = cache.get("calls", 0) + 1
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(2, 2, device=device) for _ in range(2))
+
+    def forward(self, x):
+        cache = {}
+        for layer in self.layers:
+            x = layer(x, cache)
+        return cache.get("calls", 0)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=not way_round)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16))
+    right = 2
+    return found, right
