@@ -5,6 +5,8 @@ they hold no tensor, or none that changes its dtype. The module gets a copy. A c
 ones stays empty.
 """
 
+from collections import UserDict
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,8 +19,7 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._apply_to_tensors",
     features="mixed_precision",
-    way_round="Set ``cast_forward_inputs=False`` and cast the inputs yourself, or pass an object that is not a list, a "
-    "tuple or a dict, such as a ``UserDict``.",
+    way_round="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
     upstream=("https://github.com/huggingface/transformers/issues/45663",),
 )
 
@@ -34,8 +35,8 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(2, 2, device=device) for _ in range(2))
 
-    def forward(self, x):
-        cache = {}
+    def forward(self, x, kind):
+        cache = kind()
         for layer in self.layers:
             x = layer(x, cache)
         return cache.get("calls", 0)
@@ -43,9 +44,8 @@ class Model(nn.Module):
 
 def reproduce(rank, world_size, device, way_round=False):
     model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=not way_round)
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16))
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if way_round else dict)
     right = 2
     return found, right

@@ -345,6 +345,25 @@ class Through(nn.Module):
         return args[0] * self.weight if self.returns is None else self.returns
 
 
+class Sharing(nn.Sequential):
+    """Gives one container to all of its layers. Each of them writes its output into it."""
+
+    def __init__(self, container: Any, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.container = container
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self):
+            x = layer(x, self.container, index)
+        return x
+
+
+class Writing(nn.Linear):
+    def forward(self, x: torch.Tensor, container: Any, index: int) -> torch.Tensor:
+        container[index] = super().forward(x)
+        return container[index]
+
+
 class WithCount(nn.Module):
     """Has a floating-point parameter, and one of integers that bfloat16 cannot hold exactly."""
 
@@ -499,6 +518,25 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         self._check_cast_members(model.args[0], members)
         self._check_cast_members(model.kwargs["named"], members)
         self.assertIs(output, members[1])  # without an output dtype
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(
+        container=[[None, None], {}, collections.OrderedDict(), collections.UserDict()],
+        param_dtype=[None, torch.bfloat16],
+        cast_forward_inputs=[True, False],
+    )
+    def test_layers_share_a_container(self, container, param_dtype, cast_forward_inputs):
+        """What a layer writes into a container among its inputs is there afterwards, as in a plain model."""
+        layers = [filled(Writing(4, 4, device=self.device)) for _ in range(2)]
+        plain, model = (Sharing(copy.copy(container), *copy.deepcopy(layers)) for _ in range(2))
+        policy = MixedPrecisionPolicy(param_dtype, cast_forward_inputs=cast_forward_inputs)
+        shard_each((*model, model), mp_policy=policy)
+        inp = torch.ones(2, 4, device=self.device, dtype=param_dtype) / 3 + self.rank
+        with torch.no_grad():
+            self.assertEqual(model(inp), plain.to(inp.dtype)(inp))
+        is_rebuilt = param_dtype is not None and cast_forward_inputs and isinstance(container, (list, dict))
+        with torch_defect("fsdp2_writes_to_cast_inputs_are_lost", when=is_rebuilt):
+            self.assertEqual(model.container, plain.container)
 
     @torch_defect("fsdp2_group_casts_its_first_input_alone")
     @skip_if_lt_x_gpu(1)
