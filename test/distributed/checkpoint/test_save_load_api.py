@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run
@@ -21,9 +25,26 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import FourLayers, use_sharded_state_dicts
+from torch_fsdp_tests.fsdp.shards import shard_of
 from torch_fsdp_tests.installed_torch import torch_names
 
 fsspec_storage = torch_names.module("torch.distributed.checkpoint._fsspec_filesystem")
+
+
+class Pair(NamedTuple):
+    """A named tuple of tensors."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+CONTAINERS: dict[str, Any] = {
+    "dict": lambda tensors: dict(zip("ab", tensors)),
+    "list": list,
+    "tuple": tuple,
+    "named tuple": lambda tensors: Pair(*tensors),
+    "tuple in a list": lambda tensors: [1, tuple(tensors)],
+}
 
 
 class TestSaveAndLoadAPI(DTensorTestBase):
@@ -34,6 +55,9 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         model = FSDP(plain, device_mesh=self.mesh, use_orig_params=True)
         use_sharded_state_dicts(model)
         return model
+
+    def _sharded(self, seed: int) -> nn.Linear:
+        return fully_shard(filled(nn.Linear(2, 4).to(self.device), seed=seed), mesh=self.mesh)
 
     def _check_saves_and_loads(self, path: str) -> None:
         source, model = self._model(0), self._model(1)
@@ -161,6 +185,23 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         pairs = zip(source.model.named_parameters(), run.model.parameters(), strict=True)
         for (name, wanted), param in pairs:
             self.assertEqual(param.to_local(), wanted.to_local(), msg=name, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(container=list(CONTAINERS))
+    def test_each_rank_loads_its_own_shards(self, container):
+        """Each rank loads its own shards, whatever the container in which they were saved."""
+        path = os.path.join(self.temp_dir, container)
+        plain = filled(nn.Linear(2, 4).to(self.device), seed=0)
+        sharded = [dict(self._sharded(seed).named_parameters()) for seed in (0, 1)]
+        saved, loaded = ({"values": CONTAINERS[container](params.values())} for params in sharded)
+        dcp.save(saved, checkpoint_id=path)
+        dcp.load(loaded, checkpoint_id=path)
+        found = [leaf.detach() for leaf in tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
+        wanted = [shard_of(plain.get_parameter(name), param) for name, param in sharded[0].items()]
+        with torch_defect("fsdp2_tuple_of_shards_is_saved_by_one_rank", when="tuple" in container):
+            self.assertEqual([each.to_local() for each in found], wanted, rtol=0, atol=0)
 
 
 if __name__ == "__main__":
