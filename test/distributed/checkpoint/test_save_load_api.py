@@ -22,7 +22,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase,
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.references import full, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import FourLayers, use_sharded_state_dicts
 from torch_fsdp_tests.fsdp.shards import shard_of
@@ -202,6 +202,22 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         wanted = [shard_of(plain.get_parameter(name), param) for name, param in sharded[0].items()]
         with torch_defect("fsdp2_tuple_of_shards_is_saved_by_one_rank", when="tuple" in container):
             self.assertEqual([each.to_local() for each in found], wanted, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(value=[3, "text", None, [1, 2.5], {"deep": (1, "text")}, torch.bfloat16, {1, 2}, [torch.bfloat16]])
+    def test_partial_load_keeps_what_is_missing(self, value):
+        """What the checkpoint lacks keeps its value in a partial load, and the rest is loaded."""
+        path = os.path.join(self.temp_dir, str(value))
+        plain, model = filled(nn.Linear(2, 4).to(self.device), seed=0), self._sharded(1)
+        dcp.save({"model": self._sharded(0).state_dict()}, checkpoint_id=path)
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        settings = {"of the program": value}
+        dcp.load({"model": model.state_dict(), "settings": settings}, checkpoint_id=path, planner=planner)
+        self.assertEqual([full(param) for param in model.parameters()], list(plain.parameters()), rtol=0, atol=0)
+        with torch_defect("fsdp2_partial_load_replaces_values_by_none", when="bfloat16" in path or value == {1, 2}):
+            self.assertEqual(settings, {"of the program": value}, may_be="same")
 
 
 if __name__ == "__main__":
