@@ -219,6 +219,22 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         with torch_defect("fsdp2_partial_load_replaces_values_by_none", when="bfloat16" in path or value == {1, 2}):
             self.assertEqual(settings, {"of the program": value}, may_be="same")
 
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(key=["weight", "0", 0, -7])
+    def test_values_keep_their_keys(self, key):
+        """Values are loaded under the keys under which they were saved, and no key is added."""
+        path = os.path.join(self.temp_dir, repr(key))
+        plain = filled(nn.Linear(2, 4).to(self.device), seed=1)
+        moments = [self._sharded(seed).weight.detach() for seed in (0, 1)]
+        saved, loaded = ({"state": {key: {"moment": moments[seed], "steps": seed}}} for seed in (1, 0))
+        dcp.save(saved, checkpoint_id=path)
+        dcp.load(loaded, checkpoint_id=path)
+        self.assertEqual(moments[0].full_tensor(), plain.weight, rtol=0, atol=0)
+        with torch_defect("fsdp2_integer_keys_are_loaded_as_strings", when=isinstance(key, int)):
+            self.assertEqual({name: state["steps"] for name, state in loaded["state"].items()}, {key: 1})
+
 
 if __name__ == "__main__":
     run_tests()
