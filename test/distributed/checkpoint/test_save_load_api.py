@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
@@ -234,6 +236,27 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         self.assertEqual(moments[0].full_tensor(), plain.weight, rtol=0, atol=0)
         with torch_defect("fsdp2_integer_keys_are_loaded_as_strings", when=isinstance(key, int)):
             self.assertEqual({name: state["steps"] for name, state in loaded["state"].items()}, {key: 1})
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(enable_plan_caching=[False, True])
+    def test_rank_saves_alone_after_all_ranks(self, enable_plan_caching):
+        """After all ranks have saved a full state dict together, each rank saves it alone, and can load it."""
+        plain = filled(nn.Linear(2, 4).to(self.device), seed=0)
+        state_dict = get_model_state_dict(self._sharded(0), options=StateDictOptions(full_state_dict=True))
+        found = {name: torch.zeros_like(value) for name, value in state_dict.items()}
+        path = os.path.join(self.temp_dir, str(enable_plan_caching))
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=enable_plan_caching)
+        save = functools.partial(dcp.save, state_dict, planner=planner)
+        save(checkpoint_id=path)
+        with torch_defect("fsdp2_cached_plan_reaches_another_group", when=enable_plan_caching):
+            try:
+                save(checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
+                dcp.load(found, checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
+            except CheckpointException as error:  # it is not an ``Exception``, and would end the rank
+                self.fail(str(error))
+            self.assertEqual(found, plain.state_dict(), rtol=0, atol=0)
 
 
 if __name__ == "__main__":
