@@ -193,6 +193,23 @@ class TestFormatUtils(DTensorTestBase):
         self.assertEqual(run.full(), wanted, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(enable_plan_caching=[False, True])
+    def test_dcp_to_torch_save_of_a_model_that_changes(self, enable_plan_caching):
+        """Each checkpoint becomes a file of its own values in their dtype, whatever was saved before it."""
+        name = os.path.join(self.temp_dir, str(enable_plan_caching))
+        file = f"{name} of rank {self.rank}"
+        for step, dtype in enumerate([torch.bfloat16, torch.bfloat16, torch.float32]):
+            plain, model = (filled(nn.Linear(2, 4).to(self.device, dtype), seed=step) for _ in range(2))
+            fully_shard(model, mesh=self.mesh)
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=enable_plan_caching)
+            dcp.save(model.state_dict(), checkpoint_id=f"{name} {step}", planner=planner)
+            dcp_to_torch_save(f"{name} {step}", file)
+            with torch_defect("fsdp2_cached_plan_keeps_the_dtype", when=enable_plan_caching and step == 2):
+                self.assertEqual(torch.load(file), plain.state_dict(), rtol=0, atol=0, exact_device=False)
+
 
 if __name__ == "__main__":
     run_tests()
