@@ -702,6 +702,26 @@ class TestStateDictOptions(StateDictTest):
         self.assertEqual((found, list(map(type, found))), (rates, list(map(type, rates))), may_be="same")
         self.assertEqual(whole_tree(params), before, may_be="empty", **EXACT)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=["FSDP1", "FSDP2"], lr=[0.1, torch.tensor(0.1)], has_gradients=[False, True])
+    def test_optimizer_without_a_first_step_stays_as_it_is(self, fsdp, lr, has_gradients):
+        """Asking for the states of an optimizer that cannot step without a closure changes nothing, even if it raises.
+
+        If there are gradients, no step is tried.
+        """
+        model = self._wrapped(fsdp, self._plain())
+        if has_gradients:
+            model(torch.ones(1, 4, device=self.device)).sum().backward()
+        params = list(model.parameters())
+        before = whole_tree(params), whole_tree([param.grad for param in params])
+        optim = torch.optim.LBFGS(params, lr=copy.deepcopy(lr))
+        with contextlib.suppress(TypeError):
+            get_optimizer_state_dict(model, optim)
+        self.assertEqual(whole_tree(params), before[0], may_be="empty", **EXACT)
+        with torch_defect("fsdp2_failed_first_step_leaves_a_zero_learning_rate", when=not has_gradients):
+            self.assertEqual(optim.param_groups[0]["lr"], lr)
+            self.assertEqual(whole_tree([param.grad for param in params]), before[1], may_be="empty", **EXACT)
+
     @requires_world_size(4)
     def test_full_optim_state_of_fsdp1_and_tp(self):
         pair = self._with_tp(8, fsdp=1)
