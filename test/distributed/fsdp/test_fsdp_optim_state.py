@@ -685,7 +685,8 @@ class TestFSDPOptimState(FSDPTest):
     @subtests(saved=["01", "0 1"], use_orig_params=[False, True], reverse=[False, True])
     def test_state_goes_to_the_parameter_of_its_name(self, saved, use_orig_params, reverse):
         """This holds even if the new optimizer has its parameters, or its groups, in another order."""
-        units = [FSDP(nn.Linear(1, 2, bias=False), use_orig_params=use_orig_params) for _ in range(2)]
+        layers = [nn.Linear(1, 2, bias=False, device=self.device) for _ in range(2)]
+        units = [FSDP(layer, use_orig_params=use_orig_params) for layer in layers]
         model = FSDP(nn.Sequential(*units), device_id=self.device, use_orig_params=use_orig_params)
         params = list(model.parameters())
         optims = [

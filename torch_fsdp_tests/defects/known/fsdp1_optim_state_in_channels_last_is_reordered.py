@@ -18,7 +18,7 @@ DEFECT = Defect(
     features="optimizer_state",
     way_round="Before loading, bring each state into the memory order of its parameter, for example by "
     "``state.permute(0, 2, 3, 1).reshape(state.shape)``.",
-    upstream=("https://github.com/pytorch/pytorch/pull/137382", "https://github.com/NVIDIA/physicsnemo/pull/1597"),
+    upstream=("https://github.com/pytorch/pytorch/pull/137382",),
 )
 
 

@@ -22,7 +22,7 @@ DEFECT = Defect(
     where="torch.distributed._state_dict_utils._broadcast_tensors",
     features="state_dict",
     way_round="Make each tensor contiguous before loading.",
-    upstream=("https://github.com/NVIDIA/physicsnemo/pull/1614", "https://github.com/pytorch/pytorch/issues/62283"),
+    upstream=("https://github.com/pytorch/pytorch/issues/62283",),
 )
 
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.utils._apply_to_tensors",
     features="mixed_precision",
     way_round="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
-    upstream=("https://github.com/huggingface/transformers/issues/45663",),
 )
 
 
