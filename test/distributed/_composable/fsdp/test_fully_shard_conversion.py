@@ -190,6 +190,28 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         self._check_same(model, plain)
 
     @skip_if_lt_x_gpu(1)
+    @subtests(name=["", "first", "frozen", "last"], trained=[False, True])
+    def test_part_of_a_model(self, name, trained):
+        """If a part is converted there and back, the next forward uses the values that its parameters have since then.
+
+        ``frozen`` and ``last`` are inside a group, and the others are modules of ``fully_shard``.
+        """
+        plain, model = self._pair()
+        if trained:
+            self._backward(plain, model)
+            self._step(plain, model)
+        model.get_submodule(name).double().float()
+        for each in (plain, model):
+            for param in each.parameters():
+                local_of(param.detach()).mul_(1.5)
+        self._check_same(model, plain)
+        inp = uniform(3, 4, seed=self.rank)
+        output, expected = model(inp), plain(inp)
+        is_inside = name in ("frozen", "last")
+        with torch_defect("fsdp2_conversion_inside_a_unit_is_not_noticed", when=trained and is_inside):
+            self.assertEqual(output, expected, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(1)
     def test_the_module_itself_is_returned(self):
         """As from any module, also if FSDP has no parameters to shard in it."""
         for wrapped in (fully_shard(nn.Linear(2, 2)), fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))):
