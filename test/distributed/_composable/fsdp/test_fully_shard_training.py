@@ -223,6 +223,30 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual([id(param) for param in model.parameters()], [id(param) for param in sharded])
 
     @skip_if_lt_x_gpu(1)
+    @subtests(how=["assignment", "load"], trained=[False, True], reshard_after_forward=[True, False])
+    def test_replaced_parameters_are_used_and_kept(self, how, trained, reshard_after_forward):
+        """A forward uses the parameters that the module has, and the module has them afterwards."""
+        model = filled(MLP(8, self.device))
+        ref_model = copy.deepcopy(model)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        if trained:
+            loss_of(model(self._inputs(2, 8))).backward()
+        doubled = {name: nn.Parameter(2 * param.detach()) for name, param in model.named_parameters()}
+        if how == "load":
+            model.load_state_dict(doubled, assign=True)
+        else:
+            for name, param in doubled.items():
+                layer, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(layer), attribute, param)
+        ref_model.load_state_dict({name: 2 * param for name, param in ref_model.state_dict().items()})
+        inp = self._inputs(2, 8)
+        output, expected = model(inp), ref_model(inp)
+        model.reshard()
+        found = [output, *(full(param.detach()) for param in model.parameters())]
+        with torch_defect("fsdp2_replaced_parameter_is_dropped", when=trained and how == "assignment"):
+            self.assertEqual(found, [expected, *(param.detach() for param in ref_model.parameters())])
+
+    @skip_if_lt_x_gpu(1)
     def test_modules_to_run_forward_empty_for_single_module(self):
         """Only a group of several modules tracks which of its modules have not run forward."""
         model = MLP(8, self.device)

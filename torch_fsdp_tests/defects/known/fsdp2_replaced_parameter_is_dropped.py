@@ -1,0 +1,41 @@
+"""A parameter that replaces a sharded one after the first forward is dropped, and the old one comes back.
+
+FSDP2 sets the gathered and the sharded parameter as attributes of the module, in turns. It looks for a parameter that
+the user has set in the lazy initialization of the first forward, and after a load or a conversion, but not in a later
+forward. Such a forward computes with the old values, and afterwards the module has the old parameter again. Before the
+first forward the same assignment works.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init",
+    features="",
+    way_round="Copy into the parameter in place, or call ``model.to(device)`` of the sharded module afterwards.",
+    upstream=("https://github.com/pytorch/pytorch/issues/157391",),
+    arguable="a maintainer says that parameters may be registered anew before the first forward; but the documentation "
+    "does not say so, and nothing refuses or warns",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    x = torch.ones(1, 2, device=device)
+    outputs = []
+    for _ in range(2):
+        model.weight = nn.Parameter(2 * model.weight.detach())
+        if way_round:
+            model.to(device)
+        output = model(x)
+        output.sum().backward()
+        outputs.append(output.tolist())
+    return outputs, [[[4.0, 4.0]], [[8.0, 8.0]]]
