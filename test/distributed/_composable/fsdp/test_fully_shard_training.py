@@ -247,6 +247,24 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual(found, [expected, *(param.detach() for param in ref_model.parameters())])
 
     @skip_if_lt_x_gpu(1)
+    @subtests(managed=[True, False], reshard_after_forward=[True, False])
+    def test_parameters_that_forward_changes(self, managed, reshard_after_forward):
+        """The optimizer updates the rows that forward has scaled in place, as in a plain embedding."""
+        ref_model = nn.Embedding(4, 2, max_norm=1.0, device=self.device)
+        nn.init.constant_(ref_model.weight, 2.0)
+        model = copy.deepcopy(ref_model)
+        ignored = set() if managed else {model.weight}
+        fully_shard(model, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+        rows = torch.arange(3, device=self.device)  # on all ranks, so that they change the same
+        for each in (model, ref_model):
+            optim = torch.optim.SGD(each.parameters(), lr=0.5)
+            loss_of(each(rows)).backward()
+            optim.step()
+        found = full(model.weight.detach())
+        with torch_defect("fsdp2_changes_in_forward_are_lost", when=managed):
+            self.assertEqual(found, ref_model.weight.detach())
+
+    @skip_if_lt_x_gpu(1)
     def test_modules_to_run_forward_empty_for_single_module(self):
         """Only a group of several modules tracks which of its modules have not run forward."""
         model = MLP(8, self.device)

@@ -1,0 +1,41 @@
+"""What a module writes to its own parameters in forward is lost.
+
+In forward the parameters of the module are gathered copies. FSDP2 frees them later, and does not write changes back to
+the shards. ``nn.Embedding`` with ``max_norm`` is an example: it scales rows of its weight in place. The output has the
+scaled rows, but the optimizer updates the old ones, and a checkpoint has them, too.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.free_unsharded_param",
+    features="",
+    way_round="Change parameters outside of forward, where they are sharded.",
+    upstream=("https://github.com/pytorch/pytorch/issues/157391",),
+    arguable="each rank changes its own copy, so with different inputs there is no single result to write back; but "
+    "nothing refuses or warns",
+)
+
+
+def trained(model):
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.arange(2, device=model.weight.device)).sum().backward()
+    optim.step()
+    return model.weight
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Embedding(2, 2, max_norm=1.0, device=device)
+    nn.init.constant_(plain.weight, 2.0)
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    return trained(model).full_tensor().tolist(), trained(plain).tolist()
