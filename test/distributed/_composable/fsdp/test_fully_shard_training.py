@@ -265,6 +265,28 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual(found, ref_model.weight.detach())
 
     @skip_if_lt_x_gpu(1)
+    @subtests(how=["copy_", "data.copy_", "data.mul_", "data"], trained=[False, True])
+    def test_writes_to_sharded_parameters(self, how, trained):
+        """Values that are written to a sharded parameter are its values, however they are written."""
+        model = filled(MLP(8, self.device))
+        tripled = [3 * param.detach() for param in model.parameters()]
+        fully_shard(model)
+        if trained:
+            loss_of(model(self._inputs(2, 8))).backward()
+        for param in model.parameters():
+            if how == "copy_":
+                param.detach().copy_(3 * param.detach())
+            elif how == "data.copy_":
+                param.data.copy_(3 * param.data)
+            elif how == "data.mul_":
+                param.data.mul_(3)
+            else:
+                param.data = 3 * param.data
+        found = [full(param.detach()) for param in model.parameters()]
+        with torch_defect("fsdp2_assigned_data_is_ignored", when=how == "data"):
+            self.assertEqual(found, tripled)
+
+    @skip_if_lt_x_gpu(1)
     def test_modules_to_run_forward_empty_for_single_module(self):
         """Only a group of several modules tracks which of its modules have not run forward."""
         model = MLP(8, self.device)

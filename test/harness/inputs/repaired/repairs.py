@@ -188,11 +188,24 @@ def ignore_annotations() -> None:
     )
 
 
+def assigned_data_replaces_the_shard() -> None:
+    """Make the setter of ``data`` of a DTensor take the local tensor as well."""
+    data: Any = torch.Tensor.data
+
+    def assign(self: Any, value: Any) -> None:
+        data.__set__(self, value)
+        if isinstance(value, dist.tensor.DTensor):
+            self._local_tensor = value._local_tensor.detach()
+
+    dist.tensor.DTensor.data = property(data.__get__, assign)
+
+
 PATCHES = read_patches()
 REPLACEMENTS: dict[str, Callable[[], None]] = {
     "fsdp1_flat_model_is_never_freed": hold_modules_weakly,
     "fsdp1_refused_load_prevents_saving": leave_contexts_after_a_refused_load,
     "fsdp2_annotations_break_selective_checkpointing": ignore_annotations,
+    "fsdp2_assigned_data_is_ignored": assigned_data_replaces_the_shard,
     "fsdp2_ignored_parameters_break_foreach": group_tensors_by_type_too,
     "fsdp2_inf_norm_loses_nan": largest_is_nan_where_one_is,
     "fsdp2_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
