@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, substitutes
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
@@ -214,6 +215,25 @@ class TestLargeWorlds(MultiProcessTestCase):
                 model.reshard()
             with self.assertRaisesRegex(RuntimeError, "error_on_collective"):
                 model(inp)
+
+    @subtests(stages=[True, False], reshard_after_forward=[True, False, 2])
+    def test_groups_of_a_name_have_the_same_ranks(self, stages, reshard_after_forward):
+        """Two ranks that give groups the same name mean the same group, also if each stage shards over its own ranks.
+
+        Ranks meet under the name of their group, so a group of other ranks would mix with it.
+        """
+        meant: dict[str, set[tuple[int, ...]]] = {}
+        for rank in range(8):
+            with self._as_rank(rank, 2, 4, names=("first", "last")) as mesh:
+                layer = nn.Linear(8, 8, device=self.device)
+                if stages:
+                    mesh = mesh["last"]
+                model = fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+                info = internals.group_of(model).post_forward_mesh_info
+                for group in (*mesh.get_all_groups(), *(info.mesh.get_all_groups() if info else ())):
+                    meant.setdefault(group.group_name, set()).add(tuple(dist.get_process_group_ranks(group)))
+        with torch_defect("fsdp2_smaller_mesh_of_some_ranks_hangs", when=stages and reshard_after_forward == 2):
+            self.assertEqual({name: len(ranks) for name, ranks in meant.items()}, dict.fromkeys(meant, 1))
 
     def test_memory_of_a_model_without_memory(self):
         """A model of 34 GB is planned with fake tensors. The peak of a step equals the one calculated by hand."""
