@@ -818,6 +818,21 @@ class TestStateDictOptions(StateDictTest):
         self._test_groups(lambda groups: groups[::-1], options, shows)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(parts=[1, 2, 4], options=[StateDictOptions(), FULL, StateDictOptions(flatten_optimizer_state_dict=True)])
+    def test_all_parameters_of_a_saved_group_get_its_settings(self, parts, options):
+        """One group was saved. Its parameters may be in several groups now, such as one for the biases."""
+        saving, loading = self._small(0), self._small(1, trained=False)
+        osd = get_optimizer_state_dict(saving.model, saving.optims, options=options)
+        params = [*loading.model.parameters()]
+        optim = torch.optim.Adam([{"params": params[part::parts]} for part in range(parts)], lr=7.0)
+        with torch_defect(
+            "fsdp2_settings_reach_one_of_split_groups", when=parts > 1 and not options.flatten_optimizer_state_dict
+        ):
+            set_optimizer_state_dict(loading.model, optim, osd, options=options)
+            found = [(group.get("lr"), group.get("eps")) for group in optim.param_groups]
+            self.assertEqual(found, [(0.02, 1e-3)] * parts)
+
+    @skip_if_lt_x_gpu(2)
     def test_groups_of_stateless_optimizer(self):
         """The settings are loaded into the groups with the same parameters, in any order of the groups."""
         model = self._layers(self._plain())
