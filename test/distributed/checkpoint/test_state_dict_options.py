@@ -833,6 +833,21 @@ class TestStateDictOptions(StateDictTest):
             self.assertEqual(found, [(0.02, 1e-3)] * parts)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
+    def test_group_of_new_parameters_keeps_its_settings(self, options):
+        """A lenient load changes the settings of the groups whose parameters were saved, and of no other."""
+        model = self._layers(self._plain())
+        body, head = map(list, map(nn.Module.parameters, model))
+        osd = get_optimizer_state_dict(model, torch.optim.Adam(body, lr=0.5), options=options)
+        optim = torch.optim.Adam([{"params": body}, {"params": head, "lr": 0.25}], lr=0.1)
+        with (
+            torch_defect("fsdp2_missing_optim_state_raises_key_error"),
+            torch_defect("fsdp2_new_group_loses_its_settings", when=not options.full_state_dict),
+        ):
+            set_optimizer_state_dict(model, optim, osd, options=options)
+            self.assertEqual([group.get("lr") for group in optim.param_groups], [0.5, 0.25])
+
+    @skip_if_lt_x_gpu(2)
     def test_groups_of_stateless_optimizer(self):
         """The settings are loaded into the groups with the same parameters, in any order of the groups."""
         model = self._layers(self._plain())
