@@ -402,6 +402,20 @@ class TestStateDictOptions(StateDictTest):
             self._verify_msd(wanted, get_model_state_dict(loading), **EXACT)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL], shared=[False, True])
+    def test_ignored_frozen_parameters_are_left_out(self, fsdp, options, shared):
+        """Under each of their names: the last layer may share the weight of the first one, which is frozen."""
+        model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(3)))
+        model[0].weight.requires_grad_(False)
+        if shared:
+            model[2].weight = model[0].weight
+        wanted = ["1.weight"] if shared else ["1.weight", "2.weight"]
+        model = FSDP(model, use_orig_params=True) if fsdp == 1 else fully_shard(model)
+        found = get_model_state_dict(model, options=dataclasses.replace(options, ignore_frozen_params=True))
+        with torch_defect("fsdp2_tied_frozen_parameter_is_not_ignored", when=shared):
+            self.assertEqual(list(found), wanted)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
     def test_missing_extra_state(self, options):
         saving, loading = (fully_shard(WithExtraState(count, self.device)) for count in (3, 4))
