@@ -166,6 +166,25 @@ class TestStateDict(StateDictTest):
         self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class))
 
     @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2], other=["cross_attn", "attn_norm", "block"])
+    def test_compiled_module_beside_another(self, fsdp, other):
+        """The keys do not show that one module is compiled, and the other one may have any name."""
+
+        def distribute(model: Any) -> Any:
+            model.attn = torch.compile(model.attn, backend=BACKEND)
+            return self._fsdp1(model) if fsdp == 1 else fully_shard(model)
+
+        def init(seed: int) -> Pair:
+            manual_seed(seed)
+            plain = nn.Sequential()
+            for name in ("attn", other):
+                plain.add_module(name, nn.Linear(DIM, DIM, device=self.device))
+            return self._pair(plain, distribute, width=DIM)
+
+        shows = torch_defect("fsdp1_compiled_name_changes_another", when=fsdp == 1 and other == "cross_attn")
+        self._test_save_load(init, load_shows=shows)
+
+    @skip_if_lt_x_gpu(2)
     @pairwise_subtests(reshard_after_forward=[True, False], optimizer_class=ADAMS, compile_model=[False, True])
     def test_fsdp2(self, reshard_after_forward, optimizer_class, compile_model):
         def distribute(model: nn.Module) -> Any:
