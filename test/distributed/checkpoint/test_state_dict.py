@@ -534,6 +534,30 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     @subtests(
+        on_meta=[False, True], shared=[False, True], dtype=[torch.float32, torch.bfloat16], options=[FULL, FROM_RANK_0]
+    )
+    def test_load_keeps_dtypes_and_shared_parameters(self, on_meta, shared, dtype, options):
+        """A full state dict in float32 gives a model values, and memory if it has none, but changes nothing else."""
+
+        def init(seed: int, device: Any) -> Any:
+            manual_seed(seed)
+            model = nn.Sequential(*(nn.Linear(4, 4, bias=False, device=device) for _ in range(2)))
+            if shared:
+                model[1].weight = model[0].weight
+            return model
+
+        model, given = init(1, "meta" if on_meta else self.device).to(dtype), init(0, self.device).state_dict()
+        fully_shard(model, mesh=make_mesh(self.world_size))
+        wanted = {name: value.to(dtype) for name, value in given.items()}
+        empty = options.broadcast_from_rank0 and self.rank > 0
+        set_model_state_dict(model, {} if empty else dict(given), options=options)
+        found = {name: value.to(dtype) for name, value in whole_tree(model.state_dict()).items()}
+        self.assertEqual(found, wanted, **EXACT)
+        with torch_defect("fsdp2_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
+            self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
         on_meta=[0, 1], has_all=[True, False], shards=[True, False], options=[FULL, FROM_RANK_0], buffers=[True, False]
     )
     def test_part_on_meta_device(self, on_meta, has_all, shards, options, buffers):
