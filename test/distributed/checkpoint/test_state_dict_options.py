@@ -81,16 +81,24 @@ class WithExtraState(nn.Linear):
 class NestedStates(torch.optim.SGD):
     """SGD with nested states, which hold sums of the gradients."""
 
+    key: Any = "0"
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
-                    state |= {"sums": {"0": torch.zeros_like(param), "deep": {"count": 0}}, "label": 1.5}
-                state["sums"]["0"] += param.grad
+                    state |= {"sums": {self.key: torch.zeros_like(param), "deep": {"count": 0}}, "label": 1.5}
+                state["sums"][self.key] += param.grad
                 state["sums"]["deep"]["count"] += 1
         super().step()
+
+
+class NumberedStates(NestedStates):
+    """The same with a number for a key."""
+
+    key: Any = 0
 
 
 class StatesOfEachKind(nn.Module):
@@ -517,6 +525,18 @@ class TestStateDictOptions(StateDictTest):
         self.assertEqual(whole(osd["state.1.bias.sums.0"]), pair.ref_optim.state[pair.ref_model[1].bias]["sums"]["0"])
         set_optimizer_state_dict(other.model, other.optims, osd, options=options)
         self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(optim_cls=[NestedStates, NumberedStates], options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_nested_states_keep_their_keys(self, optim_cls, options):
+        """An optimizer finds its nested states under the keys that it gave them, be they texts or numbers."""
+        pair, other = self._small(0, optim_cls), self._small(1, optim_cls, trained=False)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
+        found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
+        numbered = optim_cls is NumberedStates
+        with torch_defect("fsdp2_nested_states_get_other_keys", when=numbered and options.full_state_dict):
+            self.assertEqual(found, wanted, **EXACT)
 
     @skip_if_lt_x_gpu(2)
     def test_flattened_states_have_numbers_alone(self):
