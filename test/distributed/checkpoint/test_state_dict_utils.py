@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torch_fsdp_tests.common_distributed import at_most, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, is_sharded, whole_tree
 from torch_fsdp_tests.fsdp import internals
@@ -138,18 +139,21 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_copy_of_dtensors(self):
-        """The copy is a DTensor of the same placements with a local tensor of its own."""
+        """The copy is a DTensor of the same placements. What happens to the state dict later does not change it."""
         utils = internals.state_dict_utils
-        state_dict = {
-            "tensor": self._sharded(),
-            "scalar": DTensor.from_local(torch.ones(()), self._sharded().device_mesh),
-        }
-        copied = utils._create_cpu_state_dict(state_dict)
-        found = utils._copy_state_dict(state_dict, copied)["tensor"]
+        scalar = DTensor.from_local(torch.full((), 2.5, device=self.device), self._sharded().device_mesh)
+        state_dict = {"tensor": self._sharded(), "scalar": scalar}
+        copied = utils._copy_state_dict(state_dict, utils._create_cpu_state_dict(state_dict))
+        found = copied["tensor"]
         self.assertEqual((type(found), found.placements), (DTensor, (Shard(0),)))
-        self.assertEqual(found.to_local(), self._rows(self.rank), **EXACT)
-        state_dict["tensor"].to_local().fill_(-1)
-        self.assertEqual(found.to_local(), self._rows(self.rank), **EXACT)
+        self.assertEqual((type(copied["scalar"]), copied["scalar"].placements), (DTensor, scalar.placements))
+        wanted = {"tensor": self._rows(self.rank), "scalar": torch.tensor(2.5)}
+        self.assertEqual({name: value.to_local() for name, value in copied.items()}, wanted, **EXACT)
+        for value in state_dict.values():
+            value.to_local().fill_(-1)
+        self.assertEqual(found.to_local(), wanted["tensor"], **EXACT)
+        with torch_defect("fsdp2_staged_scalar_changes"):
+            self.assertEqual(copied["scalar"].to_local(), wanted["scalar"], **EXACT)
 
     def _state_of_fsdp1(self, rows: int, steps: int = 1) -> dict[str, Any]:
         """The state dicts of a layer with ``rows`` rows, and of its optimizer after some steps, as ShardedTensors."""
