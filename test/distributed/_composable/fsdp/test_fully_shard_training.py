@@ -710,6 +710,28 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             # Two products in forward, and three in backward, because the input needs no gradient.
             self.assertEqual(flops.get_total_flops(), 2 * ITERATIONS * 5 * (2 * 2 * 4 * 6))
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_reentrant=[True, False], calls=[1, 2], reshard_after_forward=[True, False])
+    def test_calls_that_are_recomputed_one_by_one(self, use_reentrant, calls, reshard_after_forward):
+        """A module may run several times, and once more in backward for each of these."""
+
+        class Repeating(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in calls * list(self):
+                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
+                return x
+
+        ref_model, model = both = [Repeating(filled(nn.Linear(4, 4, device=self.device)), nn.Tanh()) for _ in range(2)]
+        shard_each([model[0], model], reshard_after_forward=reshard_after_forward)
+        self._seed()
+        with torch_defect("fsdp2_reentrant_recomputation_loses_gradients", when=use_reentrant and calls > 1):
+            for batch in (self._inputs(2, 4, requires_grad=True) for _ in range(2)):
+                self.assertEqual(*(train(each, batch) for each in both))
+                average_gradients(ref_model)
+                check_parity(self, ref_model, model)
+                model.zero_grad()
+                ref_model.zero_grad()
+
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_forward_then_standalone(self):

@@ -1,0 +1,57 @@
+"""Gradients are lost if a module runs twice under reentrant activation checkpointing.
+
+Reentrant checkpointing runs a module again in backward, and then the backward of that run, inside the outer one. The
+first of these leaves the module's FSDP state in backward. FSDP2 takes each later run for a recomputation whose hooks
+are there already, as they are without reentrance, and registers none. So the gradient of that run is not reduced. The
+end of the outer backward leaves it out too, because the module was reduced once. It stays at the gathered parameter,
+and is added to the gradient of the next step. Older versions do not gather the parameters for that run either, and
+raise.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
+    features="activation_checkpointing",
+    way_round="Pass ``use_reentrant=False`` to ``checkpoint``.",
+    upstream=("https://github.com/pytorch/pytorch/pull/171779",),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+class Twice(nn.Module):
+    def __init__(self, use_reentrant, device):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False, device=device)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model, mesh = Twice(not way_round, device), init_device_mesh(device.type, (world_size,))
+    nn.init.ones_(model.layer.weight)
+    for module in (model.layer, model):
+        fully_shard(module, mesh=mesh)
+    weight = model.layer.weight  # the sharded one
+    x = torch.ones(1, 2, device=device, requires_grad=True)
+    gradients = []
+    for _ in range(2):
+        try:
+            model(x).sum().backward()
+        except RuntimeError as error:
+            return str(error), [4.0, 4.0]
+        gradients.append(weight.grad.full_tensor()[0, 0].item())
+        weight.grad = None
+    return gradients, [4.0, 4.0]
