@@ -273,6 +273,28 @@ class TestFullyShardAutograd(FSDPTest):
             ref_model.zero_grad()
             model.zero_grad()
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(register=["register_hook", "register_post_accumulate_grad_hook"], reshard_after_forward=[True, False])
+    def test_hooks_of_parameters_change_gradients(self, register, reshard_after_forward):
+        """A hook on a parameter can change its gradient, also if gradients accumulate."""
+        manual_seed(42)
+        model = MLP(DIM)
+        ref_model = self._replica(model)
+        shard_each((model.in_proj, model.out_proj, model), reshard_after_forward=reshard_after_forward)
+
+        def double(param: nn.Parameter) -> None:
+            param.grad *= 2
+
+        for param in (*ref_model.parameters(), *model.parameters()):
+            getattr(param, register)(double if "accumulate" in register else lambda grad: 2 * grad)
+        for _ in range(2):
+            rows, mine = self._global_and_local_input()
+            to_one(ref_model(rows)).backward()
+            to_one(model(mine)).backward()
+        self._reduce_1d_partial_grads(ref_model)
+        with torch_defect("fsdp2_hooks_of_parameters_do_not_run", when=register == "register_hook"):
+            check_parity(self, ref_model, model)
+
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_output_gathers_in_smaller_mesh(self):
         """A module resharded to two ranks is gathered from these two, and only if it is used.
