@@ -274,6 +274,22 @@ class TestFullyShardAutograd(FSDPTest):
             model.zero_grad()
 
     @skip_if_lt_x_gpu(2)
+    @subtests(wanted=["everything", "input", "parameters"], reshard_after_forward=[True, False])
+    def test_backward_for_some_leaves(self, wanted, reshard_after_forward):
+        """``backward`` computes the gradients of the leaves that it is asked for, and no others."""
+        manual_seed(42)
+        model = MLP(DIM)
+        ref_model = self._replica(model)
+        shard_each((model.in_proj, model.out_proj, model), reshard_after_forward=reshard_after_forward)
+        rows, mine = self._global_and_local_input(requires_grad=wanted != "parameters")
+        for each, inp in ((ref_model, rows), (model, mine)):
+            leaves = {"everything": None, "input": inp, "parameters": list(each.in_proj.parameters())}
+            to_one(each(inp)).backward(inputs=leaves[wanted])
+        self._reduce_1d_partial_grads(ref_model)
+        with torch_defect("fsdp2_backward_for_parameters_gives_none", when=wanted == "parameters"):
+            self._check_gradients(ref_model, model, rows, mine)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(register=["register_hook", "register_post_accumulate_grad_hook"], reshard_after_forward=[True, False])
     def test_hooks_of_parameters_change_gradients(self, register, reshard_after_forward):
         """A hook on a parameter can change its gradient, also if gradients accumulate."""

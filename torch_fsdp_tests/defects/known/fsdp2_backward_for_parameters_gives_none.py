@@ -1,0 +1,36 @@
+"""``backward`` computes no gradients if its ``inputs`` are the model's parameters.
+
+``loss.backward(inputs=params)`` accumulates the gradients of these leaves only. The leaves of the graph are the
+gathered parameters, and the model's parameters are the sharded ones. Autograd does not find those in the graph, and
+skips them. No gradient is computed, and nothing raises. For the root, whose parameters stay gathered after forward, the
+gradients are right if the program takes ``model.parameters()`` between forward and backward.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_unsharded",
+    features="",
+    way_round="Leave out ``inputs``, and freeze the parameters that should get no gradient.",
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=device) for _ in range(2)))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    loss = model(torch.ones(1, 2, device=device)).sum()
+    loss.backward(inputs=None if way_round else list(model.parameters()))
+    gradients = [layer.weight.grad for layer in model]
+    found = [None if gradient is None else gradient.full_tensor()[0, 0].item() for gradient in gradients]
+    return found, [2.0, 2.0]
