@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -510,6 +511,31 @@ class TestFullyShardAutograd(FSDPTest):
             self._check_gradients(ref_model, model, rows, mine)
             ref_model.zero_grad()
             model.zero_grad()
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(container=["list", "dict", "object"], has_inner=[True, False])
+    def test_root_returns_a_container(self, container, has_inner):
+        """Gradients are reduced whatever the root returns its output in, with and without inner FSDP modules."""
+        pack, unpack = {
+            "list": (lambda x: [x], lambda packed: packed[0]),
+            "dict": (lambda x: {"x": x}, lambda packed: packed["x"]),
+            "object": (lambda x: SimpleNamespace(x=x), lambda packed: packed.x),
+        }[container]
+
+        class Packing(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> Any:
+                return pack(super().forward(x))
+
+        manual_seed(42)
+        model = Packing(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4))
+        ref_model = self._replica(model)
+        shard_each([*([model[0]] if has_inner else []), model])
+        rows, mine = self._global_and_local_input()
+        for each, inp in ((ref_model, rows), (model, mine)):
+            to_one(unpack(each(inp))).backward()
+        self._reduce_1d_partial_grads(ref_model)
+        with torch_defect("fsdp2_outputs_in_objects_are_not_reduced", when=container == "object" and not has_inner):
+            check_parity(self, ref_model, model)
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)

@@ -1,0 +1,45 @@
+"""If the root returns its output in an object, gradients are not reduced, and the optimizer finds none.
+
+FSDP2 notices backward by hooks on the tensors that a module returns. It finds them in tuples, lists, dicts and
+dataclasses, but not in other objects. An inner module then raises, because its parameters are not gathered for
+backward. Those of the root are still gathered, so its backward runs. If no inner module has a hook, nothing ends this
+backward: each rank keeps its own gradient at the gathered parameters.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    features="",
+    way_round="Return tensors in a tuple, a list or a dict.",
+    arguable="no function can look into every object, and the documentation does not say which containers it finds "
+    "tensors in; but nothing warns or raises",
+)
+
+
+class Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Linear(2, 1, bias=False) if way_round else Model(2, 1, bias=False)
+    model.to(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    weight = model.weight  # the sharded one, as the optimizer has it
+    output = model(torch.full((1, 2), rank + 1.0, device=device))
+    (output if way_round else output.logits).sum().backward()
+    found = "none" if weight.grad is None else weight.grad.full_tensor()[0, 0].item()
+    return found, 1.5  # the mean of 1 and 2
