@@ -139,6 +139,20 @@ def to_one(output: torch.Tensor) -> torch.Tensor:
     return (output - 1).square().sum()
 
 
+class Forces(nn.Module):
+    """Scales the derivative of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+        self.scale = nn.Linear(DIM, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x)
+        return self.scale(force)
+
+
 class TestFullyShardAutograd(FSDPTest):
     @property
     def world_size(self) -> int:
@@ -310,6 +324,25 @@ class TestFullyShardAutograd(FSDPTest):
             to_one(model(mine)).backward()
         self._reduce_1d_partial_grads(ref_model)
         with torch_defect("fsdp2_hooks_of_parameters_do_not_run", when=register == "register_hook"):
+            check_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(wrapped=[("",), ("energy", ""), ("energy", "scale", "")], reshard_after_forward=[True, False, None])
+    def test_gradient_inside_forward(self, wrapped, reshard_after_forward):
+        """A forward may compute a gradient, as a model of forces does, and go on with other parameters."""
+        manual_seed(42)
+        model = Forces()
+        ref_model = self._replica(model)
+        units = [model.get_submodule(name) for name in wrapped]
+        shard_each(units, reshard_after_forward=reshard_after_forward)
+        rows, mine = self._global_and_local_input()
+        with torch_defect("fsdp2_gradient_inside_forward_reshards_the_root", when=wrapped == ("energy", "")):
+            for _ in range(2):
+                ref_loss, loss = to_one(ref_model(rows)), to_one(model(mine))
+                self._check_loss(ref_loss, loss)
+                ref_loss.backward()
+                loss.backward()
+            self._reduce_1d_partial_grads(ref_model)
             check_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)

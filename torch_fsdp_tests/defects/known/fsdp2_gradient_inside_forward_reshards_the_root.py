@@ -1,0 +1,47 @@
+"""A forward raises if it computes a gradient of an inner FSDP module and then uses the root's parameters.
+
+A model of forces differentiates an energy in its forward. At the end of this inner backward, FSDP2 ends the backward of
+the root and of all modules below it, also of those that are in the middle of their forward. It reshards the root's
+parameters, which the rest of the forward needs. Without inner FSDP modules the same forward runs.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    features="wrapping",
+    way_round="Put the parameters that are used after the gradient into an FSDP module of their own.",
+    error="got mixed torch.Tensor and DTensor",
+    fails_with=("RuntimeError",),
+)
+
+
+class Forces(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.energy = nn.Linear(2, 1, bias=False, device=device)
+        self.scale = nn.Linear(2, 1, bias=False, device=device)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x)
+        return self.scale(force)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model, mesh = Forces(device), init_device_mesh(device.type, (world_size,))
+    for layer in (model.energy, model.scale):
+        nn.init.ones_(layer.weight)
+    for module in (model.energy, *([model.scale] if way_round else []), model):
+        fully_shard(module, mesh=mesh)
+    try:
+        return model(torch.ones(1, 2, device=device)).item(), 2.0
+    except RuntimeError as error:
+        return str(error), 2.0
