@@ -342,6 +342,26 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
     @skip_if_lt_x_gpu(4)
+    @subtests(before=[True, False, 2], after=[True, False], trains=[True, False])
+    def test_reshard_after_forward_changes_between_steps(self, before, after, trains):
+        """The setter may come after a training step or an evaluation, wherever the parameters are then."""
+        ref_model, model = both = [filled(nn.Linear(4, 3, device=self.device)) for _ in range(2)]
+        fully_shard(model, reshard_after_forward=before)
+        self._seed()
+        first, second = (self._inputs(2, 4) for _ in range(2))
+        for each in both:
+            if trains:
+                train(each, first)
+            else:
+                with torch.no_grad():
+                    each(first)
+        model.set_reshard_after_forward(after)
+        with torch_defect("fsdp2_changing_reshard_on_smaller_mesh_raises", when=before == 2 and not (trains or after)):
+            self.assertEqual(*(train(each, second) for each in both))
+            average_gradients(ref_model)
+            check_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
         """Between forward and backward a parameter has its full values, also over a smaller mesh.
 

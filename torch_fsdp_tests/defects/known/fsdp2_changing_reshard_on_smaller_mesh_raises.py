@@ -1,0 +1,40 @@
+"""A module that reshards to a smaller mesh raises if it is told after an evaluation not to reshard.
+
+With an int as ``reshard_after_forward``, parameters are in shards over the smaller mesh after forward. An evaluation
+leaves them there, because no backward follows. ``set_reshard_after_forward(False)`` removes the smaller mesh from the
+settings, but leaves the shards. The next forward gathers these shards, and looks for their mesh.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.set_reshard_after_forward",
+    features="strategies",
+    way_round="Call ``module.reshard()`` before ``set_reshard_after_forward``.",
+    error="in _all_gather_process_group ... Expected mesh_info to be FSDPMeshInfo",
+    world_size=4,
+    fails_with=("AssertionError",),
+)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=2)
+    x = torch.ones(1, 2, device=device)
+    with torch.no_grad():
+        model(x)
+        if way_round:
+            model.reshard()
+        model.set_reshard_after_forward(False)  # for a longer evaluation
+        try:
+            return model(x).item(), 2.0
+        except AssertionError as error:
+            return str(error), 2.0
