@@ -359,9 +359,12 @@ class Sharing(nn.Sequential):
 
 
 class Writing(nn.Linear):
+    detaches = False
+
     def forward(self, x: torch.Tensor, container: Any, index: int) -> torch.Tensor:
-        container[index] = super().forward(x)
-        return container[index]
+        output = super().forward(x)
+        container[index] = output.detach() if self.detaches else output
+        return output
 
 
 class WithCount(nn.Module):
@@ -536,6 +539,22 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
             self.assertEqual(model(inp), plain.to(inp.dtype)(inp))
         is_rebuilt = param_dtype is not None and cast_forward_inputs and isinstance(container, (list, dict))
         with torch_defect("fsdp2_writes_to_cast_inputs_are_lost", when=is_rebuilt):
+            self.assertEqual(model.container, plain.container)
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(container=[[None, None], {}, collections.OrderedDict(), collections.UserDict()], detaches=[True, False])
+    def test_layers_share_a_container_in_training(self, container, detaches):
+        """It is the same container for all layers, whether its tensors have gradients or not."""
+        layers = [filled(Writing(4, 4, device=self.device)) for _ in range(2)]
+        plain, model = (Sharing(copy.copy(container), *copy.deepcopy(layers)) for _ in range(2))
+        shard_each((*model, model))
+        for layer in (*plain, *model):
+            layer.detaches = detaches
+        inp = torch.ones(2, 4, device=self.device) / 3 + self.rank
+        self.assertEqual(model(inp), plain(inp))
+        # A torch that does not look into dataclasses copies all containers beside an input with a gradient.
+        is_copied = not (detaches and torch_facts.FINDS_TENSORS_IN_DATACLASSES) and isinstance(container, (list, dict))
+        with torch_defect("fsdp2_writes_beside_gradients_are_lost", when=is_copied):
             self.assertEqual(model.container, plain.container)
 
     @torch_defect("fsdp2_group_casts_its_first_input_alone")

@@ -1,0 +1,48 @@
+"""In training, what a module writes into a list or a dict is lost if that also holds a tensor with a gradient.
+
+To run its post-backward, FSDP2 puts the inputs that require gradients through a function of autograd, and rebuilds the
+lists, tuples and dicts that hold them. The module gets a copy. Of the layers that fill a common cache, only the first
+one's entry stays. Older versions rebuild all containers as soon as one of the inputs requires a gradient.
+"""
+
+from collections import UserDict
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.SILENTLY_WRONG,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._register_post_backward_hook",
+    features="",
+    way_round="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
+)
+
+
+class Layer(nn.Linear):
+    def forward(self, x, cache):
+        cache[len(cache)] = output = super().forward(x)
+        return output
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(2, 2, device=device) for _ in range(3))
+
+    def forward(self, x, kind):
+        cache = kind()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return len(cache)
+
+
+def reproduce(rank, world_size, device, way_round=False):
+    model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    return model(torch.ones(1, 2, device=device), UserDict if way_round else dict), 3
