@@ -1757,19 +1757,29 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(
-        what=["zero_grad", "optimizer", "freeze"], reshard_after_forward=[True, False, 2, None], evaluates=[True, False]
+        what=["step", "zero_grad", "optimizer", "freeze"],
+        reshard_after_forward=[True, False, 2, None],
+        evaluates=[True, False],
     )
     def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
         """What is done with the parameters after an evaluation counts in the next steps, as in a plain model."""
         ref_model, model = both = self._two_mlps(reshard_after_forward)
         batches = [self._inputs(2, 8) for _ in range(3)]
+
+        def step(each: nn.Module, optim: torch.optim.Optimizer) -> None:
+            if each is ref_model:
+                average_gradients(each)
+            optim.step()
+
         for each in both:
             optim = torch.optim.SGD(each.parameters(), lr=0.1)
             train(each, batches[0])
             if evaluates:
                 with torch.no_grad():
                     each(batches[1])
-            if what == "zero_grad":
+            if what == "step":
+                step(each, optim)
+            elif what == "zero_grad":
                 each.zero_grad()
             elif what == "optimizer":
                 optim = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -1777,9 +1787,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 each[2].requires_grad_(False)
             for batch in batches[1:]:
                 train(each, batch)
-                if each is ref_model:
-                    average_gradients(each)
-                optim.step()
+                step(each, optim)
         with torch_defect(
             "fsdp2_evaluation_leaves_the_root_gathered", when=evaluates and reshard_after_forward is not True
         ):
