@@ -317,6 +317,11 @@ FAKE_COLLECTIVES_CAN_RAISE = Fact(
     "lets the collectives of a fake process group raise",
     _has("torch._C._distributed_c10d", "FakeProcessGroup.Options.error_on_collective"),
 )
+HAS_DERIVED_SHARDING_RULES = Fact(
+    (2, 11),
+    "has DTensor rules for operators that consist of others, such as mse_loss",
+    _has("torch.distributed.tensor", "_decompositions"),
+)
 LOCKS_FAKE_MODE = Fact(
     (2, 12),
     "locks the fake mode in which DTensor propagates shapes",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -38,7 +39,8 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.references import average, full
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -674,6 +676,28 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertIsNotNone(model.adapter.weight.grad)
         with torch_defect("fsdp2_frozen_parameter_of_unused_unit_gets_zeros", when=not use_adapter):
             self.assertIsNone(model.adapter.bias.grad)
+
+    @needs(torch_facts.HAS_DERIVED_SHARDING_RULES)
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        loss=[F.l1_loss, F.mse_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy],
+        reduction=["mean", "sum"],
+        shards=["even", "uneven", "empty"],
+    )
+    def test_loss_of_the_parameters(self, loss, reduction, shards):
+        """The value and the gradients are those of the whole parameters. FSDP does not average these gradients."""
+        rows = {"even": 2 * self.world_size, "uneven": 2 * self.world_size - 1, "empty": self.world_size - 1}[shards]
+        ref_model = filled(nn.Linear(3, rows, bias=False), 0.1, 0.9).to(self.device)
+        model = fully_shard(self._replica(ref_model))
+        weights = [ref_model.weight, model.weight]
+        losses = [loss(weight, torch.full_like(weight, 0.5), reduction=reduction) for weight in weights]
+        for each in losses:
+            each.backward()
+        is_derived_mean = reduction == "mean" and loss is not F.l1_loss
+        with torch_defect("fsdp2_mean_loss_of_uneven_shards_is_wrong", when=is_derived_mean and shards == "uneven"):
+            self.assertEqual(full(losses[1]), losses[0])
+        with torch_defect("fsdp2_gradient_of_mean_loss_is_too_large", when=is_derived_mean and shards != "empty"):
+            self.assertEqual(full(model.weight.grad), ref_model.weight.grad)
 
 
 @dataclasses.dataclass(frozen=True)
