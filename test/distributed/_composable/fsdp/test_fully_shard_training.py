@@ -49,7 +49,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
@@ -387,7 +387,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @property
     def world_size(self) -> int:
         # Four ranks are enough for transformers. With eight ranks, some have no row of a linear layer.
-        words = ("multi_group", "prefetching", "event", "post_forward")
+        words = ("multi_group", "prefetching", "event", "post_forward", "each_optimizer")
         return ranks_of(self, 4 if any(word in self._testMethodName for word in words) else 8)
 
     @skip_if_lt_x_gpu(2)
@@ -573,6 +573,42 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         ref_model = self._replica(model)
         shard_each([*model.to(self.device), model])
         self._check_training(ref_model, model, lambda: self._inputs(2, 3), optim_cls=optim_cls, fused=True)
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        valid=lambda optim_cls, ndim, shards: ndim == {"Adafactor": 1, "Muon": 2}.get(optim_cls.__name__, ndim),
+        optim_cls=[
+            *(torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+            *(torch.optim.Adafactor, torch.optim.Muon),
+        ],
+        ndim=[1, 2],
+        shards=["even", "uneven", "empty"],
+    )
+    def test_each_optimizer(self, optim_cls, ndim, shards):
+        """Optimizers of vectors and matrices. If shards are empty, the first rank has all there is, a row."""
+        rows = {"even": 2 * self.world_size, "uneven": 2 * self.world_size - 1, "empty": 1}[shards]
+        ref_model = filled(nn.RMSNorm(rows) if ndim == 1 else nn.Linear(3, rows, bias=False)).to(self.device)
+        model = fully_shard(self._replica(ref_model))
+        shows = NO_DEFECT
+        if optim_cls is torch.optim.Adafactor:
+            shows = torch_defect("fsdp2_adafactor_takes_norms_of_shards", when=shards != "empty")
+        elif optim_cls is torch.optim.Muon:
+            shows = torch_defect("fsdp2_muon_refuses_fewer_rows_than_ranks", when=shards == "empty")
+        with shows:
+            self._check_steps(ref_model, model, optim_cls)
+
+    def _check_steps(self, ref_model: nn.Module, model: nn.Module, optim_cls: type[torch.optim.Optimizer]) -> None:
+        optims = [optim_cls(each.parameters(), lr=0.1) for each in (ref_model, model)]
+        columns = ref_model.weight.size(-1)
+        self._seed()
+        for _ in range(3):
+            inputs = self._inputs(4, columns)
+            for each in (ref_model, model):
+                loss_of(each(inputs)).backward()
+            average_gradients(ref_model)
+            take_step(optims)
+        low = {"rtol": 1e-2, "atol": 1e-2} if optim_cls is torch.optim.Muon else {}  # it multiplies in bfloat16
+        check_parity(self, ref_model, model, what=("parameter",), **low)
 
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
