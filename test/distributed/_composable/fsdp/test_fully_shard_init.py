@@ -711,6 +711,21 @@ class TestFullyShardMetaDeviceInit(InitTest):
         self.assertEqual(full_tensors(model), {name: param.detach() for name, param in ref_model.named_parameters()})
 
     @skip_if_lt_x_gpu(1)
+    @subtests(cls=[nn.Embedding, nn.EmbeddingBag], padding_idx=[1, -1], sharded_dim=[0, 1], device=[HOST, META])
+    def test_padding_row_of_an_embedding_is_zero(self, cls, padding_idx, sharded_dim, device):
+        """The row is set to zero when the embedding is made, and again when it is reset."""
+        with device:
+            model = cls(2 * self.world_size, 2 * self.world_size, padding_idx=padding_idx)
+        mesh = make_mesh(self.world_size)
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(sharded_dim))
+        if device is META:
+            model.to_empty(device=self.device)
+            model.reset_parameters()
+        zeros = (full_tensors(model)["weight"] == 0).all(dim=1).nonzero().flatten().tolist()
+        with torch_defect("fsdp2_padding_row_is_not_zeroed", when=device is META and sharded_dim == 0):
+            self.assertEqual(zeros, [padding_idx % (2 * self.world_size)])
+
+    @skip_if_lt_x_gpu(1)
     def test_invalid_meta_device_init(self):
         mesh = make_mesh(self.world_size)
         with META:
