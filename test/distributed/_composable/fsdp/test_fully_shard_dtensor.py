@@ -33,6 +33,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import take_step
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
@@ -530,6 +531,30 @@ class TestReductionOverTensorParallelism(FSDPTest):
         grad = model.weight.grad.full_tensor()
         with torch_defect("fsdp2_tp_reduction_ignores_reduce_dtype", when=not accumulates):
             self.assertEqual(grad, torch.full_like(grad, 257.0), rtol=0, atol=0)
+
+
+class TestOperatorsOnShards(FSDPTest):
+    world_size = 2
+
+    def _whole_and_sharded(self, dim: int) -> tuple[nn.Parameter, nn.Parameter]:
+        ref_model = filled(nn.Linear(4, 4, bias=False)).to(self.device)
+        model = fully_shard(copy.deepcopy(ref_model), shard_placement_fn=lambda param: Shard(dim))
+        return ref_model.weight, model.weight
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(dim=[0, 1, -1, -2], sharded_dim=[0, 1])
+    def test_cumulative_sum(self, dim, sharded_dim):
+        whole, sharded = self._whole_and_sharded(sharded_dim)
+        with torch_defect("fsdp2_cumulative_sum_restarts_on_each_rank", when=dim + 2 == sharded_dim):
+            self.assertEqual(sharded.cumsum(dim).full_tensor(), whole.cumsum(dim))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(dim=[0, 1, -1, -2], sharded_dim=[0, 1], order=[1, 2])
+    def test_sum_of_norms(self, dim, sharded_dim, order):
+        """The norms of rows or columns, as in the group lasso."""
+        whole, sharded = self._whole_and_sharded(sharded_dim)
+        with torch_defect("fsdp2_sum_of_column_norms_is_wrong", when=order == 2 and dim % 2 == sharded_dim):
+            self.assertEqual(sharded.norm(order, dim=dim).sum().full_tensor(), whole.norm(order, dim=dim).sum())
 
 
 if __name__ == "__main__":
