@@ -49,7 +49,7 @@ class TestConsolidation(DTensorTestBase):
         dcp.save(model.state_dict(), storage_writer=writer)
         found: dict[str, Any] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            found |= safetensors.load_file(file, device=str(self.device))
+            found |= {name: value.to(self.device) for name, value in safetensors.load_file(file).items()}
         return found
 
     @with_comms
