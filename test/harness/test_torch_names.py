@@ -340,7 +340,7 @@ class TestFacts(TestCase):
         self.assertNotIsInstance(error.exception, unittest.SkipTest)
 
     def test_preloading_says_what_cannot_be_imported(self):
-        (remark,) = forkserver.preload(["torch", "torch.no_such_module"])
+        (remark,) = forkserver.preload(["torch", "torch.no_such_module"], if_present=["torch.no_such_either"])
         words = "torch.no_such_module cannot be imported in advance, so every process will import it itself: No module"
         self.assertIn(words, remark)
 

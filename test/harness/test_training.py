@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp.training import LARGEST_VALUE, moderate_steps
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import collectives, combinations
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
@@ -67,6 +69,26 @@ class TestSubtests(unittest.TestCase):
         body = subtests(a=[1, 2])(lambda self, a: self.assertEqual(a, 1))
         ((test, _),) = run(type("Sample", (unittest.TestCase,), {"test": body})).failures
         self.assertIn("(a=2)", str(test))
+
+
+class TestModerateSteps(unittest.TestCase):
+    """Without it, trainings that explode could be compared, or the check could read memory that FSDP has freed."""
+
+    def test_large_values_are_refused(self):
+        for value in (2 * LARGEST_VALUE, math.inf, math.nan):
+            with self.subTest(value), self.assertRaisesRegex(AssertionError, "leaves parameters whose largest values"):
+                self._step(nn.Parameter(torch.tensor([1.0, value])))
+
+    def test_freed_memory_is_passed_over(self):
+        freed = nn.Parameter(torch.ones(2))
+        freed.untyped_storage().resize_(0)
+        self._step(freed)
+        with self.assertRaises(AssertionError):
+            self._step(freed, nn.Parameter(torch.tensor([math.inf])))
+
+    def _step(self, *params: nn.Parameter) -> None:
+        with moderate_steps():
+            torch.optim.SGD(params, lr=1.0).step()
 
 
 class TestRecordedCollectives(FSDPTest):
