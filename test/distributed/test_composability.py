@@ -120,7 +120,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
 
         Before 2.15 they are added in bfloat16, the dtype in which autograd computes them.
         """
-        with torch_defect("fsdp2_split_backward_adds_up_in_low_precision"):
+        with torch_defect("pipeline_split_backward_adds_up_in_low_precision"):
             self._check_one_step("FSDP_MP", "ScheduleDualPipeV")
 
     def _check_one_step(self, dp_type: str, schedule: str) -> None:
@@ -309,7 +309,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
 
         Since 2.13 the evaluation sets them to None.
         """
-        with torch_defect("fsdp2_pipeline_evaluation_clears_gradients"):
+        with torch_defect("pipeline_evaluation_clears_gradients"):
             self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))
 
     def _check_two_steps(self, schedule: str, between: Callable[[Pipeline, Batch], object]) -> None:

@@ -388,7 +388,7 @@ class TestMultiProc(DynamoTest):
                 model.train()
             with torch_defect("fsdp1_evaluation_brings_back_offloaded_gradients"):
                 self.assertTrue(all(param.grad is None for param in model.parameters()))
-            optims[1].zero_grad()  # the way round: dynamo cannot compile where gradients are left
+            optims[1].zero_grad()  # a workaround: dynamo cannot compile where gradients are left
             self._backward(ref_model, compiled, step)
             average_gradients(ref_model)
             for optim in optims:

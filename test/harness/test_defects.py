@@ -1,4 +1,4 @@
-"""The registry of torch's defects: its command, its scripts, each defect when repaired, and the suite's tests."""
+"""The registry of torch's defects: its command, its scripts, each defect when fixed, and the suite's tests."""
 
 import ast
 import dataclasses
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import INPUTS, ROOT, assert_refused, outputs
+from runs import INPUTS, assert_refused, outputs
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import launch, registry, texts, trial
 from torch_fsdp_tests.defects.__main__ import main
-from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect
+from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -77,7 +77,7 @@ class TestRegistry(TestCase):
         for id in registry.ids():
             with self.subTest(id):
                 defect = registry.defect(id)
-                self.assertTrue(id.startswith(defect.family.lower()))
+                self.assertTrue(id.startswith(f"{defect.component.value.lower()}_"))
                 self.assertGreater(len(defect.explanation), 80)
                 self.assertNotIn("\n", defect.title)
                 self.assertIn("torch", defect.where)
@@ -126,11 +126,6 @@ class TestRegistry(TestCase):
                     found = "".join(mark[defect.expected(version)] for version in versions)
                     self.assertEqual(found, wanted)
 
-    def test_table_in_the_documentation_is_up_to_date(self):
-        """``python -m torch_fsdp_tests.defects --markdown`` makes it."""
-        page = (ROOT / "torch_fsdp_tests" / "defects" / "README.md").read_text(encoding="utf-8")
-        self.assertTrue(texts.table() in page, "torch_fsdp_tests/defects/README.md has another table")
-
 
 class TestCommand(TestCase):
     """Without it, a reproduction could stop to reproduce, or the command could say nothing of it."""
@@ -152,7 +147,9 @@ class TestCommand(TestCase):
         self.assertRegex(out, rf"(?m)^\[1/1\] {SHOWN}  present  2\.\ds$")
         self.assertRegex(out, r'(?m)^    found  \{"weight": 0.75\}\n    right  \{"weight": 1.5\}$')
         last = "1 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
-        self.assertEqual(out.splitlines()[-1], last)
+        self.assertEqual(out.splitlines()[-2], last)
+        exposures = "of those that are present: 0 default, 0 common, 1 rare, 0 hardware"
+        self.assertEqual(out.splitlines()[-1], exposures)
 
     def test_package_that_is_missing(self):
         defect = registry.defect("fsdp2_extension_gets_one_payload")
@@ -165,7 +162,7 @@ class TestCommand(TestCase):
     def test_json(self):
         status, out = self.printed(SHOWN, "--json")
         printed = json.loads(out)
-        self.assertEqual((status, printed["version"], printed["torch"]), (0, 1, torch.__version__))
+        self.assertEqual((status, printed["version"], printed["torch"]), (0, 2, torch.__version__))
         (answer,) = printed["defects"]
         wanted = {"id": SHOWN, "answer": "present", "expected": "present", "found": {"weight": 0.75}, "seconds": 2.25}
         self.assertEqual({name: answer[name] for name in wanted}, wanted)
@@ -180,23 +177,33 @@ class TestCommand(TestCase):
         self.assertIn(f"not as expected: {SHOWN} is absent, but present was expected", out)
 
     def test_selection(self):
-        status, out, _ = command("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
-        hangs = [id for id in registry.ids() if registry.defect(id).consequence is Consequence.HANG]
-        self.assertIn("fsdp2_inf_norm_of_empty_shard_hangs", hangs)
-        wanted = [id for id in hangs if registry.defect(id).family == "FSDP2"]
-        self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, wanted))
+        """Each option takes some kinds, and a defect has to be of one kind of each option."""
+        kinds = "--component", "dsd, DTensor", "--consequence", "hang,error", "--exposure", "rare"
+        status, out, _ = command("--list", *kinds)
+        *lines, last = out.splitlines()
+        wanted = [
+            defect.id
+            for defect in registry.defects()
+            if defect.consequence in (Consequence.HANG, Consequence.ERROR)
+            if defect.component in (Component.DTENSOR, Component.DSD)
+            if defect.exposure is Exposure.RARE
+        ]
+        self.assertEqual(wanted[0], "dtensor_inf_norm_of_empty_shard_hangs")
+        self.assertEqual((status, [line.split()[0] for line in lines]), (0, wanted))
+        self.assertEqual(last, f"{len(wanted)} known defects: 0 default, 0 common, {len(wanted)} rare, 0 hardware")
 
     def test_bad_arguments(self):
         cases = {
             ("fsdp2_divide_twice",): "there is no defect 'fsdp2_divide_twice': did you mean fsdp2_divides_twice",
             ("zzz*",): "there is no defect 'zzz*': --list shows all",
             ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
-            ("--family", "FSDP3"): "invalid choice: 'FSDP3'",
+            ("--component", "FSDP2,FSDP3"): "there is no component 'fsdp3'; there are FSDP2, DTensor, ",
+            ("--exposure", ""): "there is no exposure ''; there are default, common, rare, hardware",
             (
                 "fsdp2_extension_gets_one_payload",
                 "--consequence",
                 "hang",
-            ): "none of these defects has this family and this consequence",
+            ): "none of these defects has these kinds",
         }
         assert_refused(self, main, cases.items())
 
@@ -271,12 +278,12 @@ class TestScripts(TestCase):
 
 
 def remedies(defect: Defect) -> dict[str, Program]:
-    """Programs in which the defect must not show: on the way round it, and after the repair of its cause in memory."""
+    """Programs in which the defect must not show: with the workaround, and after the repair of its cause in memory."""
     programs: dict[str, Program] = {}
-    later = re.search(r"with torch ([\d.]+) or later", defect.way_round)
+    later = re.search(r"with torch ([\d.]+) or later", defect.workaround)
     if later is None or version_fits(torch.__version__, f">={later[1]}"):
-        if "way_round" in inspect.signature(defect.reproduce).parameters:
-            programs["way round"] = functools.partial(defect.reproduce, way_round=True)
+        if "workaround" in inspect.signature(defect.reproduce).parameters:
+            programs["workaround"] = functools.partial(defect.reproduce, workaround=True)
     if defect.id in repairs.REPAIRS and defect.expected(torch.__version__) is Answer.PRESENT:
 
         def reproduce_repaired(*of_rank: Any) -> tuple[Any, Any]:
@@ -344,7 +351,7 @@ class TestReproductions(TestCase):
         self.assertEqual([texts.line(finding) for finding in remedied if finding.answer is not Answer.ABSENT], [])
         tried = [finding.defect for finding in findings if finding.answer is not Answer.CANNOT_BE_TRIED]
         counts = Counter(remedy for defect in tried for remedy in remedies(defect))
-        self.assertGreater(counts["way round"], 60)
+        self.assertGreater(counts["workaround"], 60)
         self.assertGreater(counts["repair"], 40 if IS_THIS_SOURCE else -1)
 
     @unittest.skipUnless(IS_THIS_SOURCE, "needs torch 2.13, whose source the repairs change")

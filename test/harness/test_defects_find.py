@@ -32,13 +32,13 @@ def ids(defects: list[registry.Defect]) -> list[str]:
 class TestAnswers(TestCase):
     """Without it, a defect could lack what its finder needs, or name a feature that nobody can ask for."""
 
-    def test_every_defect_has_features_and_a_way_round(self):
+    def test_every_defect_has_features_and_a_workaround(self):
         for id in registry.ids():
             with self.subTest(id):
                 defect = registry.defect(id)
                 self.assertLessEqual({*defect.uses}, {*find.SHORT})
-                if defect.way_round != registry.NO_WAY_ROUND:
-                    self.assertRegex(defect.way_round, r"(?s)^(``|[A-Z]).{15,}\.$")
+                if defect.workaround != registry.NO_WORKAROUND:
+                    self.assertRegex(defect.workaround, r"(?s)^(``|[A-Z]).{15,}\.$")
 
     def test_an_error_has_words_of_its_message(self):
         """Names of functions alone would fit every traceback through them."""
@@ -54,10 +54,10 @@ class TestAnswers(TestCase):
     def test_answer(self):
         """It says whether this torch has the defect, since when, until when, and how to avoid it."""
         lines = self.answer("fsdp2_outputs_in_dataclasses_raise").splitlines()
-        self.assertIn("    torch 2.13.0 does not have it; since 2.9 or earlier, repaired in 2.12", lines)
-        self.assertIn("    way round: Return the tensors in a tuple, a list or a dict.", lines)
+        self.assertIn("    torch 2.13.0 does not have it; since 2.9 or earlier, fixed in 2.12", lines)
+        self.assertIn("    workaround: Return the tensors in a tuple, a list or a dict.", lines)
         lines = self.answer("fsdp2_failed_conversion_loses_gradients").splitlines()
-        self.assertIn("    torch 2.13.0 does not have what is broken; since 2.15, not repaired in 2.15", lines)
+        self.assertIn("    torch 2.13.0 does not have what is broken; since 2.15, not fixed in 2.15", lines)
 
 
 class TestFind(TestCase):
@@ -84,9 +84,9 @@ class TestFind(TestCase):
 
     def test_same_message_from_another_function(self):
         """A ``KeyError: 0`` of the user's own code is not that of ``get_optimizer_state_dict``."""
-        text = TRACEBACKS["fsdp2_optimizer_state_while_gathered_raises"]
+        text = TRACEBACKS["dsd_optimizer_state_while_gathered_raises"]
         self.assertEqual(ids(find.by_traceback(text.replace("_get_optim_state_dict", "_get_optim_state_dicts"))), [])
-        self.assertEqual(ids(find.by_traceback("KeyError: 0\n")), ["fsdp2_optimizer_state_while_gathered_raises"])
+        self.assertEqual(ids(find.by_traceback("KeyError: 0\n")), ["dsd_optimizer_state_while_gathered_raises"])
 
     def test_words(self):
         for words in ("setStorage", "183702", "#183702", "https://github.com/pytorch/pytorch/issues/183702"):
@@ -101,21 +101,20 @@ class TestFind(TestCase):
         """Those in use have to include all that a defect takes. The worst defect comes first."""
         found = find.by_features({"fsdp2", "offload", "tp"})
         self.assertTrue(all({*defect.uses} <= {"fsdp2", "offload", "tp"} for defect in found))
-        self.assertIn("fsdp2_uneven_rows_with_tp_are_reordered", ids(found))
-        severities = [defect.consequence.severity for defect in found]
-        self.assertEqual(severities, sorted(severities))
-        families = {defect.family for defect in find.by_features({"offload"})}
-        self.assertEqual(families, {"FSDP1", "FSDP2"})
+        self.assertIn("dtensor_uneven_rows_with_tp_are_reordered", ids(found))
+        self.assertEqual(found, registry.worst_first(found))
+        interfaces = {defect.uses[0] for defect in find.by_features({"offload"})}
+        self.assertEqual(interfaces, {"fsdp1", "fsdp2"})
 
 
 class TestChanges(TestCase):
-    """Without it, ``--between`` could leave out a defect that came, or tell of what both versions have."""
+    """Without it, ``--between`` could leave out a defect that was introduced, or tell of what both versions have."""
 
     def test_from_one_version_to_the_next(self):
         found = changes.between("2.13", "2.14")
-        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in found.repaired])
+        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in found.fixed])
         self.assertEqual(
-            [defect.id for defect in found.came],
+            [defect.id for defect in found.introduced],
             ["fsdp2_order_of_spmd_axes_is_lost", "fsdp2_spmd_axis_of_one_rank_refused"],
         )
         words = "torch 2.14 lets parameters of FSDP2 keep the annotations of the package spmd-types."
@@ -123,16 +122,16 @@ class TestChanges(TestCase):
         self.assertIn("(before 2.14 it cannot show)", changes.text("2.13", "2.14"))
 
     def test_all_versions_add_up(self):
-        """What came and was not repaired later is what the last version has and the first has not."""
+        """What was introduced and not fixed later is what the last version has and the first has not."""
         versions = registry.versions()
         has: list[set[str]] = [{id for id in registry.ids() if registry.defect(id).is_in(versions[0])}]
         for older, newer in itertools.pairwise(versions):
             step = changes.between(older, newer)
-            has.append(has[-1] - {defect.id for defect in step.repaired} | {defect.id for defect in step.came})
+            has.append(has[-1] - {defect.id for defect in step.fixed} | {defect.id for defect in step.introduced})
         total = changes.between(versions[0], versions[-1])
-        self.assertEqual({defect.id for defect in total.came}, has[-1] - has[0])
-        self.assertEqual({defect.id for defect in total.repaired}, has[0] - has[-1])
-        sentences = [*total.new, *total.different]
+        self.assertEqual({defect.id for defect in total.introduced}, has[-1] - has[0])
+        self.assertEqual({defect.id for defect in total.fixed}, has[0] - has[-1])
+        sentences = [*total.new, *total.changed]
         self.assertEqual(len(sentences), sum(not fact.repairs for fact in torch_facts.facts().values()))
 
 
@@ -142,13 +141,13 @@ class TestPage(TestCase):
     def test_every_defect_has_its_part(self):
         page = versions_page.render()
         self.assertEqual(sorted(re.findall(r'<details class=file id="(\w+)"', page)), registry.ids())
-        defect = registry.defect("fsdp2_partial_group_loses_gradients")  # came in 2.12, repaired in 2.13
+        defect = registry.defect("fsdp2_partial_group_loses_gradients")  # introduced in 2.12, fixed in 2.13
         part = page.partition(f'id="{defect.id}"')[2].partition("<details class=file")[0]
         marks = re.findall(r'data-title="([\d.]+)" title="torch [\d.]+ has the defect"', part)
         self.assertEqual(marks, ["2.12"])
         self.assertIn(html.escape(texts.script(defect)), part)
         self.assertIn("fully_shard(a)", part)
-        self.assertIn('data-state="silently wrong" data-features="FSDP2|Wrapping"', part)
+        self.assertIn('data-state="silently wrong" data-feature="FSDP2|Wrapping" data-exposure="rare"', part)
 
     def test_it_is_written(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -161,13 +160,14 @@ class TestCommand(TestCase):
     """Without it, ``--find`` and ``--using`` could find something and not print it, or pass over a wrong argument."""
 
     def test_traceback_on_standard_input(self):
-        status, out, _ = command("--find", "-", stdin=TRACEBACKS["fsdp2_ignored_parameters_break_foreach"])
+        status, out, _ = command("--find", "-", stdin=TRACEBACKS["optimizer_ignored_parameters_break_foreach"])
         self.assertEqual(status, 0)
-        self.assertTrue(out.startswith("fsdp2_ignored_parameters_break_foreach (error): "), out)
-        self.assertTrue(out.endswith("\n1 known defect fits; --show ID prints a script for one\n"), out)
+        self.assertTrue(out.startswith("optimizer_ignored_parameters_break_foreach (error, rare): "), out)
+        last = "1 known defect fits (0 default, 0 common, 1 rare, 0 hardware); --show ID prints a script for one"
+        self.assertEqual(out.splitlines()[-1], last)
 
     def test_what_this_torch_has_comes_first(self):
-        """``setStorage`` is the end of several defects. One cannot show before 2.13, and 2.12 repaired another one."""
+        """``setStorage`` is the end of several defects. One cannot show before 2.13, and 2.12 fixed another one."""
         cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
         for version, gone in cases.items():
             with self.subTest(version), unittest.mock.patch("torch.__version__", version):
@@ -184,7 +184,7 @@ class TestCommand(TestCase):
         printed = re.findall(r"^(\w+) \(", out, re.MULTILINE)
         has = [each for each in find.by_features({"fsdp2", "tp"}) if each.expected("2.14.0") is Answer.PRESENT]
         self.assertEqual(printed, ids(has))
-        self.assertNotIn("fsdp2_uneven_rows_with_tp_are_reordered", printed)
+        self.assertNotIn("dtensor_uneven_rows_with_tp_are_reordered", printed)
 
     def test_bad_arguments(self):
         for arguments, words in {

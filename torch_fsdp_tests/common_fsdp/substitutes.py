@@ -20,8 +20,8 @@ _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
     """Moving a whole flat parameter to the host copies it, even if it is there already.
 
-    A way round the defect ``fsdp1_offloading_on_the_host_frees_parameters``: without the copy, FSDP frees what it has
-    just moved (with ``offload_to_cpu`` for a state dict). A test in this context shows what FSDP does with the copy,
+    A workaround for ``fsdp1_offloading_on_the_host_frees_parameters``: without the copy, FSDP frees what it has just
+    moved (with ``offload_to_cpu`` for a state dict). A test in this context shows what FSDP does with the copy,
     but not that FSDP makes one. For ranks that are processes.
     """
     if accelerator.current().has("device_memory"):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_fsdp_tests.defects import changes, find, registry, texts, trial, versions_page
-from torch_fsdp_tests.defects.registry import Answer, Consequence, Refused
+from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, Refused
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.atomic import write_text
@@ -21,9 +22,10 @@ from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.processes import host
 
+KINDS: tuple[type[enum.Enum], ...] = (Component, Consequence, Exposure)  # facts by which options choose defects
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
-repaired, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing; 2 for
+fixed, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing; 2 for
 bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
@@ -37,15 +39,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="the defects to check, by id or glob (default: all)")
-    parser.add_argument("--family", choices=["FSDP1", "FSDP2"], help="check only defects of this family")
-    names = [consequence.value for consequence in Consequence]
-    parser.add_argument(
-        "--consequence",
-        choices=names,
-        metavar="WHAT",
-        help=f"check only defects with this consequence: {', '.join(names)}",
-    )
-    parser.add_argument("--list", action="store_true", help="list the defects, and check none")
+    for kind in KINDS:
+        name = kind.__name__.lower()
+        what = f"check, list or find only defects of some of {', '.join(each.value for each in kind)}"
+        parser.add_argument(f"--{name}", type=_some_of(kind), metavar="SOME", help=f"{what} (separated by commas)")
+    parser.add_argument("--list", action="store_true", help="list the defects, the worst first, and check none")
     parser.add_argument(
         "--find",
         nargs="+",
@@ -59,15 +57,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--between", nargs=2, metavar="VERSION", help="print what changed from one version of torch to another"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write a page about all defects, their versions and the ways round"
+        "--html", metavar="FILE", help="write a page about all defects, their versions and the workarounds"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
-    parser.add_argument("--markdown", action="store_true", help="print the table of defects by version, and check none")
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
     return parser.parse_args(argv)
+
+
+def _some_of(kind: type[enum.Enum]) -> Callable[[str], Collection[enum.Enum]]:
+    """How to read some members of an enum, such as ``default,common``."""
+
+    def read(text: str) -> Collection[enum.Enum]:
+        members = {member.value.lower(): member for member in kind}
+        names = [name.strip().lower() for name in text.split(",")]
+        for name in names:
+            if name not in members:
+                there_are = ", ".join(member.value for member in kind)
+                raise argparse.ArgumentTypeError(f"there is no {kind.__name__.lower()} {name!r}; there are {there_are}")
+        return {members[name] for name in names}
+
+    return read
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,19 +112,18 @@ def _answer(options: argparse.Namespace) -> int:
         (finding,) = trial.try_all([registry.defect(options.issue).id], 1)
         print(texts.issue(finding), end="")
         return 0
-    defects = list(map(registry.defect, registry.matching(options.ids or ["*"])))
-    if options.markdown:
-        print(texts.table())
-        return 0
-    family, consequence = options.family, options.consequence
-    defects = [each for each in defects if family in (None, each.family)]
-    defects = [each for each in defects if consequence in (None, each.consequence.value)]
+    defects = _chosen(options, map(registry.defect, registry.matching(options.ids or ["*"])))
     if not defects:
-        raise Refused("none of these defects has this family and this consequence; --list shows all")
+        raise Refused("none of these defects has these kinds; --list shows all")
     if options.list:
         print(texts.listing(defects))
         return 0
     return _try(options, [defect.id for defect in defects])
+
+
+def _chosen(options: argparse.Namespace, defects: Iterable[Defect]) -> list[Defect]:
+    kinds = {kind.__name__.lower() for kind in KINDS}
+    return registry.chosen(defects, **{kind: getattr(options, kind) for kind in kinds})
 
 
 def _find(options: argparse.Namespace) -> int:
@@ -126,10 +137,12 @@ def _find(options: argparse.Namespace) -> int:
         found = find.by_features(options.using.lower().replace(" ", "").split(","))
         expected = {Answer.PRESENT, Answer.UNDECIDED}
         found = [defect for defect in found if defect.expected(torch.__version__) in expected]
+    found = _chosen(options, found)
     for defect in found:
         print(f"{texts.answer(defect, torch.__version__)}\n")
     what = "fits" if len(found) == 1 else "fit"
-    print(f"{plural(len(found), 'known defect')} {what}" + "; --show ID prints a script for one" * bool(found))
+    more = f" ({texts.by_exposure(found)}); --show ID prints a script for one" * bool(found)
+    print(f"{plural(len(found), 'known defect')} {what}{more}")
     return 0 if found else 1
 
 
@@ -149,22 +162,23 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
         findings.append(finding)
         if not options.json:
             print(f"[{len(findings)}/{len(ids)}] {texts.line(finding)}", flush=True)
-    findings.sort(key=lambda finding: (finding.defect.consequence.severity, finding.defect.id))
+    order = [defect.id for defect in registry.worst_first(finding.defect for finding in findings)]
+    findings.sort(key=lambda finding: order.index(finding.defect.id))
     if options.save_seen:
         _save(findings, facts["torch"])
     unexpected = [finding for finding in findings if not finding.is_as_expected]
+    present = [finding for finding in findings if finding.answer is Answer.PRESENT]
     if options.json:
-        print(json.dumps(facts | {"version": 1, "defects": [_as_json(finding) for finding in findings]}, indent=1))
+        print(json.dumps(facts | {"version": 2, "defects": [_as_json(finding) for finding in findings]}, indent=1))
     else:
-        for finding in findings:
-            if finding.answer is Answer.PRESENT:
-                print(f"\n{texts.details(finding)}")
+        for finding in present:
+            print(f"\n{texts.details(finding)}")
         for finding in unexpected:
             answers = f"{finding.answer.value}, but {finding.expected.value} was expected"
             print(f"\nnot as expected: {finding.defect.id} is {answers}")
-        print(f"\n{heading}\n{texts.counts(findings)}")
-    is_present = any(finding.answer is Answer.PRESENT for finding in findings)
-    return 1 if unexpected or (options.fail_on == "present" and is_present) else 0
+        exposures = texts.by_exposure(finding.defect for finding in present)
+        print(f"\n{heading}\n{texts.counts(findings)}\nof those that are present: {exposures}")
+    return 1 if unexpected or (options.fail_on == "present" and present) else 0
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
@@ -172,8 +186,9 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     return {
         "id": defect.id,
         "title": defect.title,
-        "family": defect.family,
+        "component": defect.component.value,
         "consequence": defect.consequence.value,
+        "exposure": defect.exposure.value,
         "answer": finding.answer.value,
         "expected": finding.expected.value,
         "why": finding.why,

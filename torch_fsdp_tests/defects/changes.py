@@ -13,15 +13,15 @@ from torch_fsdp_tests.installed_torch.version_ranges import dotted
 class Changes(NamedTuple):
     """The defects of only one of two versions, and sentences about FSDP and what it stands on."""
 
-    repaired: list[Defect]
-    came: list[Defect]
+    fixed: list[Defect]
+    introduced: list[Defect]
     new: list[str]
-    different: list[str]
+    changed: list[str]
 
     def sections(self) -> dict[str, list[Defect] | list[str]]:
         """The changes under their titles, without those that are empty."""
-        titles: dict[str, list[Defect] | list[str]] = {"Repaired": self.repaired, "Came": self.came}
-        titles |= {"Can do now": self.new, "Does differently": self.different}
+        titles: dict[str, list[Defect] | list[str]] = {"Fixed": self.fixed, "Introduced": self.introduced}
+        titles |= {"New": self.new, "Changed": self.changed}
         return {title: each for title, each in titles.items() if each}
 
 
@@ -60,4 +60,4 @@ def _line(defect: Defect, older: str) -> str:
     known = registry.versions()
     is_new = defect.since in known and known.index(defect.since) > known.index(older)
     note = f" (before {defect.since} it cannot show)" * is_new
-    return f"{defect.id}  {defect.consequence.value}: {defect.title}{note}"
+    return f"{defect.headline}{note}"

@@ -52,7 +52,7 @@ def _ends_in(defect: Defect, text: str, has_frames: bool) -> bool:
 
 
 def _words(defect: Defect) -> str:
-    facts = (defect.title, defect.explanation, defect.error, defect.way_round, defect.id, defect.where)
+    facts = (defect.title, defect.explanation, defect.error, defect.workaround, defect.id, defect.where)
     return " ".join((*facts, *defect.upstream, *defect.uses))
 
 

@@ -34,7 +34,7 @@ class KnownDefect:
     def is_expected(self) -> bool:
         """Whether this torch has the defect, or may have it, and the device under test shows it.
 
-        If nobody knows, a failure shows the defect, and a pass is reported as a repair.
+        If nobody knows, a failure shows the defect, and a pass is reported as a fix.
         """
         if self._defect.expected(torch.__version__) not in (Answer.PRESENT, Answer.UNDECIDED):
             return False
@@ -51,9 +51,9 @@ class KnownDefect:
         defect = self._defect
         return {
             "id": self.id,
-            "title": defect.title,
+            "title": defect.claim,
             "consequence": defect.consequence.value,
-            "severity": defect.consequence.severity,
+            "severity": defect.consequence.position,
             "upstream": list(defect.upstream),
         }
 
@@ -77,7 +77,7 @@ class torch_defect:
     collective before any of them raises.
 
     If a defect was expected and the test, or the block in all ranks, passes, the run reports that the defect is
-    repaired. With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success.
+    fixed. With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success.
 
     Raises ``LookupError`` for an unknown id. A block in a thread that runs no test does nothing.
     """

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import numbers, version_fit
 
 KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"
-NO_WAY_ROUND = "none is known"
+NO_WORKAROUND = "none is known"
 FRAME = re.compile(r"in \w+")  # the part of an error that names a function
 
 
@@ -27,7 +27,16 @@ class Refused(LookupError):
     """What was asked for does not exist. The message says so in a sentence."""
 
 
-class Consequence(enum.Enum):
+class _Ordered(enum.Enum):
+    """The members stand in the order in which lists have the defects."""
+
+    @property
+    def position(self) -> int:
+        """0 for the first."""
+        return [*type(self)].index(self)
+
+
+class Consequence(_Ordered):
     """The effect of a defect on a user. The worst comes first."""
 
     SILENTLY_WRONG = "silently wrong"
@@ -38,10 +47,27 @@ class Consequence(enum.Enum):
     COST = "cost"
     COSMETIC = "cosmetic"
 
-    @property
-    def severity(self) -> int:
-        """0 for the worst."""
-        return list(Consequence).index(self)
+
+class Exposure(_Ordered):
+    """What a program has to do to meet a defect. Most programs do the first."""
+
+    DEFAULT = "default"  # a plain training loop with default settings
+    COMMON = "common"  # one widely used option, such as mixed precision, an evaluation between steps, or a checkpoint
+    RARE = "rare"  # two or more options, or an unusual call, model or event
+    HARDWARE = "hardware"  # it shows only on an accelerator
+
+
+class Component(_Ordered):
+    """The part of torch that is at fault: FSDP2, then what its users meet along with it, and then its predecessor."""
+
+    FSDP2 = "FSDP2"
+    DTENSOR = "DTensor"
+    DCP = "DCP"  # torch.distributed.checkpoint
+    DSD = "DSD"  # its state_dict module
+    OPTIMIZER = "optimizer"  # torch.optim, and the clipping of gradients
+    PIPELINE = "pipeline"
+    COMPILER = "compiler"
+    FSDP1 = "FSDP1"
 
 
 class Place(enum.Enum):
@@ -65,9 +91,10 @@ class Answer(enum.Enum):
 class Defect:
     """The facts of one defect.
 
-    ``features`` are those that it takes apart from the family, by their short names in ``dispatch/data/features.txt``.
-    ``way_round`` says how to avoid it, or is ``NO_WAY_ROUND``. ``error`` has the words in which it ends, if that is an
-    exception: names of functions as in a traceback, and words of the message, with `` ... `` for what varies.
+    ``features`` are those that it takes, by their short names in ``dispatch/data/features.txt``. The first one is the
+    interface through which a user reaches the component. ``workaround`` says how to avoid it, or is ``NO_WORKAROUND``.
+    ``error`` has the words in which it ends, if that is an exception: names of functions as in a traceback, and words
+    of the message, with `` ... `` for what varies.
     ``since`` is the first version that has the broken feature; ``data/seen.json`` says which of the versions since then
     have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
     ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
@@ -76,11 +103,12 @@ class Defect:
     detector names accesses that nothing orders because of this defect. It attributes such races to the defect.
     """
 
-    family: str  # FSDP1 or FSDP2
+    component: Component
     consequence: Consequence
+    exposure: Exposure
     where: str
     features: str
-    way_round: str
+    workaround: str
     error: str = ""
     world_size: int = 2
     since: str = "2.9"
@@ -96,12 +124,22 @@ class Defect:
     title: str = ""  # its first line
     explanation: str = ""  # what is wrong and why
     source: str = ""
-    reproduce: Callable[..., tuple[Any, Any]] = lambda: (None, None)  # can go the way round if it takes ``way_round``
+    reproduce: Callable[..., tuple[Any, Any]] = lambda: (None, None)  # uses the workaround if it takes ``workaround``
 
     @property
     def uses(self) -> tuple[str, ...]:
         """The short names of all features that it takes."""
-        return (self.family.lower(), *filter(None, self.features.split(", ")))
+        return tuple(self.features.split(", "))
+
+    @property
+    def claim(self) -> str:
+        """The title, and whether it is arguable."""
+        return f"{self.title} (arguable)" if self.arguable else self.title
+
+    @property
+    def headline(self) -> str:
+        """The line for it in lists."""
+        return f"{self.id} ({self.consequence.value}, {self.exposure.value}): {self.claim}"
 
     @property
     def message(self) -> str:
@@ -149,8 +187,19 @@ def defects() -> list[Defect]:
 
 
 def worst_first(defects: Iterable[Defect]) -> list[Defect]:
-    """By consequence, then by id."""
-    return sorted(defects, key=lambda defect: (defect.consequence.severity, defect.id))
+    """By consequence, exposure and component. Among equals, those that are arguable come last."""
+
+    def order(defect: Defect) -> tuple[object, ...]:
+        kinds = defect.consequence, defect.exposure, defect.component
+        return (*(kind.position for kind in kinds), bool(defect.arguable), defect.id)
+
+    return sorted(defects, key=order)
+
+
+def chosen(defects: Iterable[Defect], **wanted: Collection[enum.Enum] | None) -> list[Defect]:
+    """The defects whose facts are among the wanted ones, as ``exposure={Exposure.COMMON}``. None wants all."""
+    facts = {name: some for name, some in wanted.items() if some is not None}
+    return [defect for defect in defects if all(getattr(defect, name) in some for name, some in facts.items())]
 
 
 def matching(patterns: Sequence[str]) -> list[str]:

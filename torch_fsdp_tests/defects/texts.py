@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ast
+import enum
 import functools
 import inspect
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import Answer, Defect
+from torch_fsdp_tests.defects.registry import Answer, Defect, Exposure
 from torch_fsdp_tests.defects.trial import Finding
-from torch_fsdp_tests.dispatch.listing import columns
-from torch_fsdp_tests.installed_torch.version_ranges import numbers
+from torch_fsdp_tests.dispatch.listing import columns, plural
 
 _OWN = __name__.partition(".")[0]  # the package
 
@@ -30,7 +30,7 @@ def details(finding: Finding) -> str:
     """A defect that is present, with what was found and what is right."""
     defect = finding.defect
     who = "" if finding.rank is None else f" on rank {finding.rank}"
-    lines = [f"{defect.id} ({defect.consequence.value}): {defect.title}"]
+    lines = [defect.headline]
     lines.append(f"    found{who}  {shown(finding.found)}")
     lines.append(f"    right{' ' * len(who)}  {shown(finding.right)}")
     if defect.arguable:
@@ -45,9 +45,18 @@ def shown(value: object) -> str:
 
 
 def counts(findings: Sequence[Finding]) -> str:
-    """The last line: how many of each answer."""
-    numbers = Counter(finding.answer for finding in findings)
-    return ", ".join(f"{numbers[answer]} {answer.value}" for answer in Answer)
+    """How many of each answer."""
+    return _numbers(Answer, (finding.answer for finding in findings))
+
+
+def by_exposure(defects: Iterable[Defect]) -> str:
+    """How many of each exposure."""
+    return _numbers(Exposure, (defect.exposure for defect in defects))
+
+
+def _numbers(kinds: Iterable[enum.Enum], found: Iterable[enum.Enum]) -> str:
+    numbers = Counter(found)
+    return ", ".join(f"{numbers[kind]} {kind.value}" for kind in kinds)
 
 
 def answer(defect: Defect, torch_version: str) -> str:
@@ -55,10 +64,10 @@ def answer(defect: Defect, torch_version: str) -> str:
     has = {Answer.PRESENT: "has it", Answer.ABSENT: "does not have it", Answer.UNDECIDED: "may have it"}
     here = has.get(defect.expected(torch_version), "does not have what is broken")
     lines = [
-        f"{defect.id} ({defect.consequence.value}): {defect.title}",
+        defect.headline,
         f"    torch {torch_version} {here}; {history(defect)}",
-        f"    way round: {defect.way_round}",
-        f"    takes: {', '.join(defect.uses)}",
+        f"    workaround: {defect.workaround}",
+        f"    takes: {', '.join(defect.uses)}; at fault: {defect.component.value}",
     ]
     optional = {"ends in": defect.message, "arguable": defect.arguable, "upstream": ", ".join(defect.upstream)}
     return "\n".join(lines + [f"    {name}: {words}" for name, words in optional.items() if words])
@@ -72,15 +81,16 @@ def history(defect: Defect) -> str:
         return f"no version from {versions[0]} to {versions[-1]} has it"
     since = f"since {versions[present[0]]}" + " or earlier" * (present[0] == 0)
     ends = present[-1] + 1
-    return f"{since}, {f'repaired in {versions[ends]}' if ends < len(versions) else f'not repaired in {versions[-1]}'}"
+    return f"{since}, {f'fixed in {versions[ends]}' if ends < len(versions) else f'not fixed in {versions[-1]}'}"
 
 
 def listing(defects: Sequence[Defect]) -> str:
-    """A table of ids, families, consequences and titles."""
+    """A table of ids, kinds and titles, the worst first, and how many they are."""
     rows = [
-        (each.id, each.family, f"{each.consequence.value:18}", each.title) for each in registry.worst_first(defects)
+        (each.id, each.component.value, each.consequence.value, each.exposure.value, each.claim)
+        for each in registry.worst_first(defects)
     ]
-    return "\n".join(columns(rows))
+    return "\n".join([*columns(rows), f"{plural(len(rows), 'known defect')}: {by_exposure(defects)}"])
 
 
 def script(defect: Defect) -> str:
@@ -125,30 +135,14 @@ def issue(finding: Finding) -> str:
     who = "" if finding.rank is None else f" (rank {finding.rank})"
     related = f"\nRelated: {', '.join(defect.upstream)}\n" if defect.upstream else ""
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
-    way_round = f"\nA way round: {defect.way_round}\n" if defect.way_round != registry.NO_WAY_ROUND else ""
+    workaround = f"\nA workaround: {defect.workaround}\n" if defect.workaround != registry.NO_WORKAROUND else ""
     result = (
         f"Found{who}: `{shown(finding.found)}`\nRight: `{shown(finding.right)}`"
         if finding.answer is Answer.PRESENT
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )
     return (
-        f"# {defect.title}\n\n## What happens\n\n{defect.explanation}\n{arguable}{way_round}{related}\n"
+        f"# {defect.title}\n\n## What happens\n\n{defect.explanation}\n{arguable}{workaround}{related}\n"
         f"## Reproduction\n\n```python\n{script(defect)}```\n\n{result}\n\n"
         f"## Where\n\n`{defect.where}`\n\n## Environment\n\n```\n{collect_env.get_pretty_env_info()}\n```\n"
     )
-
-
-MARK = {"present": "present", "absent": "-", "cannot be tried here": "n/a", "could not be decided": "?"}
-
-
-def table() -> str:
-    """A table of defects by version, in Markdown, from the answers on each version."""
-    seen = registry.recorded()["seen"]
-    versions = sorted(seen, key=numbers)
-    rows = ["| defect | family | consequence | " + " | ".join(versions) + " |", "|---" * (3 + len(versions)) + "|"]
-    for defect in registry.defects():
-        marks = [MARK.get(seen[version].get(defect.id, ""), " ") for version in versions]
-        arguable = " (arguable)" if defect.arguable else ""
-        title = f"{defect.title}{arguable}<br>`{defect.id}`"
-        rows.append(f"| {title} | {defect.family} | {defect.consequence.value} | {' | '.join(marks)} |")
-    return "\n".join(rows)

@@ -1,13 +1,15 @@
-"""A page about all defects: which version of torch has which, what changed, the ways round, and the scripts."""
+"""A page about all defects: which version of torch has which, what changed, the workarounds, and the scripts."""
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from html import escape
 
 from torch_fsdp_tests.defects import changes, registry, texts
-from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect
+from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.features import FEATURES
 from torch_fsdp_tests.dispatch.page import Section
@@ -18,6 +20,13 @@ MARKS = {
     Answer.ABSENT: ("✓", "ok", "does not have it"),
     Answer.CANNOT_BE_TRIED: ("·", "none", "does not have what is broken"),
 }
+WHO_IS_HIT = {
+    Exposure.DEFAULT: "met with default settings",
+    Exposure.COMMON: "met with one common option",
+    Exposure.RARE: "met with several options or an unusual call",
+    Exposure.HARDWARE: "met on accelerators only",
+}
+WORST = 10
 
 
 def render() -> str:
@@ -25,15 +34,18 @@ def render() -> str:
     versions = registry.versions()
     defects = registry.defects()
     used = {short for defect in defects for short in defect.uses}
-    present = [consequence for consequence in Consequence if any(each.consequence is consequence for each in defects)]
     filters = page.filters(
-        [consequence.value for consequence in present],
+        _values(Consequence, {each.consequence for each in defects}),
         [feature.name for feature in FEATURES if feature.short in used],
         things="defects",
         kinds="consequences",
+        exposure=_values(Exposure, {each.exposure for each in defects}),
+        component=_values(Component, {each.component for each in defects}),
     )
+    worst = [defect for defect in defects if defect.is_in(versions[-1])][:WORST]
     steps = [_changes(older, newer) for older, newer in itertools.pairwise(versions)]
     parts = [
+        Section(f"The worst of torch {versions[-1]}", _list(worst)),
         Section("Defects", _defects(defects, versions), len(defects), holds_items=True),
         Section("What changed", "".join(reversed(steps))),
     ]
@@ -41,20 +53,22 @@ def render() -> str:
     return page.document(title, [_head(defects, versions), page.sections(parts, filters)])
 
 
+def _values(kind: type[enum.Enum], used: Collection[enum.Enum]) -> list[str]:
+    return [member.value for member in kind if member in used]
+
+
 def _head(defects: list[Defect], versions: list[str]) -> str:
     oldest, newest = versions[0], versions[-1]
-    has = [defect for defect in defects if defect.is_in(newest)]
-    wrong = sum(defect.consequence is Consequence.SILENTLY_WRONG for defect in has)
+    exposures = Counter(defect.exposure for defect in defects if defect.is_in(newest))
     total = changes.between(oldest, newest)
     boxes = [
-        (str(len(has)), f"defects of torch {newest}", "bad"),
-        (str(wrong), "of them silently wrong", "bad"),
-        (str(len(total.repaired)), f"repaired since {oldest}", "ok"),
-        (str(len(total.came)), f"came since {oldest}", "warn"),
+        *((str(exposures[exposure]), words, "bad") for exposure, words in WHO_IS_HIT.items()),
+        (str(len(total.fixed)), f"fixed since {oldest}", "ok"),
+        (str(len(total.introduced)), f"introduced since {oldest}", "warn"),
     ]
     return (
         "<div class=kind>torch_fsdp_tests</div><h1>Known defects of torch's FSDP</h1><p class=lead>Which versions "
-        f"have each one, the way round it, and a script that shows it.</p>{page.sums(boxes)}"
+        f"have each one, the workaround, and a script that shows it. Of torch {newest}:</p>{page.sums(boxes)}"
     )
 
 
@@ -79,11 +93,13 @@ def _mark(answer: Answer, version: str) -> str:
 def _defect(defect: Defect, versions: list[str]) -> str:
     names = [feature.name for feature in FEATURES if feature.short in defect.uses]
     marks = "".join(_mark(defect.expected(f"{version}.0"), version) for version in versions)
-    about = page.above(page.prose(defect.title), escape(", ".join(names)))
+    component, exposure = defect.component.value, defect.exposure.value
+    others = [name for name in names if name != component]
+    about = page.above(page.prose(defect.claim), escape(", ".join([exposure, component, *others])))
     head = f"<span class=what>{about}</span><span class='versions small'>{marks}</span>"
     upstream = [f'<a href="{escape(url)}">{escape(url.partition("github.com/")[2])}</a>' for url in defect.upstream]
     facts = {
-        "Way round": page.prose(defect.way_round),
+        "Workaround": page.prose(defect.workaround),
         "Versions": page.text(texts.history(defect)),
         "Ends in": page.code(defect.message) * bool(defect.message),
         "Where": page.code(defect.where),
@@ -94,7 +110,8 @@ def _defect(defect: Defect, versions: list[str]) -> str:
     shown = page.facts((title, value) for title, value in facts.items() if value)
     explanation = "".join(f"<p>{page.prose(paragraph)}</p>" for paragraph in defect.explanation.split("\n\n"))
     script = page.folded("Script", page.pre(texts.script(defect)))
-    attributes = f'class=file id="{defect.id}" {page.item(defect.consequence.value, names, is_test=True)}'
+    kinds = page.item(defect.consequence.value, names, is_test=True, exposure=exposure, component=component)
+    attributes = f'class=file id="{defect.id}" {kinds}'
     return page.folded(head, f"<div class=inside>{explanation}{shown}{script}</div>", attributes=attributes)
 
 
@@ -106,9 +123,15 @@ def _changes(older: str, newer: str) -> str:
     return page.folded(f"torch {newer} <span class='dim small'>{counts}</span>", lists)
 
 
+def _kinds(defect: Defect) -> str:
+    return f"{defect.consequence.value}, {defect.exposure.value}, {defect.component.value}"
+
+
 def _list(changed: Iterable[Defect | str]) -> str:
     lines = [
-        f'<a href="#{each.id}">{page.prose(each.title)}</a>' if isinstance(each, Defect) else page.prose(each)
+        f'<a href="#{each.id}">{page.prose(each.claim)}</a> <span class="dim small">{_kinds(each)}</span>'
+        if isinstance(each, Defect)
+        else page.prose(each)
         for each in changed
     ]
     return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"

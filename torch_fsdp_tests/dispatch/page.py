@@ -63,9 +63,9 @@ def names(what: str, names: Sequence[str]) -> str:
     return f"<p>{what}: {listed}</p>" if len(names) <= _FEW else folded(f"{what}: {len(names)}", listed)
 
 
-def item(state: str = "", features: Iterable[str] = (), is_test: bool = False) -> str:
+def item(state: str = "", features: Iterable[str] = (), is_test: bool = False, **others: str) -> str:
     """The attributes of an element that the filter may hide. Only tests are counted, each one once per page."""
-    attributes = {"item": "test" if is_test else "more", "state": state, "features": "|".join(features)}
+    attributes = {"item": "test" if is_test else "more", "state": state, "feature": "|".join(features), **others}
     return " ".join(f'data-{name}="{escape(value)}"' for name, value in attributes.items() if value)
 
 
@@ -137,9 +137,16 @@ def facts(facts: Iterable[tuple[str, str]]) -> str:
     return f"<dl class=facts>{html}</dl>"
 
 
-def filters(states: Iterable[str], features: Iterable[str] = (), things: str = "tests", kinds: str = "states") -> str:
+def filters(
+    states: Iterable[str],
+    features: Iterable[str] = (),
+    things: str = "tests",
+    kinds: str = "states",
+    **others: Iterable[str],
+) -> str:
     """The fields of the filter. It is hidden where scripts do not run. ``kinds`` names what ``item`` calls states."""
     selects = [_select("state", f"all {kinds}", states), _select("feature", "all features", features)]
+    selects += [_select(name, f"all {name}s", values) for name, values in others.items()]
     return (
         f"<div class=filter role=search data-things={things} hidden><input name=find type=search autocomplete=off "
         f'aria-label="Find {things}" placeholder="Find {things}: words of names, files, reasons">{"".join(selects)}'

@@ -113,12 +113,12 @@ def _gathers_outside_inference_mode_first(program: Program) -> Program:
     return each_step(program, change)
 
 
-@_avoids("fsdp2_ignored_parameters_break_foreach")
+@_avoids("optimizer_ignored_parameters_break_foreach")
 def _no_foreach_beside_ignored_parameters(program: Program) -> Program:
     return _without(program, "clip").but(foreach=False) if program.ignored else program
 
 
-@_avoids("fsdp2_asking_for_optim_state_is_a_step")
+@_avoids("dsd_asking_for_optim_state_is_a_step")
 def _no_optimizer_states_before_the_first_step(program: Program) -> Program:
     def change(life: Lifecycle, step: Step) -> list[Step]:
         # With a scaler, a step may have been left out because of infinite gradients.
@@ -163,18 +163,18 @@ def _no_groups_in_part(program: Program) -> Program:
     return program.but(units=units)
 
 
-@_avoids("fsdp2_shared_module_is_not_loaded")
+@_avoids("dsd_shared_module_is_not_loaded")
 def _no_states_of_shared_modules(program: Program) -> Program:
     return _with_plain_states(program, "save_model") if program.shares else program
 
 
-@_avoids("fsdp2_stateless_optimizers_are_mixed_up")
+@_avoids("dsd_stateless_optimizers_are_mixed_up")
 def _no_states_of_stateless_optimizers(program: Program) -> Program:
     return _with_plain_states(program, "save_optimizer") if program.optimizer == "sgd" else program
 
 
-@_avoids("fsdp2_optim_state_of_some_parameters_is_refused")
-@_avoids("fsdp2_frozen_parameter_loses_its_state")
+@_avoids("dsd_optim_state_of_some_parameters_is_refused")
+@_avoids("dsd_frozen_parameter_loses_its_state")
 def _no_optimizer_states_of_some_parameters(program: Program) -> Program:
     return program if _trains_all(program) else _with_plain_states(program, "save_optimizer")
 
@@ -285,7 +285,7 @@ def _with_at(program: Program, at: str, chosen: Callable[[Step], bool]) -> Progr
     return program.but(steps=tuple(steps))
 
 
-@_avoids("fsdp2_full_optim_state_beside_gradients_is_not_loaded")
+@_avoids("dsd_full_optim_state_beside_gradients_is_not_loaded")
 def _no_gradients_before_a_full_load(program: Program) -> Program:
     def change(life: Lifecycle, step: Step) -> list[Step]:
         return [Step("zero"), step] if step.kind == "load_optimizer" and life.has_gradients else [step]
@@ -370,7 +370,7 @@ def _zero_grad_before_forward(program: Program) -> Program:
     return each_step(program, lambda life, step: [] if step.kind == "zero" and life.pending else [step])
 
 
-@_avoids("fsdp1_flattened_load_by_some_ranks")
+@_avoids("dsd_flattened_load_by_some_ranks")
 @_of_fsdp1
 def _no_flattened_states(program: Program) -> Program:
     return _with_at(program, "full", lambda step: step.at == "flattened")

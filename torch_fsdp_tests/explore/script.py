@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from torch_fsdp_tests.defects import texts
-from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Answer, Consequence, Defect
+from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.explore import code, layers
 from torch_fsdp_tests.explore.program import LAYERS, Program
@@ -34,15 +34,16 @@ def _defect(program: Program, result: Result) -> Defect:
     body = f"{_definitions(program, result)}\n\n\n{_reproduction(program, result)}\n"
     used = _names(ast.parse(body))
     imports = "\n".join(line for name, line in code.IMPORTS.items() if name in used)
-    family = "FSDP1" if program.api == "fsdp1" else "FSDP2"
-    title = f"{family}: {_found(result)}"
+    component = Component.FSDP1 if program.api == "fsdp1" else Component.FSDP2
+    title = f"{component.value}: {_found(result)}"
     place = result.place or "unknown"
     return Defect(
-        family,
+        component,
         Consequence.ERROR,
+        Exposure.RARE,
         place,
-        features="",
-        way_round=NO_WAY_ROUND,
+        features=component.value.lower(),
+        workaround=NO_WORKAROUND,
         world_size=program.world_size,
         title=title,
         explanation=f"{program.listing()}\n\n{result.detail}",

@@ -177,7 +177,7 @@ WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDic
 GATHERS_UNEVEN_STRIDED_SHARDS = Fact(
     (2, 10),
     "keeps the order of rows when FSDP2 and TP shard one dimension unevenly",
-    repairs=("fsdp2_uneven_rows_with_tp_are_reordered",),
+    repairs=("dtensor_uneven_rows_with_tp_are_reordered",),
 )
 KEEPS_PADDED_STORAGE = Fact(
     (2, 10),
@@ -348,7 +348,7 @@ STATE_DICTS_USE_FSDP1_GROUP = Fact(
     (2, 13),
     "uses FSDP1's process group in get_state_dict and set_state_dict",
     _has("torch.distributed.checkpoint.state_dict", "_get_fsdp_process_group"),
-    repairs=("fsdp1_state_dict_of_a_group_needs_all_ranks",),
+    repairs=("dsd_state_dict_of_a_group_needs_all_ranks",),
 )
 
 # --- Pipelines --------------------------------------------------------------------------------------------------------

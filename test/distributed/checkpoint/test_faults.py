@@ -188,7 +188,7 @@ class TestDamagedCheckpoint(FaultTest):
         run, good, bad = self._checkpoints(layout, "")
         of_each_rank = of_all_ranks(local_of(run.state_dict()["model"]["net1.bias"]))
         self._on_first_rank(lambda: turn_a_bit(Path(bad, shard_file(1)), of_each_rank[1]))
-        with torch_defect("fsdp2_altered_shards_are_loaded"):
+        with torch_defect("dcp_altered_shards_are_loaded"):
             self._check_refused_or_right(run, bad, range(3))
         self._check_recovers(run, good)
 
@@ -200,7 +200,7 @@ class TestDamagedCheckpoint(FaultTest):
         """One file of a checkpoint comes from an earlier one, as after an incomplete copy."""
         run, good, bad = self._checkpoints(layout, "")
         self._on_first_rank(lambda: shutil.copy(Path(good, shard_file(1)), bad))
-        with torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints"):
+        with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
             self._check_refused_or_right(run, bad, range(3))
         self._check_recovers(run, good)
 
@@ -297,7 +297,7 @@ class TestSaveThatFails(FaultTest):
                 dcp.save(model.state_dict(), checkpoint_id=self.temp_dir)
         self.assertEqual(set(caught.exception.failures), {0, 1})
         self.assertFalse(os.path.exists(self._path(METADATA)))
-        with torch_defect("fsdp2_full_disk_is_not_named"):
+        with torch_defect("dcp_full_disk_is_not_named"):
             self.assertIn("File too large", str(caught.exception))
 
     @with_comms
@@ -314,7 +314,7 @@ class TestSaveThatFails(FaultTest):
             writer.write_data = mock.Mock(side_effect=OSError("no such luck"))
         with self.assertRaisesRegex(CheckpointException, "no such luck"):
             run.train(range(2, 3)).save(path, storage_writer=writer)
-        with torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints"):
+        with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
             self._check_refused_or_right(run, path, range(2))
 
     @requires_full_disk
@@ -331,7 +331,7 @@ class TestSaveThatFails(FaultTest):
             writer.fs.create_stream = FullForThreads(writer.fs.create_stream)
         with mock.patch.object(threading, "excepthook"):
             with (
-                torch_defect("fsdp2_failed_writer_thread_is_not_noticed"),
+                torch_defect("dcp_failed_writer_thread_is_not_noticed"),
                 self.assertRaisesRegex(CheckpointException, "No space left on device"),
             ):
                 run.save(path, storage_writer=writer)
@@ -406,7 +406,7 @@ class TestSaveThatFails(FaultTest):
         with mock.patch.object(os, "fsync", note):
             dcp.save(model.state_dict(), checkpoint_id=self.temp_dir)
         written = [shard_file(self.rank), METADATA][: 2 - self.rank]
-        with torch_defect("fsdp2_metadata_is_synced_too_early", when=self.rank == 0):
+        with torch_defect("dcp_metadata_is_synced_too_early", when=self.rank == 0):
             self.assertEqual(synced, [len(contents(self.temp_dir)[name]) for name in written])
 
     @with_comms
@@ -416,7 +416,7 @@ class TestSaveThatFails(FaultTest):
     def test_file_system_without_fsync(self, code):
         """A checkpoint can be saved to a file system that does not support to sync files."""
         run, path = Run(LAYOUTS["FSDP2 on 2"]).train(range(2)), self._path(code)
-        with torch_defect("fsdp2_unsupported_fsync_fails_the_save"), sync_that_raises(getattr(errno, code)):
+        with torch_defect("dcp_unsupported_fsync_fails_the_save"), sync_that_raises(getattr(errno, code)):
             self._save(run, path)
             self._check_recovers(run, path)
 
@@ -496,7 +496,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
     @with_comms
     def _resume_overwritten(self) -> None:
         run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
-        with torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints"):
+        with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
             self._check_refused_or_right(run, self._path("good"), range(2))
 
     def test_before_planning(self):

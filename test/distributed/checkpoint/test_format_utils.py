@@ -103,7 +103,7 @@ class TestFormatUtils(DTensorTestBase):
         plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
         path = self._write(plain.state_dict())
         fully_shard(model.to(self.device), mesh=self.mesh)
-        with torch_defect("fsdp2_torch_save_file_is_not_loaded"):
+        with torch_defect("dcp_torch_save_file_is_not_loaded"):
             with self._compared_broadcasts():
                 try:
                     self._load(model.state_dict(), path)
@@ -138,7 +138,7 @@ class TestFormatUtils(DTensorTestBase):
         model = FSDP(filled(nn.Linear(2, 4), seed=1).to(self.device), device_mesh=self.mesh)
         state_dict = model.state_dict()
         wanted = {name: value.float() for name, value in plain.state_dict().items()}
-        with torch_defect("fsdp1_torch_save_file_of_another_dtype_becomes_noise"):
+        with torch_defect("dcp_torch_save_file_of_another_dtype_becomes_noise"):
             with self._compared_broadcasts():
                 try:
                     self._load(state_dict, path)
@@ -207,7 +207,7 @@ class TestFormatUtils(DTensorTestBase):
             planner = dcp.DefaultSavePlanner(enable_plan_caching=enable_plan_caching)
             dcp.save(model.state_dict(), checkpoint_id=f"{name} {step}", planner=planner)
             dcp_to_torch_save(f"{name} {step}", file)
-            with torch_defect("fsdp2_cached_plan_keeps_the_dtype", when=enable_plan_caching and step == 2):
+            with torch_defect("dcp_cached_plan_keeps_the_dtype", when=enable_plan_caching and step == 2):
                 self.assertEqual(torch.load(file), plain.state_dict(), rtol=0, atol=0, exact_device=False)
 
 

@@ -123,7 +123,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
             set_state_dict(model, optim, model_state_dict=msd, optim_state_dict=osd)
         self.assertEqual(list(groups), ["optim_state_dict", "optim_state_dict_to_load"])
         for name, found in groups.items():
-            with torch_defect("fsdp1_state_dict_of_a_group_needs_all_ranks"):
+            with torch_defect("dsd_state_dict_of_a_group_needs_all_ranks"):
                 self.assertIs(found, group, name)
         self.assertIsNot(group, dist.group.WORLD)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP are loaded under tensor parallelism, and the other way round."""
+"""Checkpoints of FSDP are loaded under tensor parallelism, and vice versa."""
 
 from __future__ import annotations
 

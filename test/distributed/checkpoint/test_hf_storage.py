@@ -62,7 +62,7 @@ class TestConsolidation(DTensorTestBase):
         found, wanted = self._consolidated(buffer, str(shape)), self._model(buffer).state_dict()
         self.assertEqual(sorted(found), sorted(wanted))
         for name, value in wanted.items():
-            with torch_defect("fsdp2_consolidated_scalar_becomes_zero", when=name == "buffer" and shape == ()):
+            with torch_defect("dcp_consolidated_scalar_becomes_zero", when=name == "buffer" and shape == ()):
                 self.assertEqual(found[name], value, msg=name, **EXACT)
 
     @with_comms
@@ -72,7 +72,7 @@ class TestConsolidation(DTensorTestBase):
     @subtests(dtype=[torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
     def test_consolidated_files_have_values_of_any_dtype(self, dtype):
         buffer = torch.tensor([3, 0, 1]).to(dtype)
-        with torch_defect("fsdp2_consolidation_refuses_integers", when=not dtype.is_floating_point):
+        with torch_defect("dcp_consolidation_refuses_integers", when=not dtype.is_floating_point):
             found = self._consolidated(buffer, str(dtype))
             self.assertEqual(found, self._model(buffer).state_dict(), **EXACT)
 

@@ -202,7 +202,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         dcp.load(loaded, checkpoint_id=path)
         found = [leaf.detach() for leaf in tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
         wanted = [shard_of(plain.get_parameter(name), param) for name, param in sharded[0].items()]
-        with torch_defect("fsdp2_tuple_of_shards_is_saved_by_one_rank", when="tuple" in container):
+        with torch_defect("dcp_tuple_of_shards_is_saved_by_one_rank", when="tuple" in container):
             self.assertEqual([each.to_local() for each in found], wanted, rtol=0, atol=0)
 
     @with_comms
@@ -218,7 +218,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         settings = {"of the program": value}
         dcp.load({"model": model.state_dict(), "settings": settings}, checkpoint_id=path, planner=planner)
         self.assertEqual([full(param) for param in model.parameters()], list(plain.parameters()), rtol=0, atol=0)
-        with torch_defect("fsdp2_partial_load_replaces_values_by_none", when="bfloat16" in path or value == {1, 2}):
+        with torch_defect("dcp_partial_load_replaces_values_by_none", when="bfloat16" in path or value == {1, 2}):
             self.assertEqual(settings, {"of the program": value}, may_be="same")
 
     @with_comms
@@ -234,7 +234,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         dcp.save(saved, checkpoint_id=path)
         dcp.load(loaded, checkpoint_id=path)
         self.assertEqual(moments[0].full_tensor(), plain.weight, rtol=0, atol=0)
-        with torch_defect("fsdp2_integer_keys_are_loaded_as_strings", when=isinstance(key, int)):
+        with torch_defect("dcp_integer_keys_are_loaded_as_strings", when=isinstance(key, int)):
             self.assertEqual({name: state["steps"] for name, state in loaded["state"].items()}, {key: 1})
 
     @with_comms
@@ -250,7 +250,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=enable_plan_caching)
         save = functools.partial(dcp.save, state_dict, planner=planner)
         save(checkpoint_id=path)
-        with torch_defect("fsdp2_cached_plan_reaches_another_group", when=enable_plan_caching):
+        with torch_defect("dcp_cached_plan_reaches_another_group", when=enable_plan_caching):
             try:
                 save(checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
                 dcp.load(found, checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)

@@ -181,7 +181,7 @@ class TestStateDict(StateDictTest):
                 plain.add_module(name, nn.Linear(DIM, DIM, device=self.device))
             return self._pair(plain, distribute, width=DIM)
 
-        shows = torch_defect("fsdp1_compiled_name_changes_another", when=fsdp == 1 and other == "cross_attn")
+        shows = torch_defect("dsd_compiled_name_changes_another", when=fsdp == 1 and other == "cross_attn")
         self._test_save_load(init, load_shows=shows)
 
     @skip_if_lt_x_gpu(2)
@@ -211,7 +211,7 @@ class TestStateDict(StateDictTest):
         def without_ddp(name: str) -> str:
             return name.replace("l.module.", "l.")
 
-        with torch_defect("fsdp1_optim_state_keeps_names_of_ddp"):
+        with torch_defect("dsd_optim_state_keeps_names_of_ddp"):
             self._test_save_load(init)
         pair = self._test_save_load_of_model(init)
         osd = get_optimizer_state_dict(pair.model, pair.optims)
@@ -356,7 +356,7 @@ class TestStateDict(StateDictTest):
         def init(seed: int) -> Pair:
             return self._composite(seed, distribute, torch.optim.AdamW)
 
-        self._test_save_load(init, load_shows=torch_defect("fsdp1_checkpointed_optim_state_is_refused"))
+        self._test_save_load(init, load_shows=torch_defect("dsd_checkpointed_optim_state_is_refused"))
         self._test_save_load_of_model(init)
 
     def _test_broadcast(self, distribute: Callable[[Any], Any]) -> None:
@@ -415,7 +415,7 @@ class TestStateDict(StateDictTest):
         saving, loading, osd = self._with_new_setting(FROM_RANK_0)
         set_optimizer_state_dict(loading.model, loading.optims, osd if self.rank == 0 else {}, options=FROM_RANK_0)
         (group,) = loading.optims[0].param_groups
-        with torch_defect("fsdp2_new_setting_of_full_optim_state", when=self.rank > 0):
+        with torch_defect("dsd_new_setting_of_full_optim_state", when=self.rank > 0):
             self.assertEqual(group["initial_lr"], 0.02)
         group["initial_lr"] = 0.02
         self._check_loaded(saving, loading)
@@ -424,7 +424,7 @@ class TestStateDict(StateDictTest):
     def test_param_matching_on_each_rank(self):
         """Like :meth:`test_optim_state_dict_param_matching`, but each rank has the full dict."""
         saving, loading, osd = self._with_new_setting(FULL)
-        with torch_defect("fsdp2_new_setting_of_full_optim_state"):
+        with torch_defect("dsd_new_setting_of_full_optim_state"):
             set_optimizer_state_dict(loading.model, loading.optims, osd, options=FULL)
             self._check_loaded(saving, loading)
 
@@ -553,7 +553,7 @@ class TestStateDict(StateDictTest):
         set_model_state_dict(model, {} if empty else dict(given), options=options)
         found = {name: value.to(dtype) for name, value in whole_tree(model.state_dict()).items()}
         self.assertEqual(found, wanted, **EXACT)
-        with torch_defect("fsdp2_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
+        with torch_defect("dsd_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
             self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
 
     @skip_if_lt_x_gpu(2)
@@ -636,7 +636,7 @@ class TestStateDict(StateDictTest):
         FSDP(plain, use_orig_params=True)
         found = get_model_state_dict(plain, options=FULL)
         self.assertEqual(list(found), list(expected))
-        with torch_defect("fsdp1_inner_module_saves_its_pieces"):
+        with torch_defect("dsd_inner_module_saves_its_pieces"):
             self.assertEqual(found, expected, **EXACT)
 
 

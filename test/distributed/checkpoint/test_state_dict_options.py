@@ -219,7 +219,7 @@ class TestStateDictOptions(StateDictTest):
         given = {name: value.to(theirs) for name, value in self._plain(seed=1).state_dict().items()}
         wanted = {name: value.to(ours) for name, value in given.items()}
         model = self._layers(self._plain().to(ours))
-        # The load replaces the tensors of its argument (fsdp2_load_changes_the_callers_dict).
+        # The load replaces the tensors of its argument (dsd_load_changes_the_callers_dict).
         set_model_state_dict(model, self._on_rank_0(given), options=FROM_RANK_0)
         self.assertEqual(whole_tree(model.state_dict()), wanted, **EXACT)
 
@@ -263,7 +263,7 @@ class TestStateDictOptions(StateDictTest):
         model, state_dict = self._layers(self._plain()), self._plain(1).state_dict()
         del state_dict["1.bias"]
         with (
-            torch_defect("fsdp2_full_load_ignores_missing_keys"),
+            torch_defect("dsd_full_load_ignores_missing_keys"),
             self.assertRaisesRegex(RuntimeError, r"Missing key.*\b1\.bias\b"),
         ):
             set_model_state_dict(model, state_dict, options=FULL)
@@ -275,7 +275,7 @@ class TestStateDictOptions(StateDictTest):
         wanted = self._plain(1).state_dict()
         given = self._on_rank_0({**wanted, "unknown": torch.zeros(2)})
         options = dataclasses.replace(FROM_RANK_0, strict=False, cpu_offload=cpu_offload)
-        with torch_defect("fsdp2_offloaded_broadcast_of_unknown_key_raises", when=cpu_offload):
+        with torch_defect("dsd_offloaded_broadcast_of_unknown_key_raises", when=cpu_offload):
             set_model_state_dict(model, given, options=options)
             self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
 
@@ -287,7 +287,7 @@ class TestStateDictOptions(StateDictTest):
         state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
         given = self._given(state_dict, options)
         refused = self._agreed(lambda: set_model_state_dict(model, given, options=options))
-        with torch_defect("fsdp2_broadcast_of_wrong_shape_is_loaded", when=options.broadcast_from_rank0):
+        with torch_defect("dsd_broadcast_of_wrong_shape_is_loaded", when=options.broadcast_from_rank0):
             self.assertEqual(refused, "RuntimeError")
 
     @skip_if_lt_x_gpu(2)
@@ -306,7 +306,7 @@ class TestStateDictOptions(StateDictTest):
         set_model_state_dict(model, given, options=options)
         reordered = options.broadcast_from_rank0 and memory_format is torch.channels_last
         found = whole_tree(get_model_state_dict(model))
-        with torch_defect("fsdp2_broadcast_of_channels_last_is_reordered", when=reordered):
+        with torch_defect("dsd_broadcast_of_channels_last_is_reordered", when=reordered):
             self.assertEqual(found, {"weight": wanted}, **EXACT)
 
     @skip_if_lt_x_gpu(2)
@@ -315,7 +315,7 @@ class TestStateDictOptions(StateDictTest):
         model, wanted = self._layers(self._plain()), self._plain(1).state_dict()
         state_dict = copy.deepcopy(self._given(wanted, options))
         set_model_state_dict(model, state_dict, options=options)
-        with torch_defect("fsdp2_load_changes_the_callers_dict"):
+        with torch_defect("dsd_load_changes_the_callers_dict"):
             self.assertFalse(any(map(is_sharded, state_dict.values())))
             self.assertEqual(state_dict, self._given(wanted, options), **EXACT)
         self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
@@ -342,7 +342,7 @@ class TestStateDictOptions(StateDictTest):
         if not options.broadcast_from_rank0:  # see test_missing_key_of_compiled_model
             by_dsd = "DDP" in wrapper or "compiled" in wrapper
             message = r"^Missing key: 1\.bias\." if by_dsd else r"Missing key\(s\) in state_dict: \"1\.[\w.]*bias\""
-            ignored = torch_defect("fsdp2_full_load_ignores_missing_keys", when=options.full_state_dict and not by_dsd)
+            ignored = torch_defect("dsd_full_load_ignores_missing_keys", when=options.full_state_dict and not by_dsd)
             with ignored, self.assertRaisesRegex(RuntimeError, message):
                 set_model_state_dict(model, dict(state_dict), options=options)
         given = self._given({**state_dict, "unknown": state_dict["0.bias"]}, options)
@@ -359,7 +359,7 @@ class TestStateDictOptions(StateDictTest):
         del state_dict["1.bias"]
         given = self._on_rank_0(state_dict)
         refused = self._agreed(lambda: set_model_state_dict(model, given, options=FROM_RANK_0), broadcasts=True)
-        with torch_defect("fsdp2_refusal_by_one_rank_hangs"):
+        with torch_defect("dsd_refusal_by_one_rank_hangs"):
             self.assertEqual(refused, "RuntimeError")
 
     # --- Which parameters, buffers and other states ---
@@ -405,7 +405,7 @@ class TestStateDictOptions(StateDictTest):
         state_dict, wanted = get_model_state_dict(saving, options=options), init(0).state_dict()
         self._verify_msd(wanted, state_dict, options, **EXACT)
         shows = options.full_state_dict or wrapper != "FSDP2"
-        with torch_defect("fsdp2_shared_module_is_not_loaded", when=shows and wrapper != "FSDP1"):
+        with torch_defect("dsd_shared_module_is_not_loaded", when=shows and wrapper != "FSDP1"):
             set_model_state_dict(loading, state_dict, options=options)
             self._verify_msd(wanted, get_model_state_dict(loading), **EXACT)
 
@@ -420,7 +420,7 @@ class TestStateDictOptions(StateDictTest):
         wanted = ["1.weight"] if shared else ["1.weight", "2.weight"]
         model = FSDP(model, use_orig_params=True) if fsdp == 1 else fully_shard(model)
         found = get_model_state_dict(model, options=dataclasses.replace(options, ignore_frozen_params=True))
-        with torch_defect("fsdp2_tied_frozen_parameter_is_not_ignored", when=shared):
+        with torch_defect("dsd_tied_frozen_parameter_is_not_ignored", when=shared):
             self.assertEqual(list(found), wanted)
 
     @skip_if_lt_x_gpu(2)
@@ -430,7 +430,7 @@ class TestStateDictOptions(StateDictTest):
         state_dict = dict(get_model_state_dict(saving, options=options))
         del state_dict["_extra_state"]
         set_model_state_dict(loading, dict(state_dict), options=options)
-        with torch_defect("fsdp2_missing_extra_state_is_made_up", when=options.full_state_dict):
+        with torch_defect("dsd_missing_extra_state_is_made_up", when=options.full_state_dict):
             self.assertEqual(loading.given, [])
         self.assertEqual(whole(loading.weight), whole(saving.weight), **EXACT)
 
@@ -475,7 +475,7 @@ class TestStateDictOptions(StateDictTest):
     def test_fqn_modifiers_of_another_name(self):
         plain, model = self._embeddings(RenamedModifier, 0)
         options = StateDictOptions(dsd_fqn_modifiers="renamed")
-        with torch_defect("fsdp2_name_of_fqn_modifiers_is_ignored"):
+        with torch_defect("dsd_name_of_fqn_modifiers_is_ignored"):
             self._verify_msd(plain.state_dict(), get_model_state_dict(model, options=options))
 
     @skip_if_lt_x_gpu(2)
@@ -535,7 +535,7 @@ class TestStateDictOptions(StateDictTest):
         set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
         found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
         numbered = optim_cls is NumberedStates
-        with torch_defect("fsdp2_nested_states_get_other_keys", when=numbered and options.full_state_dict):
+        with torch_defect("dsd_nested_states_get_other_keys", when=numbered and options.full_state_dict):
             self.assertEqual(found, wanted, **EXACT)
 
     @skip_if_lt_x_gpu(2)
@@ -554,12 +554,12 @@ class TestStateDictOptions(StateDictTest):
         del osd["state"]["1.bias"]
         missing = r"^Missing optimizer state for parameter '1\.bias'"
         with (
-            torch_defect("fsdp2_missing_optim_state_raises_key_error"),
+            torch_defect("dsd_missing_optim_state_raises_key_error"),
             self.assertRaisesRegex(RuntimeError, missing),
         ):
             set_optimizer_state_dict(other.model, other.optims, osd, options=options)
         lenient = dataclasses.replace(options, strict=False)
-        with torch_defect("fsdp2_missing_optim_state_raises_key_error"):
+        with torch_defect("dsd_missing_optim_state_raises_key_error"):
             set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
             found = get_optimizer_state_dict(other.model, other.optims)["state"]
             # A full state dict completes the state that the optimizer had; a sharded one replaces it.
@@ -578,12 +578,12 @@ class TestStateDictOptions(StateDictTest):
         del osd["state"]["1.bias"]
         missing = r"^Missing optimizer state for parameter '1\.bias'"
         with (
-            torch_defect("fsdp2_missing_optim_state_raises_key_error"),
+            torch_defect("dsd_missing_optim_state_raises_key_error"),
             self.assertRaisesRegex(RuntimeError, missing),
         ):
             set_optimizer_state_dict(other.model, other.optims, osd, options=options)
         lenient = dataclasses.replace(options, strict=False)
-        with torch_defect("fsdp2_missing_optim_state_raises_key_error"):
+        with torch_defect("dsd_missing_optim_state_raises_key_error"):
             set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
             found, wanted = (
                 whole_tree([*map(each.optims[0].state.get, each.model.parameters())]) for each in (other, pair)
@@ -597,7 +597,7 @@ class TestStateDictOptions(StateDictTest):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         del osd["state.1.bias.exp_avg"]
-        with torch_defect("fsdp2_flattened_state_missing_in_silence"), self.assertRaises((RuntimeError, KeyError)):
+        with torch_defect("dsd_flattened_state_missing_in_silence"), self.assertRaises((RuntimeError, KeyError)):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
 
     @skip_if_lt_x_gpu(2)
@@ -613,7 +613,7 @@ class TestStateDictOptions(StateDictTest):
         given = to_load.call_args.args[2]["state"]
         states = {name: sorted(state) for name, state in given.items()}
         found, wanted = of_all_ranks(states), {name: ["exp_avg", "exp_avg_sq", "step"] for name in given}
-        with torch_defect("fsdp1_flattened_load_by_some_ranks"):
+        with torch_defect("dsd_flattened_load_by_some_ranks"):
             self.assertEqual(found, [wanted] * 2)
 
     @skip_if_lt_x_gpu(2)
@@ -625,7 +625,7 @@ class TestStateDictOptions(StateDictTest):
         refused = self._agreed(
             lambda: set_optimizer_state_dict(pair.model, pair.optims, given, options=FROM_RANK_0), broadcasts=True
         )
-        with torch_defect("fsdp2_refusal_by_one_rank_hangs"):
+        with torch_defect("dsd_refusal_by_one_rank_hangs"):
             self.assertEqual(refused, "RuntimeError")
 
     @skip_if_lt_x_gpu(2)
@@ -636,7 +636,7 @@ class TestStateDictOptions(StateDictTest):
         # Without this replacement rank 0 would wait for the others.
         with torch_names.patched(internals.dsd, "_broadcast_state_dict") as broadcast:
             set_state_dict(pair.model, pair.optims, model_state_dict=msd, optim_state_dict=osd, options=FROM_RANK_0)
-        with torch_defect("fsdp2_set_state_dict_does_not_broadcast"):
+        with torch_defect("dsd_set_state_dict_does_not_broadcast"):
             self.assertEqual(broadcast.call_count, 2)
 
     @skip_if_lt_x_gpu(2)
@@ -647,7 +647,7 @@ class TestStateDictOptions(StateDictTest):
             model[1].requires_grad_(False)
         set_optimizer_state_dict(other.model, other.optims, get_optimizer_state_dict(pair.model, pair.optims))
         found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
-        with torch_defect("fsdp2_frozen_parameter_loses_its_state"):
+        with torch_defect("dsd_frozen_parameter_loses_its_state"):
             self.assertEqual(sorted(found["state"]), [0, 1, 2, 3])
             self.assertEqual([found["state"][number] for number in (2, 3)], [wanted["state"][2], wanted["state"][3]])
         trained = {number: wanted["state"][number] for number in (0, 1)}
@@ -666,7 +666,7 @@ class TestStateDictOptions(StateDictTest):
         self.assertGreater(used["exp_avg"].abs().max().item(), 0)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         load = lambda: set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)  # noqa: E731
-        with torch_defect("fsdp2_optim_state_of_some_parameters_is_refused"):
+        with torch_defect("dsd_optim_state_of_some_parameters_is_refused"):
             self.assertEqual(self._agreed(load, broadcasts=True), "loaded")
             found = get_optimizer_state_dict(other.model, other.optims)["state"]["0.weight"]
             self.assertEqual(whole_tree(found), used, **EXACT)
@@ -680,7 +680,7 @@ class TestStateDictOptions(StateDictTest):
         train(pair.model, uniform(4, 4, seed=self.rank))
         before = [param.grad.to_local().clone() for param in pair.model.parameters()]
         new = optimizer(torch.optim.Adam, pair.model.parameters())
-        with torch_defect("fsdp2_full_optim_state_beside_gradients_is_not_loaded", when=options.full_state_dict):
+        with torch_defect("dsd_full_optim_state_beside_gradients_is_not_loaded", when=options.full_state_dict):
             set_optimizer_state_dict(pair.model, new, self._given(osd, options), options=options)
             self.assertEqual(whole_tree(new.state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
         self.assertEqual([param.grad.to_local() for param in pair.model.parameters()], before, **EXACT)
@@ -691,7 +691,7 @@ class TestStateDictOptions(StateDictTest):
         options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
-        with torch_defect("fsdp2_flattened_full_optim_state_is_not_loaded"):
+        with torch_defect("dsd_flattened_full_optim_state_is_not_loaded"):
             set_optimizer_state_dict(other.model, other.optims, osd, options=options)
             self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
 
@@ -702,7 +702,7 @@ class TestStateDictOptions(StateDictTest):
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL)
         set_optimizer_state_dict(pair.model, pair.optims, osd, options=FULL)
         found = pair.optims[0].param_groups[0]["betas"]
-        with torch_defect("fsdp2_full_optim_state_loads_lists_for_tuples"):
+        with torch_defect("dsd_full_optim_state_loads_lists_for_tuples"):
             self.assertEqual(repr(found), repr(before))
         self.assertEqual(tuple(found), before)
 
@@ -718,7 +718,7 @@ class TestStateDictOptions(StateDictTest):
         self.assertEqual([param.grad for param in pair.model.parameters()], [None] * 4)
         pair.train(range(2))
         states = pair.states()
-        with torch_defect("fsdp2_asking_for_optim_state_is_a_step"):
+        with torch_defect("dsd_asking_for_optim_state_is_a_step"):
             self._verify_pair(pair, *states)
 
     @skip_if_lt_x_gpu(2)
@@ -752,7 +752,7 @@ class TestStateDictOptions(StateDictTest):
         with contextlib.suppress(TypeError):
             get_optimizer_state_dict(model, optim)
         self.assertEqual(whole_tree(params), before[0], may_be="empty", **EXACT)
-        with torch_defect("fsdp2_failed_first_step_leaves_a_zero_learning_rate", when=not has_gradients):
+        with torch_defect("dsd_failed_first_step_leaves_a_zero_learning_rate", when=not has_gradients):
             self.assertEqual(optim.param_groups[0]["lr"], lr)
             self.assertEqual(whole_tree([param.grad for param in params]), before[1], may_be="empty", **EXACT)
 
@@ -785,7 +785,7 @@ class TestStateDictOptions(StateDictTest):
 
     @requires_world_size(4)
     def test_uneven_rows_of_fsdp2_and_tp(self):
-        self._test_load_with_tp(6, FULL, torch_defect("fsdp2_tp_uneven_full_state_dict_is_not_loaded"))
+        self._test_load_with_tp(6, FULL, torch_defect("dsd_tp_uneven_full_state_dict_is_not_loaded"))
 
     def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: torch_defect = NO_DEFECT) -> None:
         """``shows`` is the known defect that the load shows."""
@@ -843,12 +843,12 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[FULL, StateDictOptions()])
     def test_empty_group_comes_first(self, options):
-        self._test_groups(lambda groups: groups, options, torch_defect("fsdp2_settings_of_empty_group_are_not_loaded"))
+        self._test_groups(lambda groups: groups, options, torch_defect("dsd_settings_of_empty_group_are_not_loaded"))
 
     @skip_if_lt_x_gpu(2)
     def test_empty_group_of_flattened_optim_state(self):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        shows = torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
+        shows = torch_defect("dsd_settings_of_empty_group_are_not_loaded")
         self._test_groups(lambda groups: groups[::-1], options, shows)
 
     @skip_if_lt_x_gpu(2)
@@ -860,7 +860,7 @@ class TestStateDictOptions(StateDictTest):
         params = [*loading.model.parameters()]
         optim = torch.optim.Adam([{"params": params[part::parts]} for part in range(parts)], lr=7.0)
         with torch_defect(
-            "fsdp2_settings_reach_one_of_split_groups", when=parts > 1 and not options.flatten_optimizer_state_dict
+            "dsd_settings_reach_one_of_split_groups", when=parts > 1 and not options.flatten_optimizer_state_dict
         ):
             set_optimizer_state_dict(loading.model, optim, osd, options=options)
             found = [(group.get("lr"), group.get("eps")) for group in optim.param_groups]
@@ -875,8 +875,8 @@ class TestStateDictOptions(StateDictTest):
         osd = get_optimizer_state_dict(model, torch.optim.Adam(body, lr=0.5), options=options)
         optim = torch.optim.Adam([{"params": body}, {"params": head, "lr": 0.25}], lr=0.1)
         with (
-            torch_defect("fsdp2_missing_optim_state_raises_key_error"),
-            torch_defect("fsdp2_new_group_loses_its_settings", when=not options.full_state_dict),
+            torch_defect("dsd_missing_optim_state_raises_key_error"),
+            torch_defect("dsd_new_group_loses_its_settings", when=not options.full_state_dict),
         ):
             set_optimizer_state_dict(model, optim, osd, options=options)
             self.assertEqual([group.get("lr") for group in optim.param_groups], [0.5, 0.25])
@@ -888,7 +888,7 @@ class TestStateDictOptions(StateDictTest):
         saving = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)])
         loading = torch.optim.SGD([{"params": layer.parameters()} for layer in reversed(model)])
         osd = get_optimizer_state_dict(model, saving)
-        with torch_defect("fsdp2_stateless_optimizers_are_mixed_up"):
+        with torch_defect("dsd_stateless_optimizers_are_mixed_up"):
             set_optimizer_state_dict(model, loading, osd)
             self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
 
@@ -899,7 +899,7 @@ class TestStateDictOptions(StateDictTest):
         osd = get_optimizer_state_dict(model, optims)
         for optim in optims:
             optim.param_groups[0]["lr"] = 7.0
-        with torch_defect("fsdp2_stateless_optimizers_are_mixed_up"):
+        with torch_defect("dsd_stateless_optimizers_are_mixed_up"):
             set_optimizer_state_dict(model, optims, osd)
             self.assertEqual([optim.param_groups[0]["lr"] for optim in optims], [0.1, 0.2])
 
@@ -910,7 +910,7 @@ class TestStateDictOptions(StateDictTest):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(model, torch.optim.Adam(groups), options=options)
         with (
-            torch_defect("fsdp2_flattened_settings_are_not_compared"),
+            torch_defect("dsd_flattened_settings_are_not_compared"),
             self.assertRaisesRegex(RuntimeError, "same saved param_group value"),
         ):
             set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)

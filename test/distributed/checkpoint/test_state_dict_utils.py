@@ -152,7 +152,7 @@ class TestStateDictUtils(DTensorTestBase):
         for value in state_dict.values():
             value.to_local().fill_(-1)
         self.assertEqual(found.to_local(), wanted["tensor"], **EXACT)
-        with torch_defect("fsdp2_staged_scalar_changes"):
+        with torch_defect("dcp_staged_scalar_changes"):
             self.assertEqual(copied["scalar"].to_local(), wanted["scalar"], **EXACT)
 
     def _state_of_fsdp1(self, rows: int, steps: int = 1) -> dict[str, Any]:

@@ -183,12 +183,12 @@ class TestCheckpointOnDisk(FSDPTest):
         group = model.process_group
         with mode(model, kind, **config):
             state_dict = model.state_dict()
-            with torch.no_grad():  # a way round the defect fsdp1_local_state_dict_is_not_copied
+            with torch.no_grad():  # a workaround for the defect fsdp1_local_state_dict_is_not_copied
                 dcp.load(state_dict, storage_reader=FileSystemReader(f"{path}/model"), process_group=group)
             model.load_state_dict(state_dict)
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
-            # A way round the defect fsdp1_checkpoint_of_empty_shards_is_not_loaded.
+            # A workaround for the defect dcp_checkpoint_of_empty_shards_is_not_loaded.
             planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
             reader = FileSystemReader(f"{path}/optim")
             dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=group)
@@ -363,7 +363,7 @@ class TestCheckpointOnDisk(FSDPTest):
         with mode(model, SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim)
         dcp.save(state_dict, storage_writer=FileSystemWriter(self.temp_dir))
-        with torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded"):
+        with torch_defect("dcp_checkpoint_of_empty_shards_is_not_loaded"):
             try:
                 dcp.load(state_dict, storage_reader=FileSystemReader(self.temp_dir))
             except CheckpointException as error:  # a BaseException, which would end the rank
@@ -384,7 +384,7 @@ class TestCheckpointOnDisk(FSDPTest):
             loaded_by = torch.optim.Adam(model.parameters())
             loaded_by.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded_by, loaded["optim"]))
         found = loaded_by.state[plain[2].weight]["exp_avg"]
-        with torch_defect("fsdp1_ignored_optim_state_is_loaded_sharded"):
+        with torch_defect("dcp_ignored_optim_state_is_loaded_sharded"):
             self.assertIs(type(found), torch.Tensor)
             self.assertEqual(found.shape, plain[2].weight.shape)
             loaded_by.step()

@@ -371,7 +371,7 @@ class TestNoGrad(_TwoRanks):
     def test_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
         """A model is evaluated in inference mode between steps.
 
-        The first evaluation is the way round fsdp1_inference_mode_breaks_training.
+        The first evaluation is the workaround for fsdp1_inference_mode_breaks_training.
         """
         torch.manual_seed(0)
         ref_model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(get_devtype())

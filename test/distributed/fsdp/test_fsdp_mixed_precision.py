@@ -624,7 +624,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             self.assertEqual({param.grad.dtype for param in model.parameters()}, {torch.float32})
             model.zero_grad()
             model.eval()
-            with torch.no_grad():  # a way round the defect fsdp1_unused_forward_costs_reduction
+            with torch.no_grad():  # a workaround for the defect fsdp1_unused_forward_costs_reduction
                 output = model(*inputs)
             self.assertEqual(output.dtype, torch.float32 if full_precision else torch.float16)
             if full_precision:  # the result is exactly that of full precision

@@ -1175,7 +1175,7 @@ class TestFSDPOptimState(FSDPTest):
         saved = {"optim": FSDP.optim_state_dict(model, optim)}
         dcp.save(saved, checkpoint_id=self.temp_dir)
         loaded = {"optim": FSDP.optim_state_dict(model, optim)}
-        with torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded"):
+        with torch_defect("dcp_checkpoint_of_empty_shards_is_not_loaded"):
             try:
                 dcp.load(loaded, checkpoint_id=self.temp_dir)
             except CheckpointException as error:  # a BaseException, which is no expected failure to unittest

@@ -187,7 +187,7 @@ def shards_to(value: Any, device: torch.device, group: dist.ProcessGroup | None 
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
     """Join sharded tensors by their offsets. Elements that no rank has become NaN."""
     sharded = {name: value for name, value in state_dict.items() if isinstance(value, sharded_tensors.ShardedTensor)}
-    # A way round the defect fsdp1_local_state_dict_is_not_copied: flat shards are detached.
+    # A workaround for the defect fsdp1_local_state_dict_is_not_copied: flat shards are detached.
     mine = {
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()

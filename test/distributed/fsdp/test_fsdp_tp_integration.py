@@ -89,7 +89,7 @@ def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 
 
 def set_state_dict_type(model: FSDP, kind: StateDictType) -> None:
-    """Do not offload optimizer states: a way round the defect ``fsdp1_offloaded_optim_states_are_one``."""
+    """Do not offload optimizer states: a workaround for the defect ``fsdp1_offloaded_optim_states_are_one``."""
     config = FullOptimStateDictConfig if kind is FULL else ShardedOptimStateDictConfig
     FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config(offload_to_cpu=False))
 

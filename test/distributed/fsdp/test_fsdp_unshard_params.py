@@ -52,7 +52,7 @@ def _cpu_offloads() -> list[CPUOffload]:
 
 @contextlib.contextmanager
 def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
-    """``summon_full_params`` with ways round the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
+    """``summon_full_params`` with workarounds for the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
 
     Values that come back from host memory bring their autograd history into the gathered tensor. The next all-gather on
     the host writes to views of that tensor and refuses, unless the context was under ``no_grad``.

@@ -215,7 +215,7 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
 
     def test_each_row_lies_on_one_of_more_ranks(self):
         """With three ranks, a rank can have nothing of the first part and something of the second."""
-        with torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp"):
+        with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
             self._check_partitions([3, 4])
 
 
@@ -239,7 +239,7 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         dcp.save(module.state_dict(), checkpoint_id=self.temp_dir)
         local.fill_(-1)
         dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
-        with torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp"):
+        with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
             self.assertEqual(local, wanted, may_be="empty")
 
 

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
-    features="accumulation",
-    way_round="Wrap with ``use_orig_params=True``.",
+    features="fsdp1, accumulation",
+    workaround="Wrap with ``use_orig_params=True``.",
 )
 
 
@@ -38,8 +39,8 @@ class Model(nn.Module):
         return self.second(self.first(x), skip)
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = FSDP(Model(device, way_round), use_orig_params=way_round, device_id=device)
+def reproduce(rank, world_size, device, workaround=False):
+    model = FSDP(Model(device, workaround), use_orig_params=workaround, device_id=device)
     x = torch.ones(1, 2, device=device)
     model(x).sum().backward()
     model(x, skip=True).sum().backward()

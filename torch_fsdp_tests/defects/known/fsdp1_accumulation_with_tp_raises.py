@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
-    features="use_orig_params, accumulation, tp",
-    way_round="Wrap with ``use_orig_params=False``, or accumulate without ``no_sync``.",
+    features="fsdp1, use_orig_params, accumulation, tp",
+    workaround="Wrap with ``use_orig_params=False``, or accumulate without ``no_sync``.",
     error="in _pre_forward ... in _writeback_orig_params ... Attempted to access the data pointer on an invalid "
     "python storage",
     world_size=4,
@@ -27,11 +28,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 1, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=not way_round, device_id=device)
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=not workaround, device_id=device)
     found = "both backwards ran"
     with model.no_sync():
         try:

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
-    features="",
-    way_round="Call ``apply`` on the whole model, not on an inner instance.",
+    features="fsdp1",
+    workaround="Call ``apply`` on the whole model, not on an inner instance.",
     error="Non-root FSDP instance's `_is_root` should not have been set yet",
 )
 
@@ -26,12 +27,12 @@ def raise_error(module):
     raise KeyError("on purpose")
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(layer.weight)
     model = FSDP(nn.Sequential(FSDP(layer, device_id=device)), device_id=device)
     with contextlib.suppress(KeyError):
-        (model if way_round else model.module[0]).apply(raise_error)
+        (model if workaround else model.module[0]).apply(raise_error)
     try:
         found = model(torch.ones(2, device=device)).item()
     except AssertionError as error:

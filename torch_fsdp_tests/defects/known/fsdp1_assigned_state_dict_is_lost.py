@@ -11,23 +11,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._unshard_param_utils._unshard_fsdp_state_params",
-    features="state_dict",
-    way_round="Load without ``assign=True``, or before wrapping.",
+    features="fsdp1, state_dict",
+    workaround="Load without ``assign=True``, or before wrapping.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     found = []
     for use_orig_params in (False, True):
         model = nn.Linear(2, 1, bias=False, device=device)
         nn.init.ones_(model.weight)
         model = FSDP(model, device_id=device, use_orig_params=use_orig_params)
-        model.load_state_dict({"weight": torch.full((1, 2), 5.0, device=device)}, assign=not way_round)
+        model.load_state_dict({"weight": torch.full((1, 2), 5.0, device=device)}, assign=not workaround)
         found.append(model(torch.ones(2, device=device)).item())
     return found, [10.0, 10.0]  # the sum of two weights of 5

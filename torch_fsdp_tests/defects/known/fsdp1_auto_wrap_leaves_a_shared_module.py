@@ -12,26 +12,27 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.wrap._post_order_apply",
-    features="wrapping, frozen",
-    way_round="Wrap by hand, and put one instance into all places, or keep shared modules out of the policy.",
+    features="fsdp1, wrapping, frozen",
+    workaround="Wrap by hand, and put one instance into all places, or keep shared modules out of the policy.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     fails_with=("AssertionError", "RuntimeError"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     found = []
     for use_orig_params in (True, False):
         shared = nn.Linear(2, 2, bias=False, device=device)
         nn.init.ones_(shared.weight)
-        child = FSDP(shared, device_id=device, use_orig_params=use_orig_params) if way_round else shared
-        policy = None if way_round else ModuleWrapPolicy([nn.Linear])
+        child = FSDP(shared, device_id=device, use_orig_params=use_orig_params) if workaround else shared
+        policy = None if workaround else ModuleWrapPolicy([nn.Linear])
         model = nn.Sequential(nn.Sequential(child), nn.Sequential(child))
         model = FSDP(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
         try:

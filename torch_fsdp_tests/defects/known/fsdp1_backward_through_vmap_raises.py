@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
-    features="transforms",
-    way_round="Use FSDP2, which trains through ``vmap``.",
+    features="fsdp1, transforms",
+    workaround="Use FSDP2, which trains through ``vmap``.",
     error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current "
     "state is TrainingState.IDLE",
     arguable="FSDP1's documentation does not say that it works with torch.func.",

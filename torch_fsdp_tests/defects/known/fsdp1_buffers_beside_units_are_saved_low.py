@@ -10,22 +10,23 @@ from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
-    features="mixed_precision, wrapping, state_dict",
-    way_round="Leave at least one parameter to each instance that has buffers.",
+    features="fsdp1, mixed_precision, wrapping, state_dict",
+    workaround="Leave at least one parameter to each instance that has buffers.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     precision = MixedPrecision(buffer_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(2, 2, device=device))
     model.register_buffer("scale", torch.ones(2, device=device))
-    if not way_round:
+    if not workaround:
         model[0] = FSDP(model[0], device_id=device, mixed_precision=precision)
     model = FSDP(model, device_id=device, mixed_precision=precision)
     saved = str(model.state_dict()["scale"].dtype)

@@ -12,14 +12,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
-    features="activation_checkpointing, state_dict, tp",
-    way_round="Call ``torch.utils.checkpoint.checkpoint`` in the forward of the layer, instead of "
+    features="fsdp1, activation_checkpointing, state_dict, tp",
+    workaround="Call ``torch.utils.checkpoint.checkpoint`` in the forward of the layer, instead of "
     "``checkpoint_wrapper``.",
     error="size mismatch for ... _fsdp_wrapped_module. ... _checkpoint_wrapped_module.",
     world_size=4,

@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
-    features="clipping, tp",
-    way_round="Sum the squares of the local gradients over both dimensions of the mesh, count replicated parameters "
+    features="fsdp1, clipping, tp",
+    workaround="Sum the squares of the local gradients over both dimensions of the mesh, count replicated parameters "
     "once, and scale the gradients by the root.",
     world_size=4,
 )

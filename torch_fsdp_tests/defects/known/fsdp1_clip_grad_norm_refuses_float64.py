@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.fully_sharded_data_parallel._get_grad_norm",
-    features="clipping",
-    way_round="Sum the squares of the shards' gradients, all-reduce the sum, and scale the gradients yourself.",
+    features="fsdp1, clipping",
+    workaround="Sum the squares of the shards' gradients, all-reduce the sum, and scale the gradients yourself.",
     error="in _get_grad_norm ... should be convertible without narrowing to the specified dtype",
     fails_with=("RuntimeError",),
 )

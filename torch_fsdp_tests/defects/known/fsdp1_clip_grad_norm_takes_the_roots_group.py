@@ -2,7 +2,7 @@
 
 It adds up the norms of all sharded parameters, those of nested instances too, over the process group of the root. If
 the root uses hybrid sharding, this group has only a part of the shards of a fully sharded instance. The ranks then
-scale their gradients by different factors, and replicas diverge. The other way round, the gradients of an instance with
+scale their gradients by different factors, and replicas diverge. Conversely, the gradients of an instance with
 hybrid sharding count once for each replica. ``fsdp1_clip_grad_norm_leaves_out_tp`` is another defect: there all
 instances have the root's group, and the shards of tensor parallelism are outside of it.
 """
@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
-    features="clipping, hsdp",
-    way_round="Shard all instances over the same ranks, or add up the norms of each instance over its own process "
+    features="fsdp1, clipping, hsdp",
+    workaround="Shard all instances over the same ranks, or add up the norms of each instance over its own process "
     "group, and scale the gradients by hand.",
     world_size=4,
 )

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
-    features="accumulation, compile",
-    way_round="Give all microbatches one shape, so that nothing is compiled while there are gradients.",
+    features="fsdp1, accumulation, compile",
+    workaround="Give all microbatches one shape, so that nothing is compiled while there are gradients.",
     error="InternalTorchDynamoError: RuntimeError: attempting to assign a gradient of size",
     fails_with=("InternalTorchDynamoError",),
 )
@@ -31,11 +32,11 @@ class Layer(nn.Module):
         return x @ self.weight
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Sequential(Layer()), use_orig_params=True, device_id=device)
     compiled = torch.compile(model, backend="eager")
     try:
-        for rows in (2, 2) if way_round else (1, 2):
+        for rows in (2, 2) if workaround else (1, 2):
             compiled(torch.ones(rows, 2, device=device)).sum().backward()
         found = "trained"
     except Exception as error:

@@ -12,28 +12,29 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._unshard_param_utils._register_orig_params",
-    features="use_orig_params",
-    way_round="Call ``zero_grad()`` after the conversion, not only before it.",
+    features="fsdp1, use_orig_params",
+    workaround="Call ``zero_grad()`` after the conversion, not only before it.",
 )
 
 
-def next_gradient(model, device, way_round=False):
+def next_gradient(model, device, workaround=False):
     for _ in range(2):
         model.zero_grad()
         model.to(device)
-        if way_round:
+        if workaround:
             model.zero_grad()
         model(torch.ones(1, 4, device=device)).sum().backward()
     return next(model.parameters()).grad.max().item()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Linear(4, 4, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
-    return next_gradient(model, device, way_round), next_gradient(plain, device)
+    return next_gradient(model, device, workaround), next_gradient(plain, device)

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
-    features="",
-    way_round="Convert the model before its first forward, or wrap a converted model and load the state dict into it.",
+    features="fsdp1",
+    workaround="Convert the model before its first forward, or wrap a converted model and load the state dict into it.",
     upstream=("https://github.com/pytorch/pytorch/issues/138467",),
     arguable="FSDP1 does not promise that a model may be converted once it has run",
 )

@@ -9,14 +9,15 @@ import dataclasses
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._recursive_to",
-    features="",
-    way_round="Move the tensors to the device before the call, or pass them in a dict.",
+    features="fsdp1",
+    workaround="Move the tensors to the device before the call, or pass them in a dict.",
     world_size=1,
 )
 

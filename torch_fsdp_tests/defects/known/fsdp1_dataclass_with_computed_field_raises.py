@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._apply_to_tensors",
-    features="",
-    way_round="Compute the value in a property instead of a field.",
+    features="fsdp1",
+    workaround="Compute the value in a property instead of a field.",
     error="in _apply_to_tensors ... is declared with init=False, it cannot be specified with replace()",
     fails_with=("ValueError",),
 )

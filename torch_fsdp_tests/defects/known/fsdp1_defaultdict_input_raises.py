@@ -9,25 +9,26 @@ import collections
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._recursive_to",
-    features="",
-    way_round="Pass ``dict(batch)``.",
+    features="fsdp1",
+    workaround="Pass ``dict(batch)``.",
     error="in _recursive_to ... first argument must be callable or None",
     world_size=1,
     fails_with=("TypeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     batch = collections.defaultdict(list, x=torch.ones(1, device=device))
     elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
     try:
-        ((moved,),), _ = _to_kwargs((dict(batch) if way_round else batch,), {}, elsewhere, False)
+        ((moved,),), _ = _to_kwargs((dict(batch) if workaround else batch,), {}, elsewhere, False)
         found = moved["x"].device.type
     except TypeError as error:
         found = f"{type(error).__name__}: {error}"

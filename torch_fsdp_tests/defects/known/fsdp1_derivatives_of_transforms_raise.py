@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._pre_forward",
-    features="transforms",
-    way_round="Use FSDP2 of torch 2.13 or later.",
+    features="fsdp1, transforms",
+    workaround="Use FSDP2 of torch 2.13 or later.",
     error="in init_flat_param_attributes ... Cannot access storage of TensorWrapper",
     arguable="FSDP1's documentation does not say that it works with torch.func.",
     fails_with=("NotImplementedError", "RuntimeError"),

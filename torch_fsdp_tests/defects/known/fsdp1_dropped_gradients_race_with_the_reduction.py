@@ -10,23 +10,24 @@ lost.
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
-    features="use_orig_params",
+    features="fsdp1, use_orig_params",
     races=("_writeback_tensor)",),
-    way_round="Do not set single gradients to None: zero them, or drop all gradients of the model at once.",
+    workaround="Do not set single gradients to None: zero them, or drop all gradients of the model at once.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 2, device=device), device_id=device, use_orig_params=True)
     model(next(model.parameters()).new_ones(1, 2)).sum().backward()
     gradient = model._handle.flat_param.grad
-    if way_round:
+    if workaround:
         model.weight.grad.zero_()
     else:
         model.weight.grad = None

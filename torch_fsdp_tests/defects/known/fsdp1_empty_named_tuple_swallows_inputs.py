@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._recursive_to",
-    features="",
-    way_round="Pass None, or a named tuple that has a field.",
+    features="fsdp1",
+    workaround="Pass None, or a named tuple that has a field.",
     upstream=("https://github.com/pytorch/pytorch/pull/171617",),
 )
 

@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed._shard.sharded_tensor._ops.tensor_ops.tensor_device",
-    features="state_dict",
-    way_round="Wrap with a ``device_mesh``, so that the state dict has DTensors.",
+    features="fsdp1, state_dict",
+    workaround="Wrap with a ``device_mesh``, so that the state dict has DTensors.",
     error="in tensor_device ... Torch not compiled with CUDA enabled",
     place=Place.APART_FROM_HOST,
     fails_with=("AssertionError", "RuntimeError"),  # the latter if torch was built for CUDA, and there is no driver

@@ -12,35 +12,36 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
-    features="",
-    way_round="Evaluate after ``optimizer.step``, and not between backward and step.",
+    features="fsdp1",
+    workaround="Evaluate after ``optimizer.step``, and not between backward and step.",
 )
 
 
-def losses(model, device, way_round=False):
+def losses(model, device, workaround=False):
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.linspace(-1, 1, 12, device=device).view(3, 4)
     for _ in range(3):
         loss = model(x).square().mean()
         loss.backward()
         yield loss.item()
-        if way_round:
+        if workaround:
             optim.step()
         with torch.no_grad():
             model(x)  # the evaluation
-        if not way_round:
+        if not workaround:
             optim.step()
         optim.zero_grad()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     torch.manual_seed(0)
     plain = nn.Linear(4, 4).to(device)
     model = FSDP(copy.deepcopy(plain), device_id=device)
-    return list(losses(model, device, way_round)), list(losses(plain, device))
+    return list(losses(model, device, workaround)), list(losses(plain, device))

@@ -11,19 +11,20 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.sharded_grad",
-    features="use_orig_params, offload",
-    way_round="Call ``zero_grad()`` once more after the evaluation.",
+    features="fsdp1, use_orig_params, offload",
+    workaround="Call ``zero_grad()`` once more after the evaluation.",
     fails_with=("AssertionError", "InternalTorchDynamoError"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     if device.type == "cpu":  # it has no pinned memory and no stream to wait for
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
         torch.cpu.Stream.synchronize = lambda stream: None
@@ -33,7 +34,7 @@ def reproduce(rank, world_size, device, way_round=False):
     model.zero_grad()
     with torch.no_grad():
         model(batch)
-    if way_round:
+    if workaround:
         model.zero_grad()
     found = [name for name, param in model.named_parameters() if param.grad is not None]
     return found, []

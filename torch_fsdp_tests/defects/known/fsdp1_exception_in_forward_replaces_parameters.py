@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
-    features="strategies, use_orig_params",
-    way_round="After the exception make and wrap the model anew, and load its last checkpoint.",
+    features="fsdp1, strategies, use_orig_params",
+    workaround="After the exception make and wrap the model anew, and load its last checkpoint.",
     arguable="FSDP1 does not document that training can go on after an exception, but with shards it can.",
     fails_with=("AssertionError", "RuntimeError"),
 )

@@ -12,14 +12,15 @@ import weakref
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParameter._init_metadata",
-    features="",
-    way_round="Wrap with ``use_orig_params=True``.",
+    features="fsdp1",
+    workaround="Wrap with ``use_orig_params=True``.",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/183211",
         "https://github.com/pytorch/pytorch/pull/182774",
@@ -27,8 +28,8 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = FSDP(nn.Linear(4, 4, device=device), use_orig_params=way_round, device_id=device)
+def reproduce(rank, world_size, device, workaround=False):
+    model = FSDP(nn.Linear(4, 4, device=device), use_orig_params=workaround, device_id=device)
     weak = {"module": weakref.ref(model.module), "parameter": weakref.ref(next(model.parameters()))}
     del model
     gc.collect()

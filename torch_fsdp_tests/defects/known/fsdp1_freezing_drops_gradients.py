@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
-    features="frozen, use_orig_params, accumulation",
-    way_round="Freeze parameters only after ``optimizer.step`` has used their gradients.",
+    features="fsdp1, frozen, use_orig_params, accumulation",
+    workaround="Freeze parameters only after ``optimizer.step`` has used their gradients.",
     arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
 )
 

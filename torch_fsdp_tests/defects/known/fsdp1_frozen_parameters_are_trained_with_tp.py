@@ -9,14 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
-    features="frozen, tp",
-    way_round="Give the optimizer only the parameters that are to be trained.",
+    features="fsdp1, frozen, tp",
+    workaround="Give the optimizer only the parameters that are to be trained.",
     world_size=4,
 )
 

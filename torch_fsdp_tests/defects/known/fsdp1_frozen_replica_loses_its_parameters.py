@@ -13,22 +13,23 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
-    features="strategies, frozen, use_orig_params",
-    way_round="Wrap with ``use_orig_params=False``.",
+    features="fsdp1, strategies, frozen, use_orig_params",
+    workaround="Wrap with ``use_orig_params=False``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     layers[0].requires_grad_(False)
-    how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": not way_round, "device_id": device}
+    how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": not workaround, "device_id": device}
     layers[1] = FSDP(layers[1], **how)
     model = FSDP(layers, **how)
     model(torch.ones(1, 2, device=device)).sum().backward()

@@ -12,23 +12,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
-    features="strategies, frozen",
-    way_round="Wrap with ``use_orig_params=True``.",
+    features="fsdp1, strategies, frozen",
+    workaround="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     layers[0].requires_grad_(False)
     policy = ModuleWrapPolicy({nn.Linear})
-    how = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": way_round}
+    how = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": workaround}
     model = FSDP(layers, auto_wrap_policy=policy, **how, device_id=device)
     model(torch.ones(1, 4, device=device)).sum().backward()
 

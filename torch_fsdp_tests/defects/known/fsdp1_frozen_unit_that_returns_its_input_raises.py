@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._post_backward_reshard_only_hook",
-    features="frozen",
-    way_round="Return a tensor of its own from the module: ``return x.clone()``.",
+    features="fsdp1, frozen",
+    workaround="Return a tensor of its own from the module: ``return x.clone()``.",
     error="ValueError: expected to be in states [<TrainingState.IDLE: 1>] but current state is "
     "TrainingState.FORWARD_BACKWARD",
     fails_with=("ValueError",),
@@ -25,16 +26,16 @@ DEFECT = Defect(
 
 
 class Skipped(nn.Module):
-    def __init__(self, way_round):
+    def __init__(self, workaround):
         super().__init__()
-        self.layer, self.way_round = nn.Linear(2, 2), way_round
+        self.layer, self.workaround = nn.Linear(2, 2), workaround
 
     def forward(self, x):
-        return x.clone() if self.way_round else x
+        return x.clone() if self.workaround else x
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    frozen = FSDP(Skipped(way_round).to(device).requires_grad_(False), device_id=device)
+def reproduce(rank, world_size, device, workaround=False):
+    frozen = FSDP(Skipped(workaround).to(device).requires_grad_(False), device_id=device)
     model = FSDP(nn.Sequential(nn.Linear(2, 2, device=device), frozen), device_id=device)
     try:
         model(torch.ones(1, 2, device=device)).sum().backward()

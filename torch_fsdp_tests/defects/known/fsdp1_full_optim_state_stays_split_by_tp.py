@@ -13,21 +13,22 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
-    features="optimizer_state, tp",
-    way_round="Call ``full_tensor()`` on each state that is a DTensor, on all ranks.",
+    features="fsdp1, optimizer_state, tp",
+    workaround="Call ``full_tensor()`` on each state that is a DTensor, on all ranks.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188946",),
     arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(4, 4, device=device)), mesh["tp"], {"0": ColwiseParallel()})
     model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
@@ -36,7 +37,7 @@ def reproduce(rank, world_size, device, way_round=False):
     optim.step()
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = FSDP.optim_state_dict(model, optim)["state"]["0.weight"]["exp_avg"]
-    if way_round and isinstance(state, DTensor):
+    if workaround and isinstance(state, DTensor):
         state = state.full_tensor()
     found = state.to_local() if isinstance(state, DTensor) else state
     return list(found.shape), [4, 4]

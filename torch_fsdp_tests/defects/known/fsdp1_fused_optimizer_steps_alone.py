@@ -11,22 +11,23 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
-    features="scaler",
-    way_round="Use an optimizer without ``fused=True``.",
+    features="fsdp1, scaler",
+    workaround="Use an optimizer without ``fused=True``.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(1, world_size, bias=False, device=device)
     nn.init.ones_(model.weight)
     model = FSDP(model, device_id=device)  # each rank has one row
-    optim = torch.optim.SGD(model.parameters(), lr=1.0, fused=not way_round)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0, fused=not workaround)
     scaler = ShardedGradScaler(device.type, init_scale=1024.0)
 
     rows = torch.ones(world_size, device=device)

@@ -8,26 +8,27 @@ tensor, which has no dimension, and ``copy_`` does not accept a vector there. ``
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
-    features="scaler",
-    way_round="Pass a number, or a tensor without dimensions: ``scaler.update(scale.squeeze())``.",
+    features="fsdp1, scaler",
+    workaround="Pass a number, or a tensor without dimensions: ``scaler.update(scale.squeeze())``.",
     error="in update ... output with shape [] doesn't match the broadcast shape [1]",
     world_size=1,
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     scaler = ShardedGradScaler(device.type)
     scaler.scale(torch.ones(1, device=device))
     try:
         scale = torch.tensor([4.0], device=device)
-        scaler.update(scale.squeeze() if way_round else scale)
+        scaler.update(scale.squeeze() if workaround else scale)
         found = scaler.get_scale()
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"

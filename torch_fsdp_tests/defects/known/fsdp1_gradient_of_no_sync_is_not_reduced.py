@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
-    features="accumulation",
-    way_round="Let each unit take part in the backward that synchronizes: ``(loss + 0 * "
+    features="fsdp1, accumulation",
+    workaround="Let each unit take part in the backward that synchronizes: ``(loss + 0 * "
     "output_of_the_unit.sum()).backward()``.",
     error="All sharded parameters that received a gradient in the post-backward should use `_saved_grad_shard`",
 )
@@ -33,7 +34,7 @@ class Branches(nn.Module):
         return getattr(self, name)(x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     x = torch.full((1, 1), rank + 1.0, device=device)
     found = {}
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
@@ -45,7 +46,7 @@ def reproduce(rank, world_size, device, way_round=False):
         with model.no_sync():
             model(x, "a").sum().backward()
         loss = model(x, "b").sum()
-        if way_round:
+        if workaround:
             loss = loss + 0 * model(x, "a").sum()
         try:
             loss.backward()

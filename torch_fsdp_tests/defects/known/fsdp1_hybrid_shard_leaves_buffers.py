@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, _init_utils
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
-    features="hsdp, meta",
-    way_round="Broadcast the buffers yourself: ``for buffer in model.buffers(): dist.broadcast(buffer, src=0)``.",
+    features="fsdp1, hsdp, meta",
+    workaround="Broadcast the buffers yourself: ``for buffer in model.buffers(): dist.broadcast(buffer, src=0)``.",
     world_size=4,
 )
 

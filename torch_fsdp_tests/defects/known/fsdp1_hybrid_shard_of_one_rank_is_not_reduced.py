@@ -12,23 +12,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._init_core_state",
-    features="hsdp",
-    way_round="Use ``NO_SHARD`` without a mesh, which is the same thing and reduces over all ranks.",
+    features="fsdp1, hsdp",
+    workaround="Use ``NO_SHARD`` without a mesh, which is the same thing and reduces over all ranks.",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size, 1))
     model = nn.Linear(1, 1, bias=False, device=device)
     strategy = ShardingStrategy.HYBRID_SHARD
-    if way_round:
+    if workaround:
         mesh, strategy = None, ShardingStrategy.NO_SHARD
     model = FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device, use_orig_params=True)
     model(torch.full((1, 1), rank + 1.0, device=device)).sum().backward()

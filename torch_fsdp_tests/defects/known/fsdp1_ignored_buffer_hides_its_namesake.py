@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
-    features="frozen, mixed_precision",
-    way_round="Give the two buffers different names.",
+    features="fsdp1, frozen, mixed_precision",
+    workaround="Give the two buffers different names.",
 )
 
 

@@ -11,19 +11,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.__init__",
-    features="frozen, wrapping, mixed_precision",
-    way_round="Wrap by hand, and give each instance the modules that it is to ignore.",
+    features="fsdp1, frozen, wrapping, mixed_precision",
+    workaround="Wrap by hand, and give each instance the modules that it is to ignore.",
     upstream=("https://github.com/pytorch/pytorch/issues/77439", "https://github.com/pytorch/pytorch/pull/104418"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     block = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(2)))
     ignored = block[1]
     ignored.register_buffer("scale", torch.ones(2, device=device))
@@ -31,7 +32,7 @@ def reproduce(rank, world_size, device, way_round=False):
     model = FSDP(
         model,
         device_id=device,
-        auto_wrap_policy=None if way_round else ModuleWrapPolicy([nn.Sequential]),
+        auto_wrap_policy=None if workaround else ModuleWrapPolicy([nn.Sequential]),
         ignored_modules=[ignored],
         mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
     )

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
-    features="meta, frozen",
-    way_round="Materialize the ignored parameters and those beside them before you wrap the module.",
+    features="fsdp1, meta, frozen",
+    workaround="Materialize the ignored parameters and those beside them before you wrap the module.",
     upstream=("https://github.com/pytorch/pytorch/issues/117924",),
 )
 

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
-    features="clipping",
-    way_round="Use the 2-norm, or compute the largest magnitude yourself and all-reduce it with ``ReduceOp.MAX``.",
+    features="fsdp1, clipping",
+    workaround="Use the 2-norm, or compute the largest magnitude yourself and all-reduce it with ``ReduceOp.MAX``.",
 )
 
 

@@ -10,24 +10,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
-    features="",
-    way_round="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    features="fsdp1",
+    workaround="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
     error="in _register_post_backward_hook ... The `grad_fn` is needed to access the `AccumulateGrad`",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("AssertionError", "RuntimeError"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=True)
     x = torch.ones(1, 2, device=device)
-    with torch.no_grad() if way_round else torch.inference_mode():
+    with torch.no_grad() if workaround else torch.inference_mode():
         model(x)
     try:
         model(x).sum().backward()

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._apply_to_tensors",
-    features="mixed_precision",
-    way_round="Set ``cast_forward_inputs`` and ``cast_root_forward_inputs`` to False, and cast the inputs yourself.",
+    features="fsdp1, mixed_precision",
+    workaround="Set ``cast_forward_inputs`` and ``cast_root_forward_inputs`` to False, and cast the inputs yourself.",
 )
 
 
@@ -31,10 +32,10 @@ class Model(nn.Linear):
         return super().forward(batch["x"])
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    casts = {"cast_forward_inputs": not way_round, "cast_root_forward_inputs": not way_round}
+def reproduce(rank, world_size, device, workaround=False):
+    casts = {"cast_forward_inputs": not workaround, "cast_root_forward_inputs": not workaround}
     config = MixedPrecision(param_dtype=torch.bfloat16, **casts)
     model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
-    dtype = torch.bfloat16 if way_round else torch.float32
+    dtype = torch.bfloat16 if workaround else torch.float32
     model(Batch(x=torch.ones(1, 2, device=device, dtype=dtype)))
     return model.module.given, "Batch"

@@ -8,19 +8,20 @@ gradients, as for all others. ``ignored_states`` takes iterators, because there 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._init_ignored_module_states",
-    features="frozen",
-    way_round="Pass ``ignored_modules`` as a list, or pass ``ignored_states``.",
+    features="fsdp1, frozen",
+    workaround="Pass ``ignored_modules`` as a list, or pass ``ignored_states``.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(2)))
-    ignored = [model[1]] if way_round else iter([model[1]])
+    ignored = [model[1]] if workaround else iter([model[1]])
     model = FSDP(model, device_id=device, ignored_modules=ignored)
     return [name for name, _ in model.module[1].named_parameters()], ["weight", "bias"]

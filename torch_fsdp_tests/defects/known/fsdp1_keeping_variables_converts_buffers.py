@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
-    features="mixed_precision, state_dict",
-    way_round="Save without ``keep_vars``.",
+    features="fsdp1, mixed_precision, state_dict",
+    workaround="Save without ``keep_vars``.",
 )
 
 
@@ -30,10 +31,10 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     low = torch.bfloat16
     model = FSDP(Scaled(device), device_id=device, mixed_precision=MixedPrecision(param_dtype=low, buffer_dtype=low))
     x = torch.ones(1, 2, device=device)
     before = str(model(x).dtype)
-    model.state_dict(keep_vars=not way_round)
+    model.state_dict(keep_vars=not workaround)
     return [before, str(model(x).dtype)], [str(low), str(low)]

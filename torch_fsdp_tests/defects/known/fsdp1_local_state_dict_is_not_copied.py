@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
-    features="state_dict",
-    way_round="Use ``SHARDED_STATE_DICT``, or copy the state dict before the next step.",
+    features="fsdp1, state_dict",
+    workaround="Use ``SHARDED_STATE_DICT``, or copy the state dict before the next step.",
     error="in sharded_deepcopy ... A view was created in no_grad mode and its base",
     fails_with=("RuntimeError",),
 )

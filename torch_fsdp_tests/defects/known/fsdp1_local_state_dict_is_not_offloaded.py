@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import LocalStateDictConfig, StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
-    features="state_dict, offload",
-    way_round="Use ``SHARDED_STATE_DICT``.",
+    features="fsdp1, state_dict, offload",
+    workaround="Use ``SHARDED_STATE_DICT``.",
     error="in _local_post_state_dict_hook ... requires_grad property is incompatible",
     place=Place.APART_FROM_HOST,
     fails_with=("ValueError",),

@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
-    features="state_dict",
-    way_round="Before the load, compare ``tensor.local_shards()`` with ``tensor.metadata()`` on each rank.",
+    features="fsdp1, state_dict",
+    workaround="Before the load, compare ``tensor.local_shards()`` with ``tensor.metadata()`` on each rank.",
     arguable="a program has to break the sharded tensor first, and torch does not have to find that mistake",
 )
 

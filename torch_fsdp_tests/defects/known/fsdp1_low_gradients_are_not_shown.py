@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
-    features="unshard, mixed_precision",
-    way_round="Leave ``keep_low_precision_grads`` off.",
+    features="fsdp1, unshard, mixed_precision",
+    workaround="Leave ``keep_low_precision_grads`` off.",
     error="in unshard_grad ... attempting to assign a gradient with dtype",
     fails_with=("RuntimeError",),
 )

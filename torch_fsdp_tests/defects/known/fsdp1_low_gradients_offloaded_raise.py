@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
-    features="mixed_precision, offload",
-    way_round="Leave ``keep_low_precision_grads`` off.",
+    features="fsdp1, mixed_precision, offload",
+    workaround="Leave ``keep_low_precision_grads`` off.",
     error="in prepare_gradient_for_optim ... attempting to assign a gradient with dtype",
     upstream=("https://github.com/pytorch/pytorch/pull/86495",),
     fails_with=("RuntimeError",),

@@ -10,14 +10,15 @@ has to look for itself.
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
-    features="meta",
-    way_round="Load values after wrapping, or wrap what is on the meta device in instances of its own.",
+    features="fsdp1, meta",
+    workaround="Load values after wrapping, or wrap what is on the meta device in instances of its own.",
 )
 
 

@@ -10,25 +10,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._set_use_dtensor",
-    features="state_dict",
-    way_round="Make a new config for each model.",
+    features="fsdp1, state_dict",
+    workaround="Make a new config for each model.",
     error="in _create_chunk_dtensor ... 'NoneType' object has no attribute 'ndim'",
     fails_with=("AttributeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     config, found = ShardedStateDictConfig(), []
     for mesh in (init_device_mesh(device.type, (world_size,)), None):
         model = FSDP(nn.Linear(2, 2, device=device), device_id=device, device_mesh=mesh)
         try:
-            if way_round:
+            if workaround:
                 config = ShardedStateDictConfig()
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
                 found.append(type(model.state_dict()["weight"]).__name__)

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.HANG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
-    features="unshard",
-    way_round="Call ``torch.set_default_dtype`` with the parameters' dtype around ``summon_full_params``.",
+    features="fsdp1, unshard",
+    workaround="Call ``torch.set_default_dtype`` with the parameters' dtype around ``summon_full_params``.",
 )
 
 
@@ -30,7 +31,7 @@ def contribute(output, shard, *args, **kwargs):
     raise Contributed(shard.dtype)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(1, 1, bias=False, device=device, dtype=torch.bfloat16)  # the second rank has only padding
     model = FSDP(layer, use_orig_params=True, device_id=device)
     model(torch.ones(1, 1, device=device, dtype=torch.bfloat16)).sum().backward()
@@ -38,7 +39,7 @@ def reproduce(rank, world_size, device, way_round=False):
     found = "nothing"
     with FSDP.summon_full_params(model, writeback=False):  # the weights are gathered now
         setattr(dist, gather, contribute)
-        if way_round:
+        if workaround:
             torch.set_default_dtype(torch.bfloat16)
         try:
             model._handle.unshard_grad()  # with_grads=True does this

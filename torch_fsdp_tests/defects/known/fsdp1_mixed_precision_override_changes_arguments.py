@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, wrap
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.wrap._run_mixed_precision_override_policy",
-    features="mixed_precision",
-    way_round="Pass a copy of the arguments.",
+    features="fsdp1, mixed_precision",
+    workaround="Pass a copy of the arguments.",
     world_size=1,
     arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
 )

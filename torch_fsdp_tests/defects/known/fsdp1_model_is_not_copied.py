@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._common_utils._FSDPState",
-    features="",
-    way_round="Wrap a copy of the plain model, and load the state dict into it.",
+    features="fsdp1",
+    workaround="Wrap a copy of the plain model, and load the state dict into it.",
     error="in deepcopy ... cannot pickle 'module' object",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/149138",

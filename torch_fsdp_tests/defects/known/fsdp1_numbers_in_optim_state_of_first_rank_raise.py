@@ -10,20 +10,21 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state_dict",
-    features="optimizer_state",
-    way_round="Load the whole state on all ranks, with ``rank0_only=False``.",
+    features="fsdp1, optimizer_state",
+    workaround="Load the whole state on all ranks, with ``rank0_only=False``.",
     error="in _flatten_optim_state_dict ... object has no attribute 'cpu'",
     fails_with=("AttributeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 1, bias=False, device=device), device_id=device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, device=device)).sum().backward()
@@ -31,7 +32,7 @@ def reproduce(rank, world_size, device, way_round=False):
     for param in model.parameters():
         optim.state[param]["count"] = 7  # as SparseAdam counts its steps
     osd = FSDP.optim_state_dict(model, optim)
-    configs = FullStateDictConfig(rank0_only=not way_round), FullOptimStateDictConfig(rank0_only=not way_round)
+    configs = FullStateDictConfig(rank0_only=not workaround), FullOptimStateDictConfig(rank0_only=not workaround)
     try:
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
             to_load = FSDP.optim_state_dict_to_load(model, optim, osd)

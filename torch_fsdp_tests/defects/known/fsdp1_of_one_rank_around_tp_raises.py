@@ -11,24 +11,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
-    features="use_orig_params, tp",
-    way_round="Wrap with ``use_orig_params=False``.",
+    features="fsdp1, use_orig_params, tp",
+    workaround="Wrap with ``use_orig_params=False``.",
     error="in _writeback_orig_params ... Cannot writeback when the parameter shape changes",
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(1, 4, bias=False, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=not way_round)
+    model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=not workaround)
     try:
         found = str(tuple(model(torch.ones(1, 1, device=device)).shape))
     except RuntimeError as error:

@@ -12,26 +12,27 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
-    features="use_orig_params, optimizer_state",
-    way_round="Use ``FullOptimStateDictConfig(offload_to_cpu=False)``.",
+    features="fsdp1, use_orig_params, optimizer_state",
+    workaround="Use ``FullOptimStateDictConfig(offload_to_cpu=False)``.",
     place=Place.HOST,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Linear(2, 3, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
     optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
     for each, optim in zip((model, plain), optims):
         each(torch.full((1, 2), 3.0, device=device)).sum().backward()  # each gradient is 3
         optim.step()
-    config = FullOptimStateDictConfig(offload_to_cpu=not way_round)
+    config = FullOptimStateDictConfig(offload_to_cpu=not workaround)
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config)
     found = FSDP.optim_state_dict(model, optims[0])["state"]["weight"]
     right = optims[1].state[plain.weight]

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu",
-    features="offload, unshard",
-    way_round="Leave ``offload_to_cpu`` off when the device is the CPU.",
+    features="fsdp1, offload, unshard",
+    workaround="Leave ``offload_to_cpu`` off when the device is the CPU.",
     place=Place.HOST,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/188989",
@@ -27,9 +28,9 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(2, 2, bias=False, device=device)
     model = FSDP(layer, use_orig_params=True, device_id=device)
-    with FSDP.summon_full_params(model, offload_to_cpu=not way_round, writeback=False):
+    with FSDP.summon_full_params(model, offload_to_cpu=not workaround, writeback=False):
         found = layer.weight.untyped_storage().nbytes()  # without memory, the weight must not be read
     return f"{found} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"

@@ -12,19 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
-    features="unshard",
-    way_round="Call ``model._wait_unshard_streams_on_current_stream()`` before backward.",
+    features="fsdp1, unshard",
+    workaround="Call ``model._wait_unshard_streams_on_current_stream()`` before backward.",
     races=("_writeback_to_local_shard) and ",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
     loss = model(torch.ones(1, 2, device=device)).sum()
     with FSDP.summon_full_params(model):
@@ -41,7 +42,7 @@ def reproduce(rank, world_size, device, way_round=False):
         unshard()
 
     with mock.patch.object(type(stream), "wait_stream", wait), mock.patch.object(handle, "unshard", gather):
-        if way_round:
+        if workaround:
             model._wait_unshard_streams_on_current_stream()
         loss.backward()
     return waits_when_gathering, [True]

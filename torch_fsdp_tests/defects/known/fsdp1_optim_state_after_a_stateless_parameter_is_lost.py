@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import OptimStateKeyType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state_dict",
-    features="optimizer_state",
-    way_round="Before loading, add states of zeros for the parameters that have none.",
+    features="fsdp1, optimizer_state",
+    workaround="Before loading, add states of zeros for the parameters that have none.",
 )
 
 
@@ -28,13 +29,13 @@ def momentum(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Sequential(*(nn.Linear(1, 1, bias=False, device=device) for _ in range(2)))
     optim = momentum(plain.parameters())
     plain[1](torch.ones(1, device=device)).backward()  # the first layer is not used
     optim.step()
     osd = FSDP.rekey_optim_state_dict(optim.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
-    if way_round:
+    if workaround:
         osd["state"]["0.weight"] = {"momentum_buffer": torch.zeros(1, 1, device=device)}
 
     model = FSDP(copy.deepcopy(plain), device_id=device)  # each rank has one of two elements of the flat parameter

@@ -10,20 +10,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._rekey_sharded_optim_state_dict",
-    features="optimizer_state",
-    way_round="Give the new optimizer the groups in the saved order, or load with "
+    features="fsdp1, optimizer_state",
+    workaround="Give the new optimizer the groups in the saved order, or load with "
     "``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.",
     arguable="``Optimizer.load_state_dict`` itself pairs parameters by position. But FSDP1's state has names instead.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     units = [FSDP(nn.Linear(1, 2, bias=False, device=device), device_id=device) for _ in range(2)]
     model = FSDP(nn.Sequential(*units), device_id=device)
     params = list(model.parameters())
@@ -31,7 +32,7 @@ def reproduce(rank, world_size, device, way_round=False):
     def optimizer(order):
         return torch.optim.SGD([{"params": [params[index]]} for index in order], lr=0.1, momentum=0.9)
 
-    saved, loaded = optimizer([0, 1]), optimizer([0, 1] if way_round else [1, 0])
+    saved, loaded = optimizer([0, 1]), optimizer([0, 1] if workaround else [1, 0])
     for value, param in enumerate(params, start=1):
         param.grad = torch.full_like(param, value)
     saved.step()

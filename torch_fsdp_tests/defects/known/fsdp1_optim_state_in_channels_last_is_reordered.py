@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._flatten_tensor_optim_state",
-    features="optimizer_state",
-    way_round="Before loading, bring each state into the memory order of its parameter, for example by "
+    features="fsdp1, optimizer_state",
+    workaround="Before loading, bring each state into the memory order of its parameter, for example by "
     "``state.permute(0, 2, 3, 1).reshape(state.shape)``.",
     upstream=("https://github.com/pytorch/pytorch/pull/137382",),
 )
@@ -26,7 +27,7 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     found = []
     for use_orig_params in (False, True):
         layer = nn.Conv2d(2, 1, (1, 2), bias=False, device=device).to(memory_format=torch.channels_last)
@@ -35,7 +36,7 @@ def reproduce(rank, world_size, device, way_round=False):
         (model(torch.arange(4.0, device=device).view(1, 2, 1, 2))).sum().backward()  # the gradient is the input
         optim.step()
         osd = FSDP.optim_state_dict(model, optim)
-        if way_round:
+        if workaround:
             state = osd["state"]["weight"]
             state["momentum_buffer"] = state["momentum_buffer"].permute(0, 2, 3, 1).reshape(1, 2, 1, 2)
         loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))

@@ -12,14 +12,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
-    features="use_orig_params, optimizer_state, tp",
-    way_round="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
+    features="fsdp1, use_orig_params, optimizer_state, tp",
+    workaround="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
     world_size=4,
 )
 

@@ -11,14 +11,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state",
-    features="optimizer_state, tp",
-    way_round="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
+    features="fsdp1, optimizer_state, tp",
+    workaround="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
     error="in _flatten_tensor_optim_state ... Tensor optimizer state does not have same shape as its parameter",
     world_size=4,
     fails_with=("ValueError", "RuntimeError"),

@@ -12,27 +12,28 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
-    features="optimizer_state, tp",
-    way_round="Call ``FSDP.optim_state_dict(model, optim)``, without a group.",
+    features="fsdp1, optimizer_state, tp",
+    workaround="Call ``FSDP.optim_state_dict(model, optim)``, without a group.",
     error="in _map_param_key_to_optim_keys ... Global rank 0 is not part of group",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     model = FSDP(nn.Linear(1, 1, device=device), device_mesh=mesh["dp"], device_id=device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 1, device=device)).sum().backward()
     optim.step()
     try:
-        get = FSDP.optim_state_dict if way_round else get_optimizer_state_dict
+        get = FSDP.optim_state_dict if workaround else get_optimizer_state_dict
         found = str(sorted(get(model, optim)["state"]))
     except ValueError as error:
         found = f"ValueError: {str(error).partition(' <')[0]}"

@@ -9,21 +9,22 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._convert_all_state_info",
-    features="use_orig_params, optimizer_state",
-    way_round="Wrap with ``use_orig_params=False``.",
+    features="fsdp1, use_orig_params, optimizer_state",
+    workaround="Wrap with ``use_orig_params=False``.",
     error="in _convert_all_state_info ... dtype == info.dtype",
     upstream=("https://github.com/pytorch/pytorch/issues/156166",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=not way_round)
+def reproduce(rank, world_size, device, workaround=False):
+    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=not workaround)
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, device=device)).sum().backward()
     optim.step()

@@ -10,23 +10,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._allgather_orig_param_states",
-    features="use_orig_params, optimizer_state",
-    way_round="Use the same options in all groups that have parameters of one unit.",
+    features="fsdp1, use_orig_params, optimizer_state",
+    workaround="Use the same options in all groups that have parameters of one unit.",
     error="in _allgather_orig_param_states ... Manually calculated _sharded_numel_padded is incorrect",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 2, device=device), device_id=device, use_orig_params=True)
     weight, bias = model.module.weight, model.module.bias
     model(torch.ones(1, 2, device=device)).sum().backward()
-    optim = torch.optim.Adam([{"params": [weight]}, {"params": [bias], "amsgrad": not way_round}])
+    optim = torch.optim.Adam([{"params": [weight]}, {"params": [bias], "amsgrad": not workaround}])
     optim.step()
     try:
         found = ", ".join(sorted(FSDP.optim_state_dict(model, optim)["state"]["weight"]))

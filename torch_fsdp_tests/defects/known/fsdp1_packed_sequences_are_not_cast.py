@@ -10,14 +10,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._apply_to_tensors",
-    features="mixed_precision",
-    way_round="Cast the sequence before the call: ``sequence.to(torch.bfloat16)``.",
+    features="fsdp1, mixed_precision",
+    workaround="Cast the sequence before the call: ``sequence.to(torch.bfloat16)``.",
 )
 
 
@@ -26,12 +27,12 @@ class Model(nn.Linear):
         return super().forward(sequence.data)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     config = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
     sequence = pack_padded_sequence(torch.ones(3, 1, 2, device=device), torch.tensor([3]))
     try:
-        found = str(model(sequence.to(torch.bfloat16) if way_round else sequence).dtype)
+        found = str(model(sequence.to(torch.bfloat16) if workaround else sequence).dtype)
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"
     return found, "torch.bfloat16"

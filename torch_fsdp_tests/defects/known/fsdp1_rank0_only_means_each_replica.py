@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._unshard_param_utils._unshard_fsdp_state_params",
-    features="hsdp, state_dict, unshard",
-    way_round="Drop the state dict on all ranks but 0.",
+    features="fsdp1, hsdp, state_dict, unshard",
+    workaround="Drop the state dict on all ranks but 0.",
     world_size=4,
 )
 

@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook",
-    features="communication, hsdp",
-    way_round="Register a hook only if no instance in ``FSDP.fsdp_modules(model)`` uses hybrid sharding.",
+    features="fsdp1, communication, hsdp",
+    workaround="Register a hook only if no instance in ``FSDP.fsdp_modules(model)`` uses hybrid sharding.",
 )
 
 

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
-    features="state_dict",
-    way_round="After a load that was refused, make and wrap the model anew.",
+    features="fsdp1, state_dict",
+    workaround="After a load that was refused, make and wrap the model anew.",
     error="Entering the ``_unshard_fsdp_state_params`` context but _unshard_params_ctx[module] is not None",
 )
 

@@ -10,18 +10,19 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
-    features="use_orig_params, offload",
-    way_round="Write into the parameter, as ``copy_`` under ``torch.no_grad()`` does, instead of replacing it.",
+    features="fsdp1, use_orig_params, offload",
+    workaround="Write into the parameter, as ``copy_`` under ``torch.no_grad()`` does, instead of replacing it.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     if device.type == "cpu":  # it has no pinned memory and no stream to wait for
         torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
         torch.cpu.Stream.synchronize = lambda stream: None
@@ -29,7 +30,7 @@ def reproduce(rank, world_size, device, way_round=False):
     layer = nn.Linear(2, 1, bias=False, device=device)
     model = FSDP(layer, cpu_offload=offload, use_orig_params=True, device_id=device)
     with torch.no_grad():
-        if way_round:
+        if workaround:
             layer.weight.fill_(7.0)
         else:
             layer.weight.data = torch.full_like(layer.weight, 7.0)

@@ -14,20 +14,21 @@ from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp.sharded_grad_scaler._GeneralMultiDeviceReplicator",
-    features="scaler, offload",
-    way_round="Replace `torch.amp.grad_scaler._MultiDeviceReplicator.get` by a function that copies blockingly.",
+    features="fsdp1, scaler, offload",
+    workaround="Replace `torch.amp.grad_scaler._MultiDeviceReplicator.get` by a function that copies blockingly.",
     upstream=("https://github.com/pytorch/pytorch/pull/176429",),
     world_size=1,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     """Whether the copies are known to have ended when the host unscales."""
     pending: list[torch.Tensor] = []
     seen: list[bool] = []
@@ -53,7 +54,7 @@ def reproduce(rank, world_size, device, way_round=False):
     with (
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", unscale),
-        mock.patch.object(_MultiDeviceReplicator, "get", get if way_round else original_get),
+        mock.patch.object(_MultiDeviceReplicator, "get", get if workaround else original_get),
     ):
         scaler.unscale_(torch.optim.SGD([param]))
     return ["may be on its way" if each else "has arrived" for each in seen], ["has arrived"] * 2

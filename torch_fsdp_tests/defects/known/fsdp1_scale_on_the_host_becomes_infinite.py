@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler._amp_update_scale_cpu_",
-    features="scaler",
-    way_round="Set the scale with ``update(new_scale)`` from time to time, or give a large ``growth_interval``.",
+    features="fsdp1, scaler",
+    workaround="Set the scale with ``update(new_scale)`` from time to time, or give a large ``growth_interval``.",
     world_size=1,
     place=Place.HOST,
     upstream=("https://github.com/pytorch/pytorch/pull/98876",),

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
-    features="",
-    way_round="Add the losses, and call ``backward`` once.",
+    features="fsdp1",
+    workaround="Add the losses, and call ``backward`` once.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/136861",
@@ -28,14 +29,14 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     for layer in layers:
         nn.init.eye_(layer.weight)
     model = FSDP(layers, use_orig_params=True, device_id=device)
     losses = [model(torch.full((1, 2), value, device=device)).sum() for value in (1.0, 2.0)]
     try:
-        for loss in [sum(losses)] if way_round else losses:
+        for loss in [sum(losses)] if workaround else losses:
             loss.backward()
         with FSDP.summon_full_params(model, with_grads=True):
             found = layers[1].weight.grad.tolist()

@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
-    features="state_dict",
-    way_round="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, so that the state dict has "
+    features="fsdp1, state_dict",
+    workaround="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, so that the state dict has "
     "DTensors.",
     world_size=4,
 )

@@ -9,23 +9,24 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
-    features="state_dict",
-    way_round="Wrap with a device mesh, so that DTensors are saved and loaded.",
+    features="fsdp1, state_dict",
+    workaround="Wrap with a device mesh, so that DTensors are saved and loaded.",
     error="in _sharded_pre_load_state_dict_hook ... division or modulo by zero",
     fails_with=("ZeroDivisionError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, device=device)
     model.rows = nn.Parameter(torch.ones(0, 2, device=device))
-    mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (world_size,)) if way_round else None
+    mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (world_size,)) if workaround else None
     model = FSDP(model, device_id=device, device_mesh=mesh)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         saved = model.state_dict()

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed._shard.sharded_tensor.ShardedTensor.gather",
-    features="state_dict",
-    way_round="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, and call ``full_tensor()``.",
+    features="fsdp1, state_dict",
+    workaround="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, and call ``full_tensor()``.",
     error="in gather ... IndexError: list index out of range",
     world_size=4,
     fails_with=("IndexError", "RuntimeError"),

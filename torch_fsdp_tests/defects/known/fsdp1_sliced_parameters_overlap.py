@@ -11,25 +11,26 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.flatten_tensors",
-    features="",
-    way_round="Make parameters contiguous before wrapping: ``nn.Parameter(tensor.contiguous())``.",
+    features="fsdp1",
+    workaround="Make parameters contiguous before wrapping: ``nn.Parameter(tensor.contiguous())``.",
     upstream=("https://github.com/pytorch/pytorch/pull/137382",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     fused = torch.arange(8.0, device=device).view(2, 4)
     columns = fused[:, :2]  # 0, 1 and 4, 5
     found = []
     for use_orig_params in (False, True):
         model = nn.Linear(2, 2, device=device)
-        model.weight = nn.Parameter(columns.contiguous() if way_round else columns)
+        model.weight = nn.Parameter(columns.contiguous() if workaround else columns)
         nn.init.constant_(model.bias, 100.0)
         model = FSDP(model, device_id=device, use_orig_params=use_orig_params)
         found.append(model(torch.ones(2, device=device)).tolist())

@@ -10,21 +10,22 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type",
-    features="state_dict",
-    way_round="Set it back after the exception: ``FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)``.",
+    features="fsdp1, state_dict",
+    workaround="Set it back after the exception: ``FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)``.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
     with contextlib.suppress(KeyError), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         raise KeyError("on purpose")
-    if way_round:
+    if workaround:
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
     return FSDP.get_state_dict_type(model).state_dict_type.name, "FULL_STATE_DICT"

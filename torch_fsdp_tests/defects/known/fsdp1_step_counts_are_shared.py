@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import OptimStateKeyType
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._unflatten_communicated_optim_state",
-    features="optimizer_state",
-    way_round="Copy them: ``for state in saved['state'].values(): state['step'] = state['step'].clone()``.",
+    features="fsdp1, optimizer_state",
+    workaround="Copy them: ``for state in saved['state'].values(): state['step'] = state['step'].clone()``.",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/96251",
         "https://github.com/pytorch/pytorch/pull/96313",
@@ -26,7 +27,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Linear(2, 3, device=device)
     model = FSDP(nn.Linear(2, 3, device=device), device_id=device)
     optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
@@ -34,7 +35,7 @@ def reproduce(rank, world_size, device, way_round=False):
     model(x).sum().backward()
     optims[0].step()
     saved = FSDP.full_optim_state_dict(model, optims[0], rank0_only=False)
-    for state in saved["state"].values() if way_round else ():
+    for state in saved["state"].values() if workaround else ():
         state["step"] = state["step"].clone()
     optims[1].load_state_dict(FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain))
     plain(x).sum().backward()

@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
-    features="use_orig_params, optimizer_state",
-    way_round="Compare the shapes of the states with those of the parameters before you load them.",
+    features="fsdp1, use_orig_params, optimizer_state",
+    workaround="Compare the shapes of the states with those of the parameters before you load them.",
     arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
 )
 

@@ -14,14 +14,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.tensor.parallel.fsdp._chunk_dtensor",
-    features="state_dict, tp",
-    way_round="Use ``FULL_STATE_DICT``, or sizes that tensor parallelism divides.",
+    features="fsdp1, state_dict, tp",
+    workaround="Use ``FULL_STATE_DICT``, or sizes that tensor parallelism divides.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188947",),
 )

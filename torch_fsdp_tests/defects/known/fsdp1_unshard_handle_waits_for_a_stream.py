@@ -8,14 +8,15 @@ have that method. On the CPU nothing happens, because streams there do nothing.
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.ERROR,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel._unshard",
-    features="unshard",
-    way_round="Do not call ``_unshard``. Forward gathers the parameters, also ahead with ``forward_prefetch=True``.",
+    features="fsdp1, unshard",
+    workaround="Do not call ``_unshard``. Forward gathers the parameters, also ahead with ``forward_prefetch=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/168947",),
 )
 

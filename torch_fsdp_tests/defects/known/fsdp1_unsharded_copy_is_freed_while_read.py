@@ -17,14 +17,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, _flat_param
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
-    features="strategies, offload",
-    way_round="Use DDP, or do not offload what is not sharded.",
+    features="fsdp1, strategies, offload",
+    workaround="Use DDP, or do not offload what is not sharded.",
     world_size=1,
     races=("memory's next owner, aten::_to_copy,* flat_param_to)",),
 )

@@ -14,36 +14,37 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
-    features="use_orig_params, mixed_precision",
-    way_round="Run each forward without a backward under ``torch.no_grad()``.",
+    features="fsdp1, use_orig_params, mixed_precision",
+    workaround="Run each forward without a backward under ``torch.no_grad()``.",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )
 
 
-def train(model, device, way_round):
+def train(model, device, workaround):
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.ones(1, 2, device=device)
     for _ in range(3):
         optim.zero_grad()
-        with torch.set_grad_enabled(not way_round):
+        with torch.set_grad_enabled(not workaround):
             model(x)  # a metric, computed without no_grad
         model(x).sum().backward()
         optim.step()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(2, 2, bias=False, device=device)
     nn.init.zeros_(layer.weight)
     config = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(copy.deepcopy(layer), mixed_precision=config, use_orig_params=True, device_id=device)
     for each in (model, layer):
-        train(each, device, way_round)
+        train(each, device, workaround)
     with FSDP.summon_full_params(model):
         found = model.weight.detach().clone()
     return found, layer.weight.detach()

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
-    features="offload",
-    way_round="Run each forward without a backward under ``torch.no_grad()``.",
+    features="fsdp1, offload",
+    workaround="Run each forward without a backward under ``torch.no_grad()``.",
     place=Place.APART_FROM_HOST,
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )

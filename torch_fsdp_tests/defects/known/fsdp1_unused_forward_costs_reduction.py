@@ -12,19 +12,20 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
-    features="mixed_precision",
-    way_round="Run each forward without a backward under ``torch.no_grad()``.",
+    features="fsdp1, mixed_precision",
+    workaround="Run each forward without a backward under ``torch.no_grad()``.",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(1, 1, bias=False, device=device)
     nn.init.zeros_(layer.weight)
     config = MixedPrecision(param_dtype=torch.bfloat16)
@@ -32,7 +33,7 @@ def reproduce(rank, world_size, device, way_round=False):
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
 
     x = torch.full((1, 1), rank + 1.0, device=device)
-    with torch.set_grad_enabled(not way_round):
+    with torch.set_grad_enabled(not workaround):
         model(x)  # a metric, computed without no_grad
     model(x).sum().backward()
     optim.step()

@@ -15,14 +15,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
-    features="strategies",
-    way_round="Wrap with ``use_orig_params=True``.",
+    features="fsdp1, strategies",
+    workaround="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
 )
 
@@ -49,11 +50,11 @@ def losses(model, device):
         optim.zero_grad()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     torch.manual_seed(0)
     plain = TwoHeads().to(device)
     policy = ModuleWrapPolicy({nn.Linear})
     strategy = ShardingStrategy.SHARD_GRAD_OP
-    how = {"auto_wrap_policy": policy, "sharding_strategy": strategy, "use_orig_params": way_round}
+    how = {"auto_wrap_policy": policy, "sharding_strategy": strategy, "use_orig_params": workaround}
     model = FSDP(copy.deepcopy(plain), **how, device_id=device)
     return list(losses(model, device)), list(losses(plain, device))

@@ -12,29 +12,30 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
-    features="",
-    way_round="Change parameters inside ``FSDP.summon_full_params``, or after a backward.",
+    features="fsdp1",
+    workaround="Change parameters inside ``FSDP.summon_full_params``, or after a backward.",
 )
 
 
-def outputs(model, device, way_round=False):
+def outputs(model, device, workaround=False):
     x = torch.ones(1, 2, device=device)
     with torch.no_grad():
         before = model(x).item()
-        with FSDP.summon_full_params(model) if way_round else contextlib.nullcontext():
+        with FSDP.summon_full_params(model) if workaround else contextlib.nullcontext():
             for param in model.parameters():
                 param.mul_(10)
         return [before, model(x).item()]
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(plain.weight)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
-    return outputs(model, device, way_round), outputs(plain, device)
+    return outputs(model, device, workaround), outputs(plain, device)

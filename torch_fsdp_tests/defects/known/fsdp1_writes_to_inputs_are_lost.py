@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._recursive_to",
-    features="",
-    way_round="Return what is new, or put the container into an object that is not a list, a tuple or a dict.",
+    features="fsdp1",
+    workaround="Return what is new, or put the container into an object that is not a list, a tuple or a dict.",
     upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),
 )
 

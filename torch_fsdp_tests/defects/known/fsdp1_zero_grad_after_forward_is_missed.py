@@ -15,18 +15,19 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP1",
+    component=Component.FSDP1,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
-    features="use_orig_params",
-    way_round="Call ``zero_grad()`` before forward.",
+    features="fsdp1, use_orig_params",
+    workaround="Call ``zero_grad()`` before forward.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     layers = copy.deepcopy(plain)
     settings = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True, "device_id": device}
@@ -36,7 +37,7 @@ def reproduce(rank, world_size, device, way_round=False):
     for each in (model, plain):
         optim = torch.optim.SGD(each.parameters(), lr=0.5)
         each(x).sum().backward()
-        if way_round:
+        if workaround:
             optim.zero_grad()
         loss = each(x).sum()
         optim.zero_grad()

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-    features="accumulation, mixed_precision",
-    way_round="Run each part of the model once under ``torch.no_grad()`` before the first step.",
+    features="fsdp2, accumulation, mixed_precision",
+    workaround="Run each part of the model once under ``torch.no_grad()`` before the first step.",
     error="in to_accumulated_grad_if_needed ... 'FSDPParam' object has no attribute '_unsharded_param'",
     upstream=("https://github.com/pytorch/pytorch/pull/194058",),
     fails_with=("AttributeError",),
@@ -33,13 +34,13 @@ class Branches(nn.Module):
         return sum(getattr(self, branch)(x) for branch in branches)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Branches().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (model.left, model.right, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     right = [3.0, 1.0]  # of two microbatches, one for the right branch
-    if way_round:
+    if workaround:
         with torch.no_grad():
             model(torch.ones(1, 2, device=device), "left", "right")
     try:

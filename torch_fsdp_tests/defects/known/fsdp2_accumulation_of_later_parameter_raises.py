@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="accumulation, mixed_precision",
-    way_round="Leave ``reduce_dtype`` unset, or let each microbatch use each parameter (``loss + 0 * output.sum()``).",
+    features="fsdp2, accumulation, mixed_precision",
+    workaround="Leave ``reduce_dtype`` unset, or let each microbatch use each parameter (``loss + 0 * output.sum()``).",
     error="in foreach_reduce ... FSDP reduce-scatter expects uniform gradient dtype",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/196996",
@@ -36,9 +37,9 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Branches().to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None if way_round else torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None if workaround else torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     model.set_requires_gradient_sync(False)
     model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()

@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
     where="torch.utils.checkpoint.SAC_IGNORED_OPS",
-    features="activation_checkpointing",
-    way_round="Add ``torch.ops.profiler._record_function_enter_new.default`` and "
+    features="fsdp2, activation_checkpointing",
+    workaround="Add ``torch.ops.profiler._record_function_enter_new.default`` and "
     "``torch.ops.profiler._record_function_exit._RecordFunction`` to ``torch.utils.checkpoint.SAC_IGNORED_OPS``.",
     error="profiler._record_function_enter_new.default invocation index ... encountered during backward but not found",
     world_size=1,

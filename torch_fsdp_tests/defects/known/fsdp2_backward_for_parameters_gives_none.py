@@ -11,18 +11,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_unsharded",
-    features="",
-    way_round="Leave out ``inputs``, and freeze the parameters that should get no gradient.",
+    features="fsdp2",
+    workaround="Leave out ``inputs``, and freeze the parameters that should get no gradient.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=device) for _ in range(2)))
     for layer in model:
         nn.init.ones_(layer.weight)
@@ -30,7 +31,7 @@ def reproduce(rank, world_size, device, way_round=False):
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     loss = model(torch.ones(1, 2, device=device)).sum()
-    loss.backward(inputs=None if way_round else list(model.parameters()))
+    loss.backward(inputs=None if workaround else list(model.parameters()))
     gradients = [layer.weight.grad for layer in model]
     found = [None if gradient is None else gradient.full_tensor()[0, 0].item() for gradient in gradients]
     return found, [2.0, 2.0]

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
-    features="transforms",
-    way_round="Use the gradients that the function returned by ``vjp`` computes.",
+    features="fsdp2, transforms",
+    workaround="Use the gradients that the function returned by ``vjp`` computes.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     since="2.13",  # before, the first forward under a transform raises
     fails_with=("RuntimeError",),

@@ -11,26 +11,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    features="",
-    way_round="Cast the model before its first forward, or load its state dict into a new model of the other dtype.",
+    features="fsdp2",
+    workaround="Cast the model before its first forward, or load its state dict into a new model of the other dtype.",
     error="in split_with_sizes_copy ... Expected out tensor to have dtype",
     arguable="Nothing says that a model may be cast between steps. Before the first forward it may.",
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     nn.init.constant_(model.weight, 0.5)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     x = torch.ones(1, 2, device=device)
-    if not way_round:
+    if not workaround:
         model(x)
     model.to(torch.bfloat16)
     try:

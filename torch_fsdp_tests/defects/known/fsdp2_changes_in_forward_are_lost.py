@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.free_unsharded_param",
-    features="",
-    way_round="Change parameters outside of forward, where they are sharded.",
+    features="fsdp2",
+    workaround="Change parameters outside of forward, where they are sharded.",
     upstream=("https://github.com/pytorch/pytorch/issues/157391",),
     arguable="each rank changes its own copy, so with different inputs there is no single result to write back; but "
     "nothing refuses or warns",

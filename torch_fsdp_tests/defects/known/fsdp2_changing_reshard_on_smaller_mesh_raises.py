@@ -10,28 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.set_reshard_after_forward",
-    features="strategies",
-    way_round="Call ``module.reshard()`` before ``set_reshard_after_forward``.",
+    features="fsdp2, strategies",
+    workaround="Call ``module.reshard()`` before ``set_reshard_after_forward``.",
     error="in _all_gather_process_group ... Expected mesh_info to be FSDPMeshInfo",
     world_size=4,
     fails_with=("AssertionError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=2)
     x = torch.ones(1, 2, device=device)
     with torch.no_grad():
         model(x)
-        if way_round:
+        if workaround:
             model.reshard()
         model.set_reshard_after_forward(False)  # for a longer evaluation
         try:

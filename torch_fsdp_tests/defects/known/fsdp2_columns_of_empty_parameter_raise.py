@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    features="strategies, frozen",
-    way_round="Let ``shard_placement_fn`` return ``Shard(0)`` for parameters without rows.",
+    features="fsdp2, strategies, frozen",
+    workaround="Let ``shard_placement_fn`` return ``Shard(0)`` for parameters without rows.",
     error="in reset_sharded_param ... requires even sharding: local_tensor.size()=torch.Size([0, 0])",
 )
 

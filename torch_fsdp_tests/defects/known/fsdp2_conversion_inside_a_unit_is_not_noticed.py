@@ -12,18 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
-    features="",
-    way_round="Convert the module that ``fully_shard`` got, or call its ``to(device)`` afterwards.",
+    features="fsdp2",
+    workaround="Convert the module that ``fully_shard`` got, or call its ``to(device)`` afterwards.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 2, bias=False, device=device))
     nn.init.constant_(model[0].weight, 3)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
@@ -33,7 +34,7 @@ def reproduce(rank, world_size, device, way_round=False):
 
     model[0].to_empty(device=device)  # then initialize the layer again
     nn.init.ones_(model[0].weight)
-    if way_round:
+    if workaround:
         model.to(device)
     optim.zero_grad()
     model(x).sum().backward()

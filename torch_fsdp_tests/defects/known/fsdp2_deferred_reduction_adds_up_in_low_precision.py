@@ -12,27 +12,28 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    features="accumulation, mixed_precision",
-    way_round="Turn synchronization off for all backwards but the last: ``model.set_requires_gradient_sync(False)``.",
+    features="fsdp2, accumulation, mixed_precision",
+    workaround="Turn synchronization off for all backwards but the last: ``model.set_requires_gradient_sync(False)``.",
     since="2.15",
     arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
     "finalization; nothing refuses or warns otherwise, and the sum is only less precise",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     model.set_manual_backward_finalization(True)
     for value in (256.0, 1.0):  # bfloat16 has 256 and 258, but not 257
-        if way_round:
+        if workaround:
             model.set_requires_gradient_sync(value == 1.0)
         model(torch.full((1, 2), value, device=device)).sum().backward()
     model.finalize_backward()

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="communication",
-    way_round="Where a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
+    features="fsdp2, communication",
+    workaround="Where a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/167178",),
 )

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._backward_prefetch",
-    features="pp",
-    way_round="Call ``set_is_last_backward(False)`` on all roots but the one whose backward comes last.",
+    features="fsdp2, pp",
+    workaround="Call ``set_is_last_backward(False)`` on all roots but the one whose backward comes last.",
     error="in _backward_prefetch ... IndexError: list index out of range",
     since="2.10",
     arguable="it can be avoided: by set_is_last_backward(False) for all but the last of the roots' backwards, or by a "
@@ -26,7 +27,7 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     from torch.distributed.fsdp import share_comm_ctx
 
     mesh = init_device_mesh(device.type, (world_size,))
@@ -37,7 +38,7 @@ def reproduce(rank, world_size, device, way_round=False):
     losses = [root(torch.ones(1, 2, device=device)).sum() for root in roots]
     try:
         for root, loss in zip(roots, losses):
-            if way_round:
+            if workaround:
                 root.set_is_last_backward(root is roots[-1])
             loss.backward()
     except IndexError as error:

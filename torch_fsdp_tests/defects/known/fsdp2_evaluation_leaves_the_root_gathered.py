@@ -13,21 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
-    features="",
-    way_round="Call ``model.reshard()`` after the evaluation, or shard the root with ``reshard_after_forward=True``.",
+    features="fsdp2",
+    workaround="Call ``model.reshard()`` after the evaluation, or shard the root with ``reshard_after_forward=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/149029",),
     arguable="the documentation says that the gathered parameters are registered after forward if a module does not "
     "reshard; it does not say that this lasts after an evaluation, or what is lost then",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
     x = torch.ones(1, 2, device=device, requires_grad=True)
 
@@ -40,7 +41,7 @@ def reproduce(rank, world_size, device, way_round=False):
         model(x).sum().backward()
         with torch.no_grad():
             model(x)
-        if way_round:
+        if workaround:
             model.reshard()
         return model, optim
 

@@ -11,24 +11,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    features="extensions",
-    way_round="Send each payload as bytes: ``payload.view(torch.uint8)``.",
+    features="fsdp2, extensions",
+    workaround="Send each payload as bytes: ``payload.view(torch.uint8)``.",
     world_size=1,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)), reshard_after_forward=True)
     local = model.weight._local_tensor
-    sends_bytes = iter([way_round, True])
+    sends_bytes = iter([workaround, True])
 
     def pre_all_gather(mesh):
         low = local.to(torch.float8_e4m3fn)

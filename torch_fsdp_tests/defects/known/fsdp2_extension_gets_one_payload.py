@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    features="extensions",
-    way_round="Send one tensor, and split it in ``fsdp_post_all_gather``.",
+    features="fsdp2, extensions",
+    workaround="Send one tensor, and split it in ``fsdp_post_all_gather``.",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/197999",),
 )

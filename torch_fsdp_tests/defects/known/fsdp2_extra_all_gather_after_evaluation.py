@@ -12,18 +12,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
-    features="",
-    way_round="Call ``model.reset_iter_state()`` after the evaluation (with torch 2.13 or later).",
+    features="fsdp2",
+    workaround="Call ``model.reset_iter_state()`` after the evaluation (with torch 2.13 or later).",
 )
 
 
-def gathers_in_backward(evaluate_first, device, way_round=False):
+def gathers_in_backward(evaluate_first, device, workaround=False):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     for module in (*model, model):
         fully_shard(module, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -31,7 +32,7 @@ def gathers_in_backward(evaluate_first, device, way_round=False):
     if evaluate_first:
         with torch.no_grad():
             model(x)
-        if way_round:
+        if workaround:
             model.reset_iter_state()
     loss = model(x).sum()
     with CommDebugMode() as collectives:
@@ -39,5 +40,5 @@ def gathers_in_backward(evaluate_first, device, way_round=False):
     return sum(count for name, count in collectives.get_comm_counts().items() if "gather" in str(name))
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    return gathers_in_backward(True, device, way_round), gathers_in_backward(False, device)
+def reproduce(rank, world_size, device, workaround=False):
+    return gathers_in_backward(True, device, workaround), gathers_in_backward(False, device)

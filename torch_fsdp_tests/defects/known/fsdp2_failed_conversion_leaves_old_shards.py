@@ -13,20 +13,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
-    features="",
-    way_round="Remove the cause, and convert the model once more: a conversion that ends records all shards.",
+    features="fsdp2",
+    workaround="Remove the cause, and convert the model once more: a conversion that ends records all shards.",
     arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
     "own risk",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
@@ -39,7 +40,7 @@ def reproduce(rank, world_size, device, way_round=False):
         raise AssertionError("a parameter with a weak reference was converted")
     except RuntimeError:
         del reference
-        if way_round:
+        if workaround:
             model.double()
     with torch.no_grad():
         for param in model.parameters():

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
-    features="mixed_precision",
-    way_round="Keep the gradients before the conversion, and set them again if it raises.",
+    features="fsdp2, mixed_precision",
+    workaround="Keep the gradients before the conversion, and set them again if it raises.",
     since="2.15",
 )
 

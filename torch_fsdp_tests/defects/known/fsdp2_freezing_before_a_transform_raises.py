@@ -11,20 +11,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.set_requires_grad_if_needed",
-    features="transforms",
-    way_round="When ``requires_grad`` has changed, run the model once under ``torch.no_grad()``, without a transform.",
+    features="fsdp2, transforms",
+    workaround="When ``requires_grad`` has changed, run the model once under ``torch.no_grad()``, without a transform.",
     error="in set_requires_grad_if_needed ... You are attempting to call Tensor.requires_grad_()",
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
@@ -32,7 +33,7 @@ def reproduce(rank, world_size, device, way_round=False):
     with torch.no_grad():
         model(x)
     model.weight.requires_grad_(False)
-    if way_round:
+    if workaround:
         with torch.no_grad():
             model(x)
     try:

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
-    features="frozen, mixed_precision",
-    way_round="Run the first forward before you freeze all parameters of a unit, if need be under ``torch.no_grad()``.",
+    features="fsdp2, frozen, mixed_precision",
+    workaround="Run the first forward before you freeze a whole unit, if need be under ``torch.no_grad()``.",
     error="in foreach_reduce ... attempting to assign a gradient with dtype",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/186998",
@@ -27,12 +28,12 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     x = torch.ones(1, 2, device=device)
-    if way_round:
+    if workaround:
         with torch.no_grad():
             model(x)
     model.requires_grad_(False)

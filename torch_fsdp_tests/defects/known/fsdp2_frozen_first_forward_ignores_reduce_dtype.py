@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
-    features="frozen, mixed_precision",
-    way_round="Run the first forward before you freeze all parameters of a unit, if need be under ``torch.no_grad()``.",
+    features="fsdp2, frozen, mixed_precision",
+    workaround="Run the first forward before you freeze a whole unit, if need be under ``torch.no_grad()``.",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/186998",
         "https://github.com/pytorch/pytorch/pull/187376",
@@ -25,11 +26,11 @@ DEFECT = Defect(
 )
 
 
-def gradient(frozen_at_first, rank, world_size, device, way_round):
+def gradient(frozen_at_first, rank, world_size, device, workaround):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
-    if way_round:
+    if workaround:
         with torch.no_grad():
             model(torch.ones(1, 2, device=device))
     model.requires_grad_(not frozen_at_first)
@@ -40,7 +41,7 @@ def gradient(frozen_at_first, rank, world_size, device, way_round):
     return model.weight.grad.full_tensor()[0, 0].item()
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    found = gradient(True, rank, world_size, device, way_round)
+def reproduce(rank, world_size, device, workaround=False):
+    found = gradient(True, rank, world_size, device, workaround)
     right = 0.5  # (1 + 2**-8) / 2 is not a bfloat16 number; the nearest one is 0.5
     return found, right

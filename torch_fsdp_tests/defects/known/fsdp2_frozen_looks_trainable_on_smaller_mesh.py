@@ -10,22 +10,23 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
-    features="strategies, frozen",
-    way_round="Use True or False as ``reshard_after_forward``, or look at ``requires_grad`` before forward.",
+    features="fsdp2, strategies, frozen",
+    workaround="Use True or False as ``reshard_after_forward``, or look at ``requires_grad`` before forward.",
     world_size=4,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(4, 4, device=device)
     model.bias.requires_grad_(False)
-    fully_shard(model, reshard_after_forward=True if way_round else 2)
+    fully_shard(model, reshard_after_forward=True if workaround else 2)
     model(torch.ones(1, 4, device=device))
 
     found = model.bias.requires_grad

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-    features="communication, frozen",
-    way_round="Gather the unit once after freezing: ``module.unshard()``, then ``module.reshard()``.",
+    features="fsdp2, communication, frozen",
+    workaround="Gather the unit once after freezing: ``module.unshard()``, then ``module.reshard()``.",
     since="2.13",
 )
 
@@ -32,7 +33,7 @@ class Net(nn.Module):
         return self.body(self.adapter(x) if use_adapter else x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Net().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model.adapter, mesh=mesh)
@@ -42,7 +43,7 @@ def reproduce(rank, world_size, device, way_round=False):
     model(x, use_adapter=True).sum().backward()
     model.zero_grad()
     model.adapter.bias.requires_grad_(False)
-    if way_round:
+    if workaround:
         model.adapter.unshard()
         model.adapter.reshard()
     model(x, use_adapter=False).sum().backward()

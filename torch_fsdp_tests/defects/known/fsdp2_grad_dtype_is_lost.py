@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    features="mixed_precision",
-    way_round="Keep the parameters in float32, and compute in bfloat16 with ``param_dtype``.",
+    features="fsdp2, mixed_precision",
+    workaround="Keep the parameters in float32, and compute in bfloat16 with ``param_dtype``.",
     since="2.10",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/170648",
@@ -28,10 +29,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = nn.Linear(2, 2, bias=False, device=device, dtype=torch.float32 if way_round else torch.bfloat16)
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(2, 2, bias=False, device=device, dtype=torch.float32 if workaround else torch.bfloat16)
     model.weight.grad_dtype = torch.float32
-    policy = MixedPrecisionPolicy(torch.bfloat16 if way_round else None, torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if workaround else None, torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     mine = 256.0 + 2 * rank  # bfloat16 has 256 and 258, but not their mean
     model(torch.full((1, 2), mine, device=device, dtype=torch.bfloat16)).sum().backward()

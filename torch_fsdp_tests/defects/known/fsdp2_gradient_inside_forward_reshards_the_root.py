@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    features="wrapping",
-    way_round="Put the parameters that are used after the gradient into an FSDP module of their own.",
+    features="fsdp2, wrapping",
+    workaround="Put the parameters that are used after the gradient into an FSDP module of their own.",
     error="in forward ... got mixed torch.Tensor and DTensor",
     fails_with=("RuntimeError",),
 )
@@ -35,11 +36,11 @@ class Forces(nn.Module):
         return self.scale(force)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model, mesh = Forces(device), init_device_mesh(device.type, (world_size,))
     for layer in (model.energy, model.scale):
         nn.init.ones_(layer.weight)
-    for module in (model.energy, *([model.scale] if way_round else []), model):
+    for module in (model.energy, *([model.scale] if workaround else []), model):
         fully_shard(module, mesh=mesh)
     try:
         return model(torch.ones(1, 2, device=device)).item(), 2.0

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
-    features="wrapping, mixed_precision",
-    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    features="fsdp2, wrapping, mixed_precision",
+    workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     fails_with=("RuntimeError",),
 )
 

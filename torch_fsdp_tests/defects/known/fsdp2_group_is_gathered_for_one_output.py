@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
-    features="wrapping",
-    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    features="fsdp2, wrapping",
+    workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=("https://github.com/pytorch/pytorch/issues/183702",),
     fails_with=("RuntimeError",),
@@ -36,10 +37,10 @@ class Net(nn.Module):
         return self.first(self.inner(x)), self.last(x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Net().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
-    for modules in ([model.first], [model.last]) if way_round else ([model.first, model.last],):
+    for modules in ([model.first], [model.last]) if workaround else ([model.first, model.last],):
         fully_shard(modules, mesh=mesh)
     fully_shard(model, mesh=mesh)
     used, _ = model(torch.ones(1, 2, device=device))

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="",
-    way_round="Use ``register_post_accumulate_grad_hook``, which may change ``param.grad`` in place.",
+    features="fsdp2",
+    workaround="Use ``register_post_accumulate_grad_hook``, which may change ``param.grad`` in place.",
     upstream=(
         "https://github.com/pytorch/pytorch/pull/122719",
         "https://github.com/meta-pytorch/torchrec/pull/4268",
@@ -26,10 +27,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    if way_round:
+    if workaround:
 
         def zero(param):
             param.grad *= 0

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="offload",
-    way_round="Use ``CPUOffloadPolicy(pin_memory=False)``, or synchronize the device in the hook.",
+    features="fsdp2, offload",
+    workaround="Use ``CPUOffloadPolicy(pin_memory=False)``, or synchronize the device in the hook.",
     upstream=("https://github.com/pytorch/pytorch/pull/180666",),
 )
 

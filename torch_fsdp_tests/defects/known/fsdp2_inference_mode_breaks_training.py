@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_all_gather_outputs",
-    features="",
-    way_round="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    features="fsdp2",
+    workaround="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
     error="in foreach_all_gather_copy_out ... Inplace update to inference tensor outside InferenceMode is not allowed",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",
@@ -27,11 +28,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
     x = torch.ones(1, 2, device=device)
-    with torch.no_grad() if way_round else torch.inference_mode():
+    with torch.no_grad() if workaround else torch.inference_mode():
         model(x)
     try:
         model(x).sum().backward()

@@ -11,27 +11,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
-    features="strategies",
-    way_round="Evaluate under ``torch.no_grad()``.",
+    features="fsdp2, strategies",
+    workaround="Evaluate under ``torch.no_grad()``.",
     error="in foreach_all_gather_copy_out ... Inference tensors do not track version counter",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True)
     try:
-        with torch.no_grad() if way_round else torch.inference_mode():
+        with torch.no_grad() if workaround else torch.inference_mode():
             found = model(torch.ones(1, 2, device=device)).item()
     except RuntimeError as error:
         found = f"RuntimeError: {str(error).splitlines()[0]}"

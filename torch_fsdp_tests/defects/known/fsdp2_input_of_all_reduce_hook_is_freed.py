@@ -14,14 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="communication, mixed_precision",
-    way_round="Call ``gradient.record_stream`` with the stream of the hook, or keep the tensor until the backward has "
+    features="fsdp2, communication, mixed_precision",
+    workaround="Call ``gradient.record_stream`` with the stream of the hook, or keep the tensor until the backward has "
     "ended.",
     races=tuple(
         f"{function}) and the memory's next owner, * foreach_reduce) "

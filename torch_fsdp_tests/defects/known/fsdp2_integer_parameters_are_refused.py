@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
-    features="frozen",
-    way_round="Pass them in ``ignored_params``, or store them as buffers.",
+    features="fsdp2, frozen",
+    workaround="Pass them in ``ignored_params``, or store them as buffers.",
     error="in _init_sharded_param ... dtype can require gradients",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/177844",

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COSMETIC,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-    features="",
-    way_round="Read the empty parentheses as the root.",
+    features="fsdp2",
+    workaround="Read the empty parentheses as the root.",
     since="2.12",
 )
 

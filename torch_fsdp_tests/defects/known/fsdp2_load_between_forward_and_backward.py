@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.pre_backward",
-    features="state_dict",
-    way_round="Load state dicts before forward or after backward.",
+    features="fsdp2, state_dict",
+    workaround="Load state dicts before forward or after backward.",
     upstream=("https://github.com/pytorch/pytorch/issues/117421",),
     arguable="changing weights between forward and backward is a misuse, which FSDP2 does not promise to detect; an "
     "optimizer step or a write in place there has the same effect",

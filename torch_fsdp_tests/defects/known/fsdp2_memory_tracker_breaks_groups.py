@@ -12,14 +12,15 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
-    features="wrapping, memory",
-    way_round="Track a second model of the same kind, and train the first one.",
+    features="fsdp2, wrapping, memory",
+    workaround="Track a second model of the same kind, and train the first one.",
     error="FSDPMemTracker does not support memory tracking for multiple iterative calls",
     fails_with=("NotImplementedError", "RuntimeError"),
 )

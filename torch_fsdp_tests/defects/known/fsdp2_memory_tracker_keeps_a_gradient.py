@@ -11,14 +11,15 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Consequence, Defect
+from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
-    features="memory",
-    way_round=NO_WAY_ROUND,
+    features="fsdp2, memory",
+    workaround=NO_WORKAROUND,
 )
 
 

@@ -13,14 +13,15 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
-    features="memory",
-    way_round="Track an iteration that uses each unit.",
+    features="fsdp2, memory",
+    workaround="Track an iteration that uses each unit.",
     error="in inner ... AttributeError: 'FSDPParam' object has no attribute '_unsharded_param'",
     fails_with=("AttributeError", "KeyError"),
 )

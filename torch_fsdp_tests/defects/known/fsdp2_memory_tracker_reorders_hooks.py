@@ -11,14 +11,15 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
-    features="memory",
-    way_round="Register your own hooks after the tracker has ended.",
+    features="fsdp2, memory",
+    workaround="Register your own hooks after the tracker has ended.",
 )
 
 

@@ -13,20 +13,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs",
-    features="offload",
-    way_round="Read a result of the forward, or synchronize the device, before you write to the parameters.",
+    features="fsdp2, offload",
+    workaround="Read a result of the forward, or synchronize the device, before you write to the parameters.",
     arguable="Who copies without blocking from memory of the host has to wait, but here the user did not ask for it.",
     races=("all_gather_inputs) and * on the host",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     """What is known about the copies when the host may write: whether they may still run."""
     model, pending = nn.Linear(2, 2, device=device), []
     original, module = torch.Tensor.to, torch.get_device_module(device.type)
@@ -43,6 +44,6 @@ def reproduce(rank, world_size, device, way_round=False):
         with torch.no_grad(), mock.patch.object(torch.Tensor, "to", to):
             with mock.patch.object(module, "synchronize", pending.clear):
                 model(torch.ones(1, 2, device=device))
-                if way_round:
+                if workaround:
                     module.synchronize()
     return "may still run" if pending else "have ended", "have ended"

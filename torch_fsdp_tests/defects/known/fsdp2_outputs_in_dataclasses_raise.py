@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
-    features="",
-    way_round="Return the tensors in a tuple, a list or a dict.",
+    features="fsdp2",
+    workaround="Return the tensors in a tuple, a list or a dict.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=("https://github.com/pytorch/pytorch/pull/173415", "https://github.com/pytorch/pytorch/pull/174692"),
     fails_with=("AssertionError", "RuntimeError"),

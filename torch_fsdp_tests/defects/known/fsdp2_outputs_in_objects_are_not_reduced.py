@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
-    features="",
-    way_round="Return tensors in a tuple, a list or a dict.",
+    features="fsdp2",
+    workaround="Return tensors in a tuple, a list or a dict.",
     arguable="no function can look into every object, and the documentation does not say which containers it finds "
     "tensors in; but nothing warns or raises",
 )
@@ -34,12 +35,12 @@ class Model(nn.Linear):
         return Output(super().forward(x))
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = nn.Linear(2, 1, bias=False) if way_round else Model(2, 1, bias=False)
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(2, 1, bias=False) if workaround else Model(2, 1, bias=False)
     model.to(device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     weight = model.weight  # the sharded one, as the optimizer has it
     output = model(torch.full((1, 2), rank + 1.0, device=device))
-    (output if way_round else output.logits).sum().backward()
+    (output if workaround else output.logits).sum().backward()
     found = "none" if weight.grad is None else weight.grad.full_tensor()[0, 0].item()
     return found, 1.5  # the mean of 1 and 2

@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    features="wrapping",
-    way_round="Run all modules of the group inside the root's forward.",
+    features="fsdp2, wrapping",
+    workaround="Run all modules of the group inside the root's forward.",
 )
 
 
@@ -49,13 +50,13 @@ class Remembering:
         return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model = Body(way_round).to(device)
+def reproduce(rank, world_size, device, workaround=False):
+    model = Body(workaround).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard([model.body, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     remembering = Remembering()
     model.body.set_custom_all_gather(remembering)
     output = model(torch.ones(1, 2, device=device))
-    (output if way_round else model.head(output)).sum().backward()
+    (output if workaround else model.head(output)).sum().backward()
     return sum(buffer() is not None for buffer in remembering.buffers), 0

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
-    features="wrapping",
-    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    features="fsdp2, wrapping",
+    workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),
 )
 
@@ -31,10 +32,10 @@ class Body(nn.Module):
         return self.body(x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Body().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
-    for modules in ([model.body], [model.head]) if way_round else ([model.body, model.head],):
+    for modules in ([model.body], [model.head]) if workaround else ([model.body, model.head],):
         fully_shard(modules, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     with torch.no_grad():

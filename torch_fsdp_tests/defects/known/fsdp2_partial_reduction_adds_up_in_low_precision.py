@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
-    features="hsdp, accumulation, mixed_precision",
-    way_round="Set ``reduce_dtype=torch.float32``.",
+    features="fsdp2, hsdp, accumulation, mixed_precision",
+    workaround="Set ``reduce_dtype=torch.float32``.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/194628",),
     arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "
@@ -25,11 +26,11 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if way_round else torch.bfloat16
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32 if workaround else torch.bfloat16
     )
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for value in (256.0, 1.0, 1.0):  # bfloat16 has 256 and 258, but not 257

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-    features="hsdp, accumulation",
-    way_round="Accumulate with ``set_requires_gradient_sync(False)`` instead of ``set_requires_all_reduce(False)``.",
+    features="fsdp2, hsdp, accumulation",
+    workaround="Accumulate with ``set_requires_gradient_sync(False)`` instead of ``set_requires_all_reduce(False)``.",
     fails_with=("AssertionError", "RuntimeError"),
 )
 
@@ -31,11 +32,11 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Branches().to(device)
     mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh)
-    turn = model.set_requires_gradient_sync if way_round else model.set_requires_all_reduce
+    turn = model.set_requires_gradient_sync if workaround else model.set_requires_all_reduce
     turn(False)
     model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()
     turn(True)

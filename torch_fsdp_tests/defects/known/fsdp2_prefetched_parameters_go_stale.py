@@ -11,18 +11,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
-    features="communication",
-    way_round="After the evaluation, take the gather and drop it: ``module.unshard()``, then ``module.reshard()``.",
+    features="fsdp2, communication",
+    workaround="After the evaluation, take the gather and drop it: ``module.unshard()``, then ``module.reshard()``.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=device) for _ in range(2)))
     for layer in model:
         nn.init.ones_(layer.weight)
@@ -33,7 +34,7 @@ def reproduce(rank, world_size, device, way_round=False):
     x = torch.ones(1, 2, device=device)
     with torch.no_grad():
         model(x)
-        if way_round:
+        if workaround:
             model[0].unshard()
             model[0].reshard()
         model[0].weight.mul_(0.5)

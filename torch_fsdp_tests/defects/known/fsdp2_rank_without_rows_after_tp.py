@@ -15,14 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
-    features="tp",
-    way_round="Do not split a layer with fewer outputs than tensor parallelism has ranks.",
+    features="fsdp2, tp",
+    workaround="Do not split a layer with fewer outputs than tensor parallelism has ranks.",
     error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     world_size=4,
     fails_with=("RuntimeError", "SIGFPE"),

@@ -11,23 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs",
-    features="mixed_precision",
-    way_round="Wrap modules with complex parameters by themselves, without a ``reduce_dtype``.",
+    features="fsdp2, mixed_precision",
+    workaround="Wrap modules with complex parameters by themselves, without a ``reduce_dtype``.",
     error="in foreach_reduce_scatter_copy_in ... torch.cat(): input types can't be cast to the desired output type",
     arguable="a real dtype cannot hold a complex gradient; but param_dtype leaves such parameters as they are",
     fails_with=("AssertionError", "TypeError", "RuntimeError"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(1, 2, bias=False, device=device, dtype=torch.complex64)
-    policy = MixedPrecisionPolicy(reduce_dtype=None if way_round else torch.float32)
+    policy = MixedPrecisionPolicy(reduce_dtype=None if workaround else torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     output = model(torch.full((1, 1), 1 + 2j, device=device))
     right = "a gradient of (1-2j)"  # the conjugate of the input

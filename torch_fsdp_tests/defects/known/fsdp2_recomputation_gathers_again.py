@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests.defects.registry import NO_WAY_ROUND, Consequence, Defect
+from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
-    features="activation_checkpointing",
-    way_round=NO_WAY_ROUND,
+    features="fsdp2, activation_checkpointing",
+    workaround=NO_WORKAROUND,
 )
 
 

@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.HANG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
-    features="communication, activation_checkpointing",
-    way_round="Shard a checkpointed block as one unit: ``fully_shard(block)``, and none of its layers.",
+    features="fsdp2, communication, activation_checkpointing",
+    workaround="Shard a checkpointed block as one unit: ``fully_shard(block)``, and none of its layers.",
     since="2.13",
 )
 
@@ -62,11 +63,11 @@ class Net(nn.Module):
         return checkpoint(self.block, x, is_used, use_reentrant=False)
 
 
-def order(is_used, device, mesh, way_round):
+def order(is_used, device, mesh, workaround):
     """The collectives of the second of two backwards."""
     model = Net().to(device)
     log: list[str] = []
-    for module in (model.block, model) if way_round else (model.block.body, model.block.adapter, model):
+    for module in (model.block, model) if workaround else (model.block.body, model.block.adapter, model):
         fully_shard(module, mesh=mesh)
         module.set_custom_all_gather(Logged(log, "gather", dist.all_gather_into_tensor))
         module.set_custom_reduce_scatter(Logged(log, "reduce", dist.reduce_scatter_tensor))
@@ -79,6 +80,6 @@ def order(is_used, device, mesh, way_round):
     return log
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
-    return tuple(order(is_used, device, mesh, way_round) for is_used in (False, True))  # on every rank alike
+    return tuple(order(is_used, device, mesh, workaround) for is_used in (False, True))  # on every rank alike

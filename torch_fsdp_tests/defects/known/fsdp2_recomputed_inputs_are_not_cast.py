@@ -11,25 +11,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
-    features="activation_checkpointing, mixed_precision",
-    way_round="Call ``checkpoint`` inside the forward of the FSDP module, or cast the inputs before ``checkpoint``.",
+    features="fsdp2, activation_checkpointing, mixed_precision",
+    workaround="Call ``checkpoint`` inside the forward of the FSDP module, or cast the inputs before ``checkpoint``.",
     error="Recomputed values for the following tensors have different metadata ... torch.bfloat16",
     upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
     fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
-    x = torch.ones(1, 2, device=device, dtype=torch.bfloat16 if way_round else torch.float32)
+    x = torch.ones(1, 2, device=device, dtype=torch.bfloat16 if workaround else torch.float32)
     output = checkpoint(model, x, use_reentrant=False)
     try:
         output.sum().backward()

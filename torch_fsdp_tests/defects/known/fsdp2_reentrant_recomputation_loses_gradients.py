@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
-    features="activation_checkpointing",
-    way_round="Pass ``use_reentrant=False`` to ``checkpoint``.",
+    features="fsdp2, activation_checkpointing",
+    workaround="Pass ``use_reentrant=False`` to ``checkpoint``.",
     upstream=("https://github.com/pytorch/pytorch/pull/171779",),
     fails_with=("AssertionError", "RuntimeError"),
 )
@@ -39,8 +40,8 @@ class Twice(nn.Module):
         return x
 
 
-def reproduce(rank, world_size, device, way_round=False):
-    model, mesh = Twice(not way_round, device), init_device_mesh(device.type, (world_size,))
+def reproduce(rank, world_size, device, workaround=False):
+    model, mesh = Twice(not workaround, device), init_device_mesh(device.type, (world_size,))
     nn.init.ones_(model.layer.weight)
     for module in (model.layer, model):
         fully_shard(module, mesh=mesh)

@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    features="wrapping",
-    way_round="Wrap the whole model before the first forward; after the error make it anew.",
+    features="fsdp2, wrapping",
+    workaround="Wrap the whole model before the first forward; after the error make it anew.",
     error="state has already been lazily initialized for",
     fails_with=("RuntimeError",),
 )

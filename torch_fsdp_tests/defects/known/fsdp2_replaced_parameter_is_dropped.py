@@ -11,21 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.LOST_DATA,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init",
-    features="",
-    way_round="Copy into the parameter in place, or call ``model.to(device)`` of the sharded module afterwards.",
+    features="fsdp2",
+    workaround="Copy into the parameter in place, or call ``model.to(device)`` of the sharded module afterwards.",
     upstream=("https://github.com/pytorch/pytorch/issues/157391",),
     arguable="a maintainer says that parameters may be registered anew before the first forward; but the documentation "
     "does not say so, and nothing refuses or warns",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
@@ -33,7 +34,7 @@ def reproduce(rank, world_size, device, way_round=False):
     outputs = []
     for _ in range(2):
         model.weight = nn.Parameter(2 * model.weight.detach())
-        if way_round:
+        if workaround:
             model.to(device)
         output = model(x)
         output.sum().backward()

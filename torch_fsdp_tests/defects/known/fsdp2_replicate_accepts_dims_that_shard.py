@@ -11,14 +11,15 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed._composable.replicate_with_fsdp.replicate",
-    features="replicate",
-    way_round="Use ``fully_shard`` with the same ``dp_mesh_dims``.",
+    features="fsdp2, replicate",
+    workaround="Use ``fully_shard`` with the same ``dp_mesh_dims``.",
     since="2.12",
 )
 

@@ -13,22 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.COST,
+    exposure=Exposure.RARE,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
-    features="replicate",
-    way_round="Pass ``reshard_after_forward=True`` to ``fully_shard``.",
+    features="fsdp2, replicate",
+    workaround="Pass ``reshard_after_forward=True`` to ``fully_shard``.",
     since="2.11",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
-    fully_shard(model[0], mesh=mesh, reshard_after_forward=way_round or None)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=workaround or None)
     replicate(model, mesh=mesh)
     model(torch.ones(1, 2, device=device))
 

@@ -11,24 +11,25 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
-    features="replicate, wrapping",
-    way_round="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    features="fsdp2, replicate, wrapping",
+    workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     error="FSDP requires a single root module but got (",
     since="2.11",
     fails_with=("RuntimeError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
-    for modules in ([model[0]], [model[1]]) if way_round else ([model[0], model[1]],):
+    for modules in ([model[0]], [model[1]]) if workaround else ([model[0], model[1]],):
         fully_shard(modules, mesh=mesh)
     replicate(model, mesh=mesh)
     try:

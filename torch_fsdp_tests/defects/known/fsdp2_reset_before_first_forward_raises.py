@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._reset_iter_state",
-    features="",
-    way_round="Call ``reset_iter_state`` only if a forward has run.",
+    features="fsdp2",
+    workaround="Call ``reset_iter_state`` only if a forward has run.",
     error="in reset_iter_state ... 'FSDPCommContext' object has no attribute 'all_gather_state'",
     since="2.13",
     arguable="there is nothing to reset before the first forward",

@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
-    features="",
-    way_round="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
+    features="fsdp2",
+    workaround="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
     since="2.13",
 )
 
@@ -26,7 +27,7 @@ def break_off(gradient):
     raise KeyError("on purpose")
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
     plain = nn.Sequential(*layers)
@@ -42,7 +43,7 @@ def reproduce(rank, world_size, device, way_round=False):
     except KeyError:
         handle.remove()
     model.reset_iter_state()
-    if way_round:
+    if workaround:
         model.unshard()
         model.zero_grad()
         model.reshard()

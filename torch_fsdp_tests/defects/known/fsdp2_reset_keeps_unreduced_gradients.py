@@ -10,25 +10,26 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
-    features="accumulation",
-    way_round="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
+    features="fsdp2, accumulation",
+    workaround="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
     since="2.13",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     model.set_requires_gradient_sync(False)
     model(torch.full((1, 2), 10.0, device=device)).sum().backward()  # a microbatch of an abandoned step
     model.reset_iter_state()
-    if way_round:
+    if workaround:
         model.unshard()
         model.zero_grad()
         model.reshard()

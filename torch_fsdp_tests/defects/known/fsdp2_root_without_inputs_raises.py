@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
-    features="",
-    way_round="Pass an input that forward ignores.",
+    features="fsdp2",
+    workaround="Pass an input that forward ignores.",
     error="in _root_pre_forward ... tuple index out of range",
     place=Place.APART_FROM_HOST,
     upstream=("https://github.com/pytorch/pytorch/pull/183943",),
@@ -33,10 +34,10 @@ class Root(nn.Module):
         return self.weight.sum()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = fully_shard(Root().to(device), mesh=init_device_mesh(device.type, (world_size,)))
     try:
-        found = model(0).item() if way_round else model().item()
+        found = model(0).item() if workaround else model().item()
     except IndexError as error:
         found = f"IndexError: {error}"
     return found, 4.0

@@ -10,26 +10,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
-    features="",
-    way_round="Make the mesh once, and use it everywhere.",
+    features="fsdp2",
+    workaround="Make the mesh once, and use it everywhere.",
     error="Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects",
     since="2.12",
     fails_with=("ValueError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
 
     found: list[str] = []
     for _ in range(2):
-        if not found or not way_round:
+        if not found or not workaround:
             mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
         model = distribute_module(nn.Linear(2, 2, device=device), mesh)
         try:

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-    features="",
-    way_round="Call ``model.set_reshard_after_backward(False)`` before the first backward.",
+    features="fsdp2",
+    workaround="Call ``model.set_reshard_after_backward(False)`` before the first backward.",
     error="The tensor has a non-zero number of elements, but its data is not allocated yet",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/172543",
@@ -29,10 +30,10 @@ DEFECT = Defect(
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Tanh()).to(device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    model.set_reshard_after_backward(not way_round)
+    model.set_reshard_after_backward(not workaround)
     x = torch.ones(1, 2, device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     try:

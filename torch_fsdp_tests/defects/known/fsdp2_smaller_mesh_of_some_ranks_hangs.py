@@ -14,19 +14,20 @@ from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.HANG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_init._get_post_forward_mesh_info",
-    features="strategies, communication, pp",
-    way_round="Use a bool as ``reshard_after_forward`` where a mesh does not contain all ranks.",
+    features="fsdp2, strategies, communication, pp",
+    workaround="Use a bool as ``reshard_after_forward`` where a mesh does not contain all ranks.",
     world_size=8,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = device_mesh.init_device_mesh(device.type, (2, 4), mesh_dim_names=("stage", "shard"))["shard"]
     asked_for, new_group = [], device_mesh.new_group
 
@@ -36,7 +37,7 @@ def reproduce(rank, world_size, device, way_round=False):
         return new_group(ranks, **{**kwargs, "use_local_synchronization": True})
 
     with mock.patch.object(device_mesh, "new_group", make_among_its_ranks):
-        fully_shard(nn.Linear(4, 4, device=device), mesh=mesh, reshard_after_forward=True if way_round else 2)
+        fully_shard(nn.Linear(4, 4, device=device), mesh=mesh, reshard_after_forward=True if workaround else 2)
     by_rank = [None] * world_size
     dist.all_gather_object(by_rank, asked_for)
     right = "all ranks ask for the same groups"

@@ -10,25 +10,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
-    features="strategies",
-    way_round="Use True or False as ``reshard_after_forward``.",
+    features="fsdp2, strategies",
+    workaround="Use True or False as ``reshard_after_forward``.",
     error="in foreach_all_gather_copy_out ... IndexError: list index out of range",
     world_size=4,
     fails_with=("IndexError",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(4, 4, bias=False, device=device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(
-        model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True if way_round else 2
+        model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True if workaround else 2
     )
     right = 1.0  # the input
     try:

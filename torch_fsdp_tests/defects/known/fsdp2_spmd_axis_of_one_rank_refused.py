@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
-    features="spmd_types",
-    way_round="Leave dimensions of one rank out of the mesh.",
+    features="fsdp2, spmd_types",
+    workaround="Leave dimensions of one rank out of the mesh.",
     since="2.14",
     package="spmd_types",
     arguable="Leave dimensions of one rank out of the mesh.",

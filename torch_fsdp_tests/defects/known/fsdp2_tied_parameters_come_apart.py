@@ -10,24 +10,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    features="frozen",
-    way_round="Put all modules that share a parameter into one group, or wrap only a module that contains them.",
+    features="fsdp2, frozen",
+    workaround="Put all modules that share a parameter into one group, or wrap only a module that contains them.",
     upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False, device=device) for _ in range(2)))
     nn.init.ones_(model[0].weight)
     model[1].weight = model[0].weight
     mesh = init_device_mesh(device.type, (world_size,))
-    for module in (model,) if way_round else (*model, model):
+    for module in (model,) if workaround else (*model, model):
         fully_shard(module, mesh=mesh)
     right = "trained as one weight, or refused"
     try:

@@ -12,24 +12,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
-    features="mixed_precision, tp",
-    way_round="Wrap the replicated layers by themselves, without a ``param_dtype``.",
+    features="fsdp2, mixed_precision, tp",
+    workaround="Wrap the replicated layers by themselves, without a ``param_dtype``.",
     upstream=("https://github.com/pytorch/pytorch/issues/190626",),
     arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
     norm = nn.LayerNorm(2, device=device)
     parallelize_module(norm, mesh["tp"], SequenceParallel())
-    policy = MixedPrecisionPolicy(None if way_round else torch.bfloat16, torch.float32)
+    policy = MixedPrecisionPolicy(None if workaround else torch.bfloat16, torch.float32)
     fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
     output = norm(torch.zeros(1, 1, 2, device=device)).to_local()
     (output * (1.0 if rank == 0 else 2.0**-9)).sum().backward()

@@ -11,24 +11,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
-    features="strategies",
-    way_round="Call ``model.reshard()`` before you look at the parameters.",
+    features="fsdp2, strategies",
+    workaround="Call ``model.reshard()`` before you look at the parameters.",
     world_size=4,
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(1, 5, bias=False, device=device)
     with torch.no_grad():
         model.weight.copy_(torch.arange(1.0, 6.0).view(5, 1))
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=2)
     model(torch.ones(1, 1, device=device))
-    if way_round:
+    if workaround:
         model.reshard()
     return model.weight.full_tensor().flatten().tolist(), [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
-    features="",
-    way_round="Pass parameters without elements in ``ignored_params``.",
+    features="fsdp2",
+    workaround="Pass parameters without elements in ``ignored_params``.",
     error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     fails_with=("RuntimeError", "SIGFPE"),
 )
@@ -35,11 +36,11 @@ class Empty(nn.Module):
         return x + self.weight.sum()
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 2), Empty()).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (*model, model):
-        fully_shard(module, mesh=mesh, ignored_params={model[1].weight} if way_round else None)
+        fully_shard(module, mesh=mesh, ignored_params={model[1].weight} if workaround else None)
     try:
         model(torch.ones(1, 2, device=device)).sum().backward()
     except RuntimeError as error:

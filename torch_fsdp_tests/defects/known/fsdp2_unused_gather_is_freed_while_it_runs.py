@@ -14,19 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.finalize_backward",
-    features="accumulation, communication",
-    way_round="Synchronize the device between the backwards, or call one backward for the sum of the losses.",
+    features="fsdp2, accumulation, communication",
+    workaround="Synchronize the device between the backwards, or call one backward for the sum of the losses.",
     races=("_allgather_base_ on * and the memory's next owner",),
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     """Whether the first backward gathers only what it needs, or the copy-in waits before the second one allocates."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -62,7 +63,7 @@ def reproduce(rank, world_size, device, way_round=False):
     with waiting("wait_stream"), waiting("wait_event"), allocations, recording, current:
         first.backward()
         gathered = len(found)
-        if way_round:
+        if workaround:
             module.synchronize()
             waits.append("device")
         second.backward()

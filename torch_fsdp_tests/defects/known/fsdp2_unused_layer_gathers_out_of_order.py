@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
-    features="communication",
-    way_round="Return a tensor of its own from the outer module: ``return x.clone()``.",
+    features="fsdp2, communication",
+    workaround="Return a tensor of its own from the outer module: ``return x.clone()``.",
     since="2.13",
 )
 
@@ -29,10 +30,10 @@ class Block(nn.Module):
         super().__init__()
         self.inner, self.last = (nn.Linear(2, 2, bias=False) for _ in range(2))
 
-    def forward(self, x, use_last, way_round):
+    def forward(self, x, use_last, workaround):
         x = self.inner(x)
         x = self.last(x) if use_last else x
-        return x.clone() if way_round else x
+        return x.clone() if workaround else x
 
 
 class Net(nn.Module):
@@ -44,7 +45,7 @@ class Net(nn.Module):
         return self.block(*args)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Net().to(device)
     nn.init.constant_(model.block.inner.weight, 1.0)
     nn.init.constant_(model.block.last.weight, 2.0)
@@ -52,7 +53,7 @@ def reproduce(rank, world_size, device, way_round=False):
     for module in (model.block.inner, model.block, model):
         fully_shard(module, mesh=mesh)
     model.set_reduce_scatter_unused_params(True)
-    model(torch.ones(1, 2, device=device, requires_grad=True), rank == 0, way_round).sum().backward()
+    model(torch.ones(1, 2, device=device, requires_grad=True), rank == 0, workaround).sum().backward()
     found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
     # Rank 0 has 2 * 2 and 2, and rank 1 has 1 and nothing. Both means are over two ranks.
     return found, {"block.inner.weight": (4 + 1) / 2, "block.last.weight": 2 / 2}

@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    features="communication",
-    way_round="Let the inputs require a gradient: ``x.requires_grad_()``.",
+    features="fsdp2, communication",
+    workaround="Let the inputs require a gradient: ``x.requires_grad_()``.",
     since="2.13",
 )
 
@@ -34,7 +35,7 @@ class Net(nn.Module):
         return self.body(self.adapter(x) if use_adapter else x)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = Net().to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     fully_shard(model.body, mesh=mesh)
@@ -42,6 +43,6 @@ def reproduce(rank, world_size, device, way_round=False):
     for layer in (model.adapter, model.body):
         nn.init.ones_(layer.weight)
     model.set_reduce_scatter_unused_params(True)
-    model(torch.ones(1, 2, device=device, requires_grad=way_round), use_adapter=rank == 0).sum().backward()
+    model(torch.ones(1, 2, device=device, requires_grad=workaround), use_adapter=rank == 0).sum().backward()
     found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
     return found, {"adapter.weight": 2 / 2, "body.weight": (2 + 1) / 2}  # means over both ranks

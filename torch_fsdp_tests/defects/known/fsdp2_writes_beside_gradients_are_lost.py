@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._register_post_backward_hook",
-    features="",
-    way_round="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
+    features="fsdp2",
+    workaround="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
 )
 
 
@@ -41,8 +42,8 @@ class Model(nn.Module):
         return len(cache)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
-    return model(torch.ones(1, 2, device=device), UserDict if way_round else dict), 3
+    return model(torch.ones(1, 2, device=device), UserDict if workaround else dict), 3

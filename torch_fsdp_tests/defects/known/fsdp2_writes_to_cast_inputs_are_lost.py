@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.utils._apply_to_tensors",
-    features="mixed_precision",
-    way_round="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
+    features="fsdp2, mixed_precision",
+    workaround="Pass an object that is not a list, a tuple or a dict, such as a ``collections.UserDict``.",
 )
 
 
@@ -41,10 +42,10 @@ class Model(nn.Module):
         return cache.get("calls", 0)
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if way_round else dict)
+    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if workaround else dict)
     right = 2
     return found, right

@@ -11,20 +11,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.defects.registry import Consequence, Defect
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
-    family="FSDP2",
+    component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-    features="accumulation, mixed_precision",
-    way_round="Leave ``reduce_dtype`` unset; from torch 2.15 on, ``reset_iter_state()`` drops these gradients too.",
+    features="fsdp2, accumulation, mixed_precision",
+    workaround="Leave ``reduce_dtype`` unset; from torch 2.15 on, ``reset_iter_state()`` drops these gradients too.",
 )
 
 
-def reproduce(rank, world_size, device, way_round=False):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, 2, bias=False, device=device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None if way_round else torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None if workaround else torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
     for is_last, x in ((False, 10.0), (True, 1.0)):
         model.set_requires_gradient_sync(is_last)

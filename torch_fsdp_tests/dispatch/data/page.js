@@ -12,10 +12,9 @@ if (bar) {
   const shown = bar.querySelector("output");
   const things = bar.dataset.things;
 
-  function fits(item, text, wanted) {
-    if (wanted.find && !wanted.find.toLowerCase().split(/\s+/).every((word) => text.includes(word))) return false;
-    if (wanted.state && item.dataset.state !== wanted.state) return false;
-    return !wanted.feature || (item.dataset.features || "").split("|").includes(wanted.feature);
+  function fits(item, text, { find, ...wanted }) {
+    if (!find.toLowerCase().split(/\s+/).every((word) => text.includes(word))) return false;
+    return Object.entries(wanted).every(([name, value]) => !value || (item.dataset[name] ?? "").split("|").includes(value));
   }
 
   function apply() {

@@ -694,9 +694,9 @@ class TestFullyShardAutograd(FSDPTest):
         for each in losses:
             each.backward()
         is_derived_mean = reduction == "mean" and loss is not F.l1_loss
-        with torch_defect("fsdp2_mean_loss_of_uneven_shards_is_wrong", when=is_derived_mean and shards == "uneven"):
+        with torch_defect("dtensor_mean_loss_of_uneven_shards_is_wrong", when=is_derived_mean and shards == "uneven"):
             self.assertEqual(full(losses[1]), losses[0])
-        with torch_defect("fsdp2_gradient_of_mean_loss_is_too_large", when=is_derived_mean and shards != "empty"):
+        with torch_defect("dtensor_gradient_of_mean_loss_is_too_large", when=is_derived_mean and shards != "empty"):
             self.assertEqual(full(model.weight.grad), ref_model.weight.grad)
 
 

@@ -200,7 +200,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         ref_grads = [param.grad for param in ref_model.parameters()]
         average(ref_grads)
         expected = norm_by_hand(ref_grads, 2)
-        with torch_defect("fsdp2_clip_grad_norm_over_two_meshes_raises"):
+        with torch_defect("optimizer_clip_grad_norm_over_two_meshes_raises"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
             self.assertEqual(full(norm), expected)
             for param, ref_grad in zip(model.parameters(), ref_grads, strict=True):
@@ -278,7 +278,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             print(value)  # 1. on all ranks; nan on all ranks if rank 0 has the NaN
         """
         for rank in range(self.world_size):
-            with self.subTest(rank=rank), torch_defect("fsdp2_inf_norm_loses_nan", when=rank > 0):
+            with self.subTest(rank=rank), torch_defect("dtensor_inf_norm_loses_nan", when=rank > 0):
                 self._check_raises_on_all_ranks(rank, math.nan, math.inf)
 
 
@@ -299,7 +299,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         """The infinity norm works if every rank has a row. The next test has a rank without rows."""
         self._largest_magnitude(4)
 
-    @torch_defect("fsdp2_inf_norm_of_empty_shard_hangs")
+    @torch_defect("dtensor_inf_norm_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
         """The infinity norm works if the last rank has no row.

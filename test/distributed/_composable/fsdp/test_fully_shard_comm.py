@@ -1236,7 +1236,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
             for module, optim in ((ref_model, optims[0]), (model, optims[1])):
                 losses.append(module(inputs))
                 losses[-1].backward()
-                with implicit_replication():  # because of fsdp2_ignored_parameters_break_foreach
+                with implicit_replication():  # because of optimizer_ignored_parameters_break_foreach
                     optim.step()
                 optim.zero_grad()
             self.assertEqual(losses[0], losses[1])

@@ -545,7 +545,7 @@ class TestOperatorsOnShards(FSDPTest):
     @subtests(dim=[0, 1, -1, -2], sharded_dim=[0, 1])
     def test_cumulative_sum(self, dim, sharded_dim):
         whole, sharded = self._whole_and_sharded(sharded_dim)
-        with torch_defect("fsdp2_cumulative_sum_restarts_on_each_rank", when=dim + 2 == sharded_dim):
+        with torch_defect("dtensor_cumulative_sum_restarts_on_each_rank", when=dim + 2 == sharded_dim):
             self.assertEqual(sharded.cumsum(dim).full_tensor(), whole.cumsum(dim))
 
     @skip_if_lt_x_gpu(2)
@@ -553,7 +553,7 @@ class TestOperatorsOnShards(FSDPTest):
     def test_sum_of_norms(self, dim, sharded_dim, order):
         """The norms of rows or columns, as in the group lasso."""
         whole, sharded = self._whole_and_sharded(sharded_dim)
-        with torch_defect("fsdp2_sum_of_column_norms_is_wrong", when=order == 2 and dim % 2 == sharded_dim):
+        with torch_defect("dtensor_sum_of_column_norms_is_wrong", when=order == 2 and dim % 2 == sharded_dim):
             self.assertEqual(sharded.norm(order, dim=dim).sum().full_tensor(), whole.norm(order, dim=dim).sum())
 
 

@@ -231,7 +231,7 @@ class TestFullyShardGradientScaler(FSDPTest):
             print(found)  # 0, 1, 0, 1 by rank; 1 on all ranks with [split, replicated]
         """
         model = self._norm_then_mlp()
-        shows = torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
+        shows = torch_defect("dtensor_scaler_disagrees_over_two_meshes")
         self._check_agreement_2d(model, list(model.parameters()), shows)
 
     @skip_if_lt_x_gpu(4)
@@ -242,7 +242,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         the code there, put ``distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)])`` first instead.
         """
         model = self._norm_then_mlp(norm_has_tp=False)
-        shows = torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
+        shows = torch_defect("dtensor_scaler_disagrees_over_two_meshes")
         self._check_agreement_2d(model, list(model.parameters()), shows)
 
     def _mesh_hsdp(self) -> DeviceMesh:

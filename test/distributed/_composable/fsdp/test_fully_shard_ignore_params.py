@@ -176,7 +176,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
             self.assertEqual(loss, ref_loss)
             ref_optim.step()
             # The optimizer has whole and sharded parameters. Where foreach is the default it would raise, because of
-            # fsdp2_ignored_parameters_break_foreach.
+            # optimizer_ignored_parameters_break_foreach.
             with implicit_replication():
                 optim.step()
             self.compare_ref_test_params(ref_model, wrapped)
@@ -332,7 +332,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
         models = self._layer_after_backward()
         optims = [optim_cls(model.parameters(), lr=0.1, foreach=foreach) for model in models]
         optims[0].step()
-        with torch_defect("fsdp2_ignored_parameters_break_foreach", when=foreach):
+        with torch_defect("optimizer_ignored_parameters_break_foreach", when=foreach):
             optims[1].step()
             for ref_param, param in zip(*(model.parameters() for model in models)):
                 self.assertEqual(full(param.detach()), ref_param.detach())
@@ -344,7 +344,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
         ref_model, model = self._layer_after_backward()
         ref_norm = nn.utils.clip_grad_norm_(ref_model.parameters(), 0.1)
         self.assertGreater(ref_norm.item(), 0.1)
-        with torch_defect("fsdp2_ignored_parameters_break_foreach"):
+        with torch_defect("optimizer_ignored_parameters_break_foreach"):
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
             self.assertEqual(full(norm), ref_norm)
             for ref_param, param in zip(ref_model.parameters(), model.parameters()):

@@ -469,7 +469,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """Tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
         layer, _ = self._layer("colwise", 6)
         found = layer.weight.full_tensor()
-        with torch_defect("fsdp2_uneven_rows_with_tp_are_reordered"):
+        with torch_defect("dtensor_uneven_rows_with_tp_are_reordered"):
             self.assertEqual(found, filled(nn.Linear(4, 6, device=self.device)).weight)
 
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
@@ -722,7 +722,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
             model.to_empty(device=self.device)
             model.reset_parameters()
         zeros = (full_tensors(model)["weight"] == 0).all(dim=1).nonzero().flatten().tolist()
-        with torch_defect("fsdp2_padding_row_is_not_zeroed", when=device is META and sharded_dim == 0):
+        with torch_defect("dtensor_padding_row_is_not_zeroed", when=device is META and sharded_dim == 0):
             self.assertEqual(zeros, [padding_idx % (2 * self.world_size)])
 
     @skip_if_lt_x_gpu(1)

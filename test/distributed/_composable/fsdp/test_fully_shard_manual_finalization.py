@@ -891,7 +891,7 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
         Some gradients are silently lost (seen from 2.11 to 2.15). Before backward the schedule gets the parameters of
         the stage. These are shards, which are not in the autograd graph, so they get no gradients.
         """
-        shows = torch_defect("fsdp2_split_backward_loses_gradients")
+        shows = torch_defect("pipeline_split_backward_loses_gradients")
         self._check_schedule("ScheduleInterleavedZeroBubble", None, shows)
 
     def _check_schedule(

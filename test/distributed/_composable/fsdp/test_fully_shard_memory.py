@@ -370,7 +370,7 @@ class TestFullyShardMemory(FSDPTest):
             optim.zero_grad()
             gc.collect()
             tracked[iteration] = len(gc.get_objects())
-        with torch_defect("fsdp2_optimizer_steps_keep_objects"):
+        with torch_defect("dtensor_optimizer_steps_keep_objects"):
             self.assertLess(tracked[13] - tracked[3], 10)
 
     @needs(torch_facts.HAS_RESET_ITER_STATE)

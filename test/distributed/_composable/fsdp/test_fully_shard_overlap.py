@@ -364,7 +364,7 @@ class TestFullyShardOverlap(FSDPTest):
             def train(with_event: bool) -> None:
                 for _ in range(iterations):
                     self._step(model)
-                    with implicit_replication():  # because of fsdp2_ignored_parameters_break_foreach
+                    with implicit_replication():  # because of optimizer_ignored_parameters_break_foreach
                         optim.step()
                     if with_event:
                         event = device_module().Event()

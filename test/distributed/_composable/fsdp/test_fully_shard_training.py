@@ -283,7 +283,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             else:
                 param.data = 3 * param.data
         found = [full(param.detach()) for param in model.parameters()]
-        with torch_defect("fsdp2_assigned_data_is_ignored", when=how == "data"):
+        with torch_defect("dtensor_assigned_data_is_ignored", when=how == "data"):
             self.assertEqual(found, tripled)
 
     @skip_if_lt_x_gpu(1)
@@ -591,9 +591,9 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         model = fully_shard(self._replica(ref_model))
         shows = NO_DEFECT
         if optim_cls is torch.optim.Adafactor:
-            shows = torch_defect("fsdp2_adafactor_takes_norms_of_shards", when=shards != "empty")
+            shows = torch_defect("optimizer_adafactor_takes_norms_of_shards", when=shards != "empty")
         elif optim_cls is torch.optim.Muon:
-            shows = torch_defect("fsdp2_muon_refuses_fewer_rows_than_ranks", when=shards == "empty")
+            shows = torch_defect("dtensor_muon_refuses_fewer_rows_than_ranks", when=shards == "empty")
         with shows:
             self._check_steps(ref_model, model, optim_cls)
 

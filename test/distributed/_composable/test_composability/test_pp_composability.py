@@ -135,7 +135,7 @@ class ComposabilityTest(PipelineTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(
         # DDP supports neither a split backward nor stages that infer shapes at run time. A split backward loses
-        # gradients of modules that reshard after forward: see the defect fsdp2_split_backward_loses_gradients.
+        # gradients of modules that reshard after forward: see the defect pipeline_split_backward_loses_gradients.
         valid=lambda dp_type, schedule, boundary_dtype: (
             dp_type in ("FSDP", "replicate")
             or (schedule not in SPLIT_BACKWARD and (dp_type, boundary_dtype) != ("DDP", None))

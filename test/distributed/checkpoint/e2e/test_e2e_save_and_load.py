@@ -273,7 +273,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         began = host_time()
         delay_device(DELAY_MS)
         stager.stage(state).result()
-        with torch_defect("fsdp2_staging_does_not_wait_for_the_step"):
+        with torch_defect("dcp_staging_does_not_wait_for_the_step"):
             self.assertGreaterEqual(host_time() - began, DELAY_MS / 1e3)
         stager.close()
 
@@ -326,7 +326,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         writer = FileSystemWriter(path, cache_staged_state_dict=cache_staged_state_dict)
         self._test_async_save_of_sharded_tensors(path, storage_writer=writer)
 
-    @torch_defect("fsdp1_sharded_tensors_are_not_saved_asynchronously")
+    @torch_defect("dcp_sharded_tensors_are_not_saved_asynchronously")
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
@@ -542,7 +542,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)
         self._evaluate(run.model)
-        with torch_defect("fsdp2_optimizer_state_while_gathered_raises"):
+        with torch_defect("dsd_optimizer_state_while_gathered_raises"):
             self.assertEqual(get_optimizer_state_dict(run.model, run.optim), wanted, rtol=0, atol=0)
 
 

@@ -173,7 +173,7 @@ class TestFSDPWithEP(DTensorTestBase):
         """
         self._test_training_goes_on(idle=None)
 
-    @torch_defect("fsdp2_missing_optim_state_raises_key_error")
+    @torch_defect("dsd_missing_optim_state_raises_key_error")
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir

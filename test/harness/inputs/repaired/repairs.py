@@ -205,11 +205,11 @@ REPLACEMENTS: dict[str, Callable[[], None]] = {
     "fsdp1_flat_model_is_never_freed": hold_modules_weakly,
     "fsdp1_refused_load_prevents_saving": leave_contexts_after_a_refused_load,
     "fsdp2_annotations_break_selective_checkpointing": ignore_annotations,
-    "fsdp2_assigned_data_is_ignored": assigned_data_replaces_the_shard,
-    "fsdp2_ignored_parameters_break_foreach": group_tensors_by_type_too,
-    "fsdp2_inf_norm_loses_nan": largest_is_nan_where_one_is,
-    "fsdp2_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
-    "fsdp2_scaler_disagrees_over_two_meshes": ask_all_ranks_for_infinities,
+    "dtensor_assigned_data_is_ignored": assigned_data_replaces_the_shard,
+    "optimizer_ignored_parameters_break_foreach": group_tensors_by_type_too,
+    "dtensor_inf_norm_loses_nan": largest_is_nan_where_one_is,
+    "dtensor_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
+    "dtensor_scaler_disagrees_over_two_meshes": ask_all_ranks_for_infinities,
 }
 REPAIRS = sorted({*PATCHES, *REPLACEMENTS})
 

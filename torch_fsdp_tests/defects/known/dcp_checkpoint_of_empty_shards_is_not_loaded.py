@@ -1,0 +1,52 @@
+"""A sharded optimizer state can be saved but not loaded when a rank has no row of a parameter.
+
+``DefaultLoadPlanner`` leaves out each sharded tensor that has no local shard on its rank. It then misses the tensor's
+name, assumes that torch 2.3 wrote the checkpoint with its different names, and reports that those names are missing.
+``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DCP,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
+    where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
+    features="fsdp1, optimizer_state, checkpoint",
+    workaround="Load with ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.",
+    error="in create_local_plan ... Missing key in checkpoint state_dict: ... .param_groups.",
+    upstream=("https://github.com/pytorch/pytorch/issues/102821",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = FSDP(nn.Linear(3, 1, device=device), device_id=device)  # rank 1 has no row of it
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    optim.step()
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=not workaround)
+    state_dict = {"optim": FSDP.optim_state_dict(model, optim)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        dcp.save(state_dict, checkpoint_id=folders[0])
+        try:
+            dcp.load(state_dict, checkpoint_id=folders[0], planner=planner)
+            found = "loaded"
+        except dcp.CheckpointException as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+            if "Missing key" not in found:  # such a tensor has other problems on some devices
+                raise NotImplementedError(found) from error
+        dist.barrier()
+    return found, "loaded"

@@ -1,0 +1,39 @@
+"""A scalar DTensor in a staged state dict is the live tensor, so an asynchronous checkpoint may get later values.
+
+``FileSystemWriter.stage`` copies a state dict to the host, so that training can go on while the copy is written. First
+it allocates memory for each tensor, and then it copies the values. For a DTensor without dimensions it allocates none,
+and takes the tensor itself. The program may change this tensor before it is written. A plain scalar tensor is copied.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DCP,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed._state_dict_utils._create_cpu_state_dict",
+    features="fsdp2, checkpoint",
+    workaround="Save ``tensor.full_tensor()``.",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(1, 4, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # sqrt(4)
+    norm = norm.redistribute(placements=[torch.distributed.tensor.Replicate()])
+    with tempfile.TemporaryDirectory() as folder:
+        writer = dcp.FileSystemWriter(folder)
+        staged = writer.stage({"norm": norm.to_local() if workaround else norm})["norm"]
+    norm.mul_(0)  # the program starts the next step
+    staged = staged if workaround else staged.to_local()
+    return round(staged.item(), 3), 2.0

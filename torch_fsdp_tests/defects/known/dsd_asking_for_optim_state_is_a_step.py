@@ -1,0 +1,44 @@
+"""Asking a new optimizer for its state dict changes its later steps.
+
+To create states, ``get_optimizer_state_dict`` lets a new optimizer take a step with zero gradients and a learning rate
+of zero. The step is counted, and a weight decay that is added to the gradients goes into the moments. So a training
+that saves before its first step ends with other parameters than a training that does not.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    features="fsdp2, optimizer_state",
+    workaround="Ask for the state dict only after the first step.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/164929",
+        "https://github.com/pytorch/pytorch/pull/166362",
+    ),
+    arguable="DSD loads into a new optimizer what must be there before, and says that it initializes the states.",
+)
+
+
+def reproduce(rank, world_size, device):
+    found = []
+    for asks in (True, False):
+        model = nn.Linear(1, 2, bias=False, device=device)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
+        if asks:
+            get_optimizer_state_dict(model, optim)
+        model(torch.ones(1, 1, device=device)).sum().backward()
+        optim.step()
+        found.append(model.weight.full_tensor().flatten().tolist())
+    return tuple(found)

@@ -1,0 +1,36 @@
+"""With broadcast_from_rank0 a tensor of the wrong shape is loaded.
+
+Each rank takes its part of the broadcast tensor as if that had the parameter's shape, and copies it into its shard.
+``copy_`` repeats a single row if the shard has more. The shapes are never compared. Some ranks may raise after others
+have loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed._state_dict_utils._distribute_tensors",
+    features="fsdp2, state_dict",
+    workaround="Compare the shapes with those of ``model.state_dict()`` on rank 0 before the load.",
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 4, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    state_dict = {"weight": torch.zeros(4, 2), "bias": torch.tensor([1.0, 2.0, 3.0])} if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    try:
+        set_model_state_dict(model, state_dict, options=options)
+        found = model.bias.full_tensor().tolist()
+    except RuntimeError:
+        found = "refused"
+    return found, "refused"

@@ -1,0 +1,39 @@
+"""The optimizer's state cannot be loaded if the name of a compiled module ends the name of another one.
+
+``set_optimizer_state_dict`` puts ``_orig_mod`` into the names of a compiled module's parameters. It replaces such a
+name wherever it occurs in a key, also at the end of a longer name. If ``attn`` is compiled and ``cross_attn`` is not,
+the state of ``cross_attn.weight`` gets the name ``cross_attn._orig_mod.weight``, and the load raises ``KeyError``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    features="fsdp1, optimizer_state, compile",
+    workaround="Compile with ``module.compile()``, which changes no names.",
+    error="in _load_optim_state_dict ... KeyError: '",
+    fails_with=("KeyError",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False, device=device) for name in ("attn", "cross_attn")})
+    if workaround:
+        model["attn"].compile(backend="eager")
+    else:
+        model["attn"] = torch.compile(model["attn"], backend="eager")
+    model = FSDP(model, device_id=device, use_orig_params=True)
+    optim = torch.optim.Adam(model.parameters())
+    try:
+        set_optimizer_state_dict(model, optim, get_optimizer_state_dict(model, optim))
+    except KeyError as error:
+        return f"KeyError: {error}", "loaded"
+    return "loaded", "loaded"

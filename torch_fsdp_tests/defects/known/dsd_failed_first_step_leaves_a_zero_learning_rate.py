@@ -1,0 +1,37 @@
+"""If an optimizer cannot step without a closure, asking for its state dict leaves its learning rate at zero.
+
+To create states, DSD lets a new optimizer step with gradients and a learning rate of zero. If this step raises, as that
+of ``LBFGS`` does without a closure, neither the learning rate nor the gradients are restored. A program that catches
+the exception and goes on trains nothing, without an error.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    features="fsdp2, optimizer_state",
+    workaround="Ask DSD only after the first step. Before it, use the optimizer's own ``state_dict()``.",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(1, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    try:
+        if workaround:
+            optim.state_dict()
+        else:
+            get_optimizer_state_dict(model, optim)
+    except (TypeError, RuntimeError):
+        pass  # the program goes on without a checkpoint
+    return (optim.param_groups[0]["lr"], model.weight.grad is None), (0.5, True)

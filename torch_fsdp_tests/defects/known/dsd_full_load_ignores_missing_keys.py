@@ -1,0 +1,39 @@
+"""A full state dict that lacks a parameter is loaded without an error, although strict is set.
+
+With ``full_state_dict`` the model's own values replace missing ones before ``load_state_dict`` checks the keys. It
+finds every key, and the parameter keeps its value. A sharded state dict, and a full one with ``broadcast_from_rank0``,
+is refused.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.COMMON,
+    where="torch.distributed._state_dict_utils._distribute_state_dict",
+    features="fsdp2, state_dict",
+    workaround="Load with ``broadcast_from_rank0=True``, which refuses it, or compare the keys yourself.",
+    upstream=("https://github.com/pytorch/pytorch/issues/126285",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    try:
+        keys = set_model_state_dict(
+            model,
+            {"weight": torch.zeros(2, 2, device=device)},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=workaround),
+        )
+        found = f"loaded, missing keys {list(keys.missing_keys)}"
+    except RuntimeError:
+        found = "refused"
+    return found, "refused"

@@ -1,0 +1,47 @@
+"""A full optimizer state dict is not loaded into a new optimizer while parameters have gradients.
+
+``set_optimizer_state_dict`` first makes the optimizer's states with a step on zero gradients. It leaves that out if any
+parameter has a gradient, as after a backward. Then it looks for the device in the optimizer's states, finds none, and
+raises an AssertionError. It is the same with ``broadcast_from_rank0``, and for a model without FSDP. A sharded state
+dict is loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    features="fsdp2, optimizer_state",
+    workaround="Call ``model.zero_grad()`` before the load.",
+    error="in _load_optim_state_dict ... Expected device to be set",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    full = StateDictOptions(full_state_dict=True)
+    model = nn.Linear(2, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    new = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    if workaround:
+        model.zero_grad()
+    right = [1.0] * model.weight.to_local().numel()
+    try:
+        set_optimizer_state_dict(model, new, get_optimizer_state_dict(model, optim, options=full), options=full)
+    except AssertionError as error:
+        return f"AssertionError: {error}", right
+    return new.state[model.weight]["momentum_buffer"].to_local().flatten().tolist(), right

@@ -1,0 +1,36 @@
+"""Loading a full state dict replaces its tensors by shards, with broadcast_from_rank0 by the live parameters.
+
+``set_model_state_dict`` writes this rank's values into the dict that the caller passes. If the caller keeps that dict,
+the full values are gone, and after the next step of training it has the new values. ``nn.Module.load_state_dict`` does
+not change its argument.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.LOST_DATA,
+    exposure=Exposure.COMMON,
+    where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    features="fsdp2, state_dict",
+    workaround="Pass a copy of the dict: ``dict(state_dict)``.",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(1, 4, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    state_dict = {"weight": torch.zeros(4, 1, device=device)} if rank == 0 else {}
+    passed = dict(state_dict) if workaround else state_dict
+    set_model_state_dict(model, passed, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    kept = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state_dict.items()}
+    found = {name: value.flatten().tolist() for name, value in kept.items()}
+    return found, {"weight": [0.0] * 4} if rank == 0 else {}

@@ -1,0 +1,39 @@
+"""Loading a full state dict into a model on the meta device changes its dtype and unties its shared parameters.
+
+If any parameter is on the meta device, ``set_model_state_dict`` passes ``assign=True`` to ``load_state_dict``, although
+the caller did not ask for it. Then each name gets a tensor of its own, in the dtype of the state dict. A model in
+bfloat16 becomes one in float32. A shared weight becomes two parameters, and FSDP knows only one of them. An optimizer
+that is made then gets both, and after its first step DSD cannot take its state (``KeyError``).
+"""
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    features="fsdp2, state_dict, meta",
+    workaround="Call ``to_empty`` before the load.",
+    arguable="``load_state_dict(assign=True)`` does the same to a plain model, but there the caller asks for it",
+)
+
+
+def tied(device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False, device=device), nn.Linear(2, 2, bias=False, device=device))
+    model[1].weight = model[0].weight
+    return model
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = fully_shard(tied("meta").bfloat16(), mesh=init_device_mesh(device.type, (world_size,)))
+    if workaround:
+        model.to_empty(device=device)
+    set_model_state_dict(model, tied(device).state_dict(), options=StateDictOptions(full_state_dict=True))
+    found = (model[0].weight is model[1].weight, str(model[0].weight.dtype))
+    return found, (True, "torch.bfloat16")

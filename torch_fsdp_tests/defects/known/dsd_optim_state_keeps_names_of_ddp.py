@@ -1,0 +1,33 @@
+"""The optimizer's state dict has the names that DDP inside FSDP gives, and cannot be loaded.
+
+``get_state_dict`` promises the names of the plain model. If a submodule of an FSDP1 model is in DDP, this is true for
+the model's state dict, but the optimizer's has ``0.module.weight``. ``set_optimizer_state_dict`` looks for
+``0.weight``, and refuses this state dict.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    features="fsdp1, optimizer_state",
+    workaround="Rename the states before you load them: ``name.replace('.module.', '.')``.",
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False, device=device), nn.Linear(2, 2, bias=False, device=device))
+    layers[0] = DDP(layers[0])
+    model = FSDP(layers, ignored_modules=[layers[0]], use_orig_params=True, device_id=device)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    return sorted(get_optimizer_state_dict(model, optim)["state"]), ["0.weight", "1.weight"]

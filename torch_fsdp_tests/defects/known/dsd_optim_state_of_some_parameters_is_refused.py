@@ -1,0 +1,50 @@
+"""An optimizer state that DSD saved before all parameters had one cannot be loaded.
+
+An optimizer makes a parameter's state in the first step that sees a gradient of it. A branch that was not used yet, or
+a layer that was frozen until now, has none. ``get_optimizer_state_dict`` makes missing states only if the optimizer has
+no state at all. So it saves some, and ``set_optimizer_state_dict`` refuses what it saved, because a state is missing.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
+    where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    features="fsdp2, optimizer_state",
+    workaround="Load with ``StateDictOptions(strict=False)`` (with torch 2.10 or later).",
+    error="in set_optimizer_state_dict ... Missing optimizer state for parameter '",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/192202",
+        "https://github.com/pytorch/pytorch/pull/192307",
+    ),
+    arguable="since 2.10 the message says that strict=False loads such a state",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False, device=device) for _ in range(2))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    model[0](torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    osd = get_optimizer_state_dict(model, optim)
+    options = StateDictOptions(strict=not workaround)
+    try:
+        set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).split(' in checkpoint')[0]}", "loaded"
+    return "loaded", "loaded"

@@ -1,0 +1,45 @@
+"""If rank 0 refuses a full state dict before the broadcast, the other ranks hang.
+
+With ``broadcast_from_rank0``, rank 0 checks that each parameter has its optimizer state, and in a compiled model that
+each parameter is there. It raises if one is missing. The other ranks have nothing to check, and wait for the broadcast
+until the process group times out.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.HANG,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._load_optim_state_dict, _load_model_state_dict",
+    features="fsdp2, optimizer_state",
+    workaround="Check the state dict on rank 0, and broadcast whether it is complete, before all ranks load it.",
+    fails_with=("AssertionError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    osd = get_optimizer_state_dict(model, optim, options=options)
+    del osd["state"]["bias"]
+    try:
+        set_optimizer_state_dict(model, optim, osd if rank == 0 else {}, options=options)
+        found = "waited for rank 0"
+    except (RuntimeError, KeyError):
+        found = "refused"
+        dist.broadcast_object_list([{}], src=0)  # the broadcast that the others wait for
+    return found, "refused"

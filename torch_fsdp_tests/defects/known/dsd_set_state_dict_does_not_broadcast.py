@@ -1,0 +1,47 @@
+"""set_state_dict with broadcast_from_rank0 makes rank 0 wait for the other ranks forever.
+
+Rank 0 has the state dicts and the others have empty ones, as ``StateDictOptions`` says. An empty state dict for the
+model means that only the optimizer is loaded, so only rank 0 goes on to broadcast the model. The two separate functions
+for a model and for optimizers do not have the defect.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.HANG,
+    exposure=Exposure.COMMON,
+    where="torch.distributed.checkpoint.state_dict.set_state_dict",
+    features="fsdp2, state_dict, optimizer_state",
+    workaround="Call ``set_model_state_dict`` and ``set_optimizer_state_dict`` instead.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/157781",
+        "https://github.com/pytorch/pytorch/pull/158836",
+    ),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    states = get_state_dict(model, optim, options=options)
+    if rank > 0:
+        states = {}, {}
+    with mock.patch.object(state_dict, "_broadcast_state_dict") as broadcast:  # otherwise rank 0 would wait
+        if workaround:
+            state_dict.set_model_state_dict(model, states[0], options=options)
+            state_dict.set_optimizer_state_dict(model, optim, states[1], options=options)
+        else:
+            set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    return f"takes part in {broadcast.call_count} broadcasts", "takes part in 2 broadcasts"

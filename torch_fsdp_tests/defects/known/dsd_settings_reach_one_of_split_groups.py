@@ -1,0 +1,45 @@
+"""If the parameters of a saved group are in two groups now, only the last of them gets the saved settings.
+
+``set_optimizer_state_dict`` finds a parameter's saved group by its name, so a program may form other groups than the
+one that saved, for example to leave biases out of the weight decay. But it remembers one group of the optimizer for
+each saved group. If the state dict is full, the other groups keep their own settings, such as the learning rate.
+Otherwise they lose all settings, and the next step raises ``KeyError``. A flattened state dict is loaded as it should.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    features="fsdp2, optimizer_state",
+    workaround="Set ``flatten_optimizer_state_dict`` for saving and loading.",
+    arguable="a plain optimizer refuses a state dict with another number of groups, and this function could, too",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    found: list = []
+    for full in (False,) if workaround else (False, True):
+        options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=workaround)
+        model = nn.Linear(2, 2, device=device)
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+        state_dict = get_optimizer_state_dict(model, torch.optim.Adam(model.parameters(), lr=0.5), options=options)
+        optim = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+        try:
+            set_optimizer_state_dict(model, optim, state_dict, options=options)
+            found.append([group.get("lr") for group in optim.param_groups])
+        except (RuntimeError, ValueError):
+            found.append("refused")
+    return found, [answer if answer == "refused" else [0.5, 0.5] for answer in found]

@@ -1,0 +1,35 @@
+"""A distributed state dict is not loaded into a wrapped model that has one module under two names.
+
+``set_model_state_dict`` gives the names in the state dict the prefix of DDP or ``torch.compile``. It visits each module
+once, and so leaves out the second name of a shared module. The load then misses the name with the prefix and does
+not expect the name without. For the same reason the second name of a full state dict is not sharded, and FSDP2 refuses
+it. ``get_model_state_dict`` returns both names.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.state_dict._iterate_valid_model_state",
+    features="fsdp2, state_dict, frozen",
+    workaround="Load into the module that is wrapped: ``model._orig_mod`` of ``torch.compile``, ``model.module`` of "
+    "DDP.",
+    error='in set_model_state_dict ... Missing key(s) in state_dict: "_orig_mod. ... Unexpected key(s) in state_dict:',
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    layer = nn.Linear(1, 1, device=device)
+    model = torch.compile(nn.Sequential(layer, nn.Tanh(), layer), backend="eager")
+    try:
+        found = str(set_model_state_dict(model._orig_mod if workaround else model, get_model_state_dict(model)))
+    except RuntimeError as error:
+        found = "RuntimeError: " + " ".join(str(error).split())
+    return found, "<All keys matched successfully>"

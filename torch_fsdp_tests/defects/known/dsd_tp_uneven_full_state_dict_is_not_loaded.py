@@ -1,0 +1,41 @@
+"""A full state dict is not loaded if FSDP2 and tensor parallelism shard one dimension unevenly.
+
+With ``full_state_dict`` and without ``broadcast_from_rank0``, ``distribute_tensor`` shards each tensor. It asserts that
+the parts are even if both shard the rows. With ``broadcast_from_rank0`` the same state dict is loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DSD,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.RARE,
+    where="torch.distributed._state_dict_utils._distribute_state_dict",
+    features="fsdp2, state_dict, tp",
+    workaround="Load with ``broadcast_from_rank0=True`` (with torch 2.10 or later).",
+    error="in _distribute_state_dict ... in distribute_tensor ... AssertionError",
+    world_size=4,
+    upstream=("https://github.com/pytorch/pytorch/issues/136228",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 6, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    whole = torch.arange(6.0, device=device).view(6, 1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=workaround)
+    try:
+        set_model_state_dict(model, {"0.weight": whole.clone()}, options=options)
+        found = model[0].weight.full_tensor().flatten().tolist()
+    except AssertionError as error:
+        found = f"AssertionError: {error}"
+    return found, whole.flatten().tolist()

@@ -1,0 +1,32 @@
+"""``cumsum(-1)`` of a sharded vector starts again from zero on each rank.
+
+A cumulative sum along the sharded dimension needs all shards, so DTensor gathers them first. It compares the dimension
+of the sum with the sharded one, and does not count a negative one from the end before. So it takes -1 for another
+dimension, and lets each rank sum its own shard. ``cumprod`` and ``logcumsumexp`` have the same fault. The result for
+dimension 0 is right. A matrix has the fault with -2, or with -1 if its columns are sharded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DTENSOR,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed.tensor._ops._math_ops.scan_strategy",
+    features="fsdp2",
+    workaround="Pass the dimension as a positive number.",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.RMSNorm(2 * world_size).to(device)  # its weight is a vector of ones
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    with torch.no_grad():
+        found = model.weight.cumsum(0 if workaround else -1).full_tensor().tolist()
+    right = [float(count) for count in range(1, 2 * world_size + 1)]
+    return found, right

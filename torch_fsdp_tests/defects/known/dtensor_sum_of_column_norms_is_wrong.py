@@ -1,0 +1,33 @@
+"""The sum of the norms of a sharded parameter's columns is wrong.
+
+A norm along the sharded dimension leaves each rank with the norms of its part of the columns. DTensor marks them as
+norms that are not reduced yet: their squares have to be added up. The ``sum`` that follows takes them for terms of a
+sum that is not reduced yet. So it adds up the norms of the parts first, and then reduces this sum like a norm. This
+hits the value of penalties such as the group lasso. Their gradients are right.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DTENSOR,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.RARE,
+    where="torch.distributed.tensor._ops._math_ops.common_reduction_strategy",
+    features="fsdp2",
+    workaround="Compute the norms as ``weight.square().sum(0).sqrt()``.",
+    upstream=("https://github.com/pytorch/pytorch/pull/172288",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(world_size, world_size, bias=False).to(device)
+    nn.init.eye_(model.weight)  # each column has the norm 1, and its one is on a rank of its own
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    norms = model.weight.square().sum(0).sqrt() if workaround else model.weight.norm(dim=0)
+    found = round(norms.sum().full_tensor().item(), 4)
+    right = float(world_size)
+    return found, right
