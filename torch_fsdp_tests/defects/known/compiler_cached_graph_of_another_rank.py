@@ -1,0 +1,39 @@
+"""``torch.compile`` with a warm cache runs another rank's graph over unevenly sharded DTensors, and raises.
+
+``DTensor._stable_hash_for_caching`` gives AOTAutograd's cache the global shape and the placements, but not the shape of
+the local shard. Ranks whose shards differ in shape have the same key in a cache that they share, as the ranks of a
+machine do by default. The first run is right, because each rank compiles its own graph. In later runs a rank finds the
+graph of another one first, and raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
+"""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.COMPILER,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.COMMON,
+    where="torch.distributed.tensor.DTensor._stable_hash_for_caching",
+    features="fsdp2, compile",
+    workaround="Give each rank a folder of its own in ``TORCHINDUCTOR_CACHE_DIR``.",
+    error="expected size ... stride ... at dim=0",
+    upstream=("https://github.com/pytorch/pytorch/issues/188390",),
+    fails_with=("AssertionError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, world_size + 1, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    weight = model.weight.detach()
+    key = getattr(weight, "_stable_hash_for_caching", lambda: f"the shard of rank {rank}")()  # not in older versions
+    keys = [None] * world_size
+    dist.all_gather_object(keys, (list(weight.to_local().shape), key))
+    shapes_by_key = {}
+    for shape, key in keys:
+        shapes_by_key.setdefault(key, []).append(shape)
+    return max(len({*map(str, shapes)}) for shapes in shapes_by_key.values()), 1

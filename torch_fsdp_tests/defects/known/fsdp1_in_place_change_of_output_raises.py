@@ -1,0 +1,48 @@
+"""Backward raises after an in-place operation on the output of an inner FSDP instance, if the output is a view.
+
+FSDP1 unshards parameters for backward in a hook on the instance's output. If the output is a view (a slice,
+a reshaped tensor, or before 2.15 the output of ``nn.Linear`` with a bias for input of three dimensions), an in-place
+operation such as ``hidden += residual`` gives it a new node in the graph, and the hook stays behind on a node that
+backward does not run.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.FSDP1,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.DEFAULT,
+    where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
+    features="fsdp1",
+    workaround="Use an operation that is not in place: ``hidden = hidden + residual``.",
+    error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD",
+    upstream=("https://github.com/pytorch/pytorch/issues/181832",),
+    fails_with=("ValueError",),
+)
+
+
+class Shifted(nn.Module):
+    def __init__(self, inner, in_place):
+        super().__init__()
+        self.inner, self.in_place = inner, in_place
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return hidden.add_(1) if self.in_place else hidden + 1
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    layer = nn.Linear(2, 2, device=device)
+    inner = FSDP(nn.Sequential(layer, nn.Flatten(0, 1)), device_id=device, use_orig_params=True)
+    model = FSDP(Shifted(inner, not workaround), device_id=device, use_orig_params=True)
+    try:
+        model(torch.ones(1, 1, 2, device=device)).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = layer.weight.grad.tolist()
+    except ValueError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, [[1.0, 1.0]] * 2

@@ -1,0 +1,37 @@
+"""A module under ``fully_shard`` raises if its first operation changes its input in place, such as an in-place ReLU.
+
+To find the end of a module's backward, ``fully_shard`` passes the inputs that require gradients through an
+``autograd.Function``, whose outputs are views of them. Autograd refuses an in-place operation on such a view. The plain
+module runs. A module that gets its input from the root's caller is affected only if that input requires a gradient.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.FSDP2,
+    consequence=Consequence.ERROR,
+    exposure=Exposure.DEFAULT,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+    features="fsdp2",
+    workaround="Set ``inplace=False``, or move the operation into the module before.",
+    error="is a view and is being modified inplace ... inside a custom Function",
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    activation = nn.ReLU(inplace=not workaround)
+    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Sequential(activation, nn.Linear(2, 2, device=device)))
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh)
+    try:
+        found = list(model(torch.ones(1, 2, device=device)).shape)
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, [1, 2]

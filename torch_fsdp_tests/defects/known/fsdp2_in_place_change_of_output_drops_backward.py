@@ -1,0 +1,45 @@
+"""An in-place operation on a module's output drops the pre-backward hook of ``fully_shard`` if the output is a view.
+
+``fully_shard`` unshards parameters for backward in a hook on the module's output. If the output is a view (a slice, a
+reshaped tensor, or before 2.15 the output of ``nn.Linear`` with a bias for input of three dimensions), an in-place
+operation such as ``logits.div_(temperature)`` or ``hidden += residual`` gives it a new node in the graph, and the hook
+stays behind on a node that backward does not run. At the root, the gradients stay on the unsharded parameters, so
+``optimizer.step()`` changes nothing, without an error. Gradients of a single ``fully_shard`` module in a plain model
+are not reduced. With nested modules that reshard after forward, backward raises ``setStorage: ... out of bounds for
+storage of size 0``. PyTorch warns about outputs that are views since 2.13.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.FSDP2,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.DEFAULT,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    features="fsdp2",
+    workaround="Use an operation that is not in place: ``logits = logits / temperature``.",
+    error="in unshard ... setStorage ... are out of bounds for storage of size 0",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/181832",
+        "https://github.com/pytorch/pytorch/pull/181850",
+    ),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Flatten(0, 1))
+    nn.init.ones_(model[0].weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.25)
+    logits = model(torch.ones(1, 1, 2, device=device))
+    logits = logits / 2 if workaround else logits.div_(2)
+    logits.sum().backward()
+    optim.step()
+    model.reshard()
+    return model[0].weight.full_tensor().tolist(), [[0.875, 0.875]] * 2  # 1 - lr * 0.5
