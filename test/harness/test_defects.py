@@ -188,7 +188,7 @@ class TestCommand(TestCase):
             if defect.component in (Component.DTENSOR, Component.DSD)
             if defect.exposure is Exposure.RARE
         ]
-        self.assertEqual(wanted[0], "dtensor_inf_norm_of_empty_shard_hangs")
+        self.assertEqual(wanted[0], "dtensor_reduction_of_empty_shard_hangs")
         self.assertEqual((status, [line.split()[0] for line in lines]), (0, wanted))
         self.assertEqual(last, f"{len(wanted)} known defects: 0 default, 0 common, {len(wanted)} rare, 0 hardware")
 

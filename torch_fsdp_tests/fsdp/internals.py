@@ -232,6 +232,11 @@ def groups_of(model: nn.Module) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
+def cache_key(tensor: torch.Tensor) -> str:
+    """What tells a DTensor apart from others in the cache of compiled graphs."""
+    return attribute(tensor, "_stable_hash_for_caching")()
+
+
 def fsdp_modules(model: nn.Module) -> list[Any]:
     """The modules below ``model`` to which ``fully_shard`` was applied."""
     return [module for module in model.modules() if isinstance(module, dist.fsdp.FSDPModule)]

@@ -340,6 +340,12 @@ TP_KEEPS_REQUIRES_GRAD = Fact(
         in _find("torch.distributed.tensor.parallel", "ColwiseParallel._partition_linear_fn").__code__.co_names
     ),
 )
+WRITES_INDEX_ON_EVERY_RANK = Fact((2, 11), "writes the index of files that all ranks have consolidated")
+HAS_KEYS_FOR_CACHED_GRAPHS = Fact(
+    (2, 12),
+    "has keys of DTensors for cached graphs",
+    _has("torch.distributed.tensor", "DTensor._stable_hash_for_caching"),
+)
 HAS_ACCELERATOR_GRAPHS = Fact((2, 12), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------

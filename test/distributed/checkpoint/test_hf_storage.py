@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -20,10 +22,11 @@ from torch_fsdp_tests.distributed.common_state_dict import EXACT
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.verdict import Reason
 
 safetensors = torch_names.module("safetensors.torch")
+consolidation = torch_names.module("torch.distributed.checkpoint._consolidate_hf_safetensors")
 needs_package = requires(
     lambda: (
         None if importlib.util.find_spec("safetensors") else Reason('needs the package safetensors (the extra "hf")')
@@ -75,6 +78,31 @@ class TestConsolidation(DTensorTestBase):
         with torch_defect("dcp_consolidation_refuses_integers", when=not dtype.is_floating_point):
             found = self._consolidated(buffer, str(dtype))
             self.assertEqual(found, self._model(buffer).state_dict(), **EXACT)
+
+    @with_comms
+    @needs_package
+    @needs(torch_facts.WRITES_INDEX_ON_EVERY_RANK)
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_consolidation_on_every_rank_writes_the_index(self):
+        """Files that the ranks put together have an index, which names the file of each value (torchtitan#2137)."""
+        plain = self._model(torch.ones(3))
+        state_dict = fully_shard(self._model(torch.ones(3)), mesh=make_mesh(self.world_size)).state_dict()
+        files = {name: 1 + index % 2 for index, name in enumerate(sorted(state_dict))}
+        writer = dcp.HuggingFaceStorageWriter(
+            self.temp_dir, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=False
+        )
+        dcp.save(state_dict, storage_writer=writer)
+        output = Path(self.temp_dir, "consolidated")
+        if self.rank == 0:
+            output.mkdir()
+        dist.barrier()
+        consolidation.consolidate_safetensors_files_on_every_rank(self.temp_dir, str(output), files)
+        dist.barrier()
+        index = json.loads((output / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        self.assertEqual(sorted(index), sorted(state_dict))
+        for name, value in plain.state_dict().items():
+            self.assertEqual(safetensors.load_file(output / index[name])[name], value.cpu(), msg=name, **EXACT)
 
 
 if __name__ == "__main__":

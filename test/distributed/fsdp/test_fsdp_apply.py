@@ -23,8 +23,22 @@ from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.shards import owners
+
+
+def summon(inner: FSDP) -> None:
+    with FSDP.summon_full_params(inner):
+        pass
+
+
+USES: dict[str, Callable[[FSDP], object]] = {
+    "summon_full_params": summon,
+    "state_dict": lambda inner: inner.state_dict(),
+    "apply": lambda inner: inner.apply(lambda module: None),
+    "named_parameters": lambda inner: list(inner.named_parameters()),
+}
 
 
 class TestApply(FSDPTest):
@@ -224,7 +238,19 @@ class TestApply(FSDPTest):
         plain, model = self._two_layers()
         with self.assertRaisesRegex(KeyError, "on purpose"):
             model.module[0].apply(self._break)
-        with torch_defect("fsdp1_apply_leaves_an_inner_root"):
+        with torch_defect("fsdp1_inner_instance_becomes_root"):
+            self._check_training(plain, model)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use=list(USES), has_run=[False, True])
+    def test_use_of_an_inner_instance(self, use, has_run):
+        """An inner instance may be used before and after the first forward of the whole model."""
+        plain, model = self._two_layers()
+        if has_run:
+            model(torch.ones(1, 3, device=self.device))
+        USES[use](model.module[0])
+        becomes_root = not has_run and use not in ("apply", "named_parameters")
+        with torch_defect("fsdp1_inner_instance_becomes_root", when=becomes_root):
             self._check_training(plain, model)
 
 

@@ -105,6 +105,24 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
     return {each.data_ptr(): each for each in storages if each.nbytes() > 0}
 
 
+class StoredInBfloat16(torch.Tensor):
+    """An optimizer state that is stored in another format, with no more operators than its optimizer needs."""
+
+    stored: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, stored: torch.Tensor) -> StoredInBfloat16:
+        self = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=torch.float32, device=stored.device)
+        self.stored = stored
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].stored.detach())
+        raise NotImplementedError(f"{cls.__name__} has no {func}")
+
+
 class TestFSDPOptimState(FSDPTest):
     HALVED = {
         "halve_world_size": True,
@@ -873,6 +891,21 @@ class TestFSDPOptimState(FSDPTest):
         with torch_defect("fsdp1_optim_states_of_two_dtypes_raise", when=use_orig_params):
             saved = FSDP.optim_state_dict(run.model, run.optim)
             self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, wanted)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(is_subclass=[False, True])
+    def test_state_of_a_tensor_subclass(self, is_subclass):
+        """A state can be a tensor subclass with a storage format of its own."""
+        model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), use_orig_params=True)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        right = full_parameters(model)["weight"].bfloat16().float().cpu()
+        for param in model.parameters():
+            low = param.detach().bfloat16()
+            optim.state[param]["moment"] = StoredInBfloat16(low) if is_subclass else low.float()
+        with torch_defect("fsdp1_optim_states_of_a_subclass_raise", when=is_subclass):
+            (state,) = FSDP.optim_state_dict(model, optim)["state"].values()
+            moment = state["moment"]
+            self.assertEqual((moment.stored.float() if is_subclass else moment).cpu(), right, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], rank0_only=[False, True])

@@ -13,19 +13,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, MLPModule, with_comms
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.compiling import CountingBackend
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import shard_each, train
+from torch_fsdp_tests.installed_torch import torch_facts
 
 STEPS = 3
 
@@ -112,6 +115,18 @@ class TestDTensorCompileE2E(DTensorTestBase):
         self._check_losses(mesh, self._train(model, model, mesh))
         self.assertEqual(len(counting.graphs), 2)
         torch.compiler.reset()
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @needs(torch_facts.HAS_KEYS_FOR_CACHED_GRAPHS)
+    @subtests(rows=[8, 7, 3])
+    def test_cache_keys_of_shards(self, rows):
+        """A cache of compiled graphs tells the shards of a parameter apart if they differ in shape."""
+        weight = fully_shard(nn.Linear(2, rows, bias=False, device=self.device)).weight.detach()
+        keys = of_all_ranks((tuple(weight.to_local().shape), internals.cache_key(weight)))
+        shapes = {shape for shape, _ in keys}
+        with torch_defect("compiler_cached_graph_of_another_rank", when=len(shapes) > 1):
+            self.assertEqual(len({key for _, key in keys}), len(shapes))
 
 
 if __name__ == "__main__":

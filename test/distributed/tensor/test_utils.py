@@ -6,6 +6,7 @@ chunk of that.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import local_map
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
@@ -28,6 +30,7 @@ from torch_fsdp_tests.distributed.fake_pg import FakeStore
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -241,6 +244,25 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
         with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
             self.assertEqual(local, wanted, may_be="empty")
+
+
+class TestLocalMap(DTensorTestBase):
+    world_size = 2
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @subtests(rows=[4, 5, 1])
+    def test_result_has_the_shape_of_the_parameter(self, rows):
+        """A function of the local shards keeps the global shape."""
+        plain = filled(nn.Linear(2, rows, bias=False)).to(self.device)
+        weight = fully_shard(copy.deepcopy(plain)).weight.detach()
+        placements = list(weight.placements)
+        double = local_map(
+            lambda shard: 2 * shard, placements, in_placements=(placements,), device_mesh=weight.device_mesh
+        )
+        with torch_defect("dtensor_local_map_of_uneven_shards_has_wrong_shape", when=rows % 2 == 1):
+            self.assertEqual(double(weight).shape, plain.weight.shape)
+            self.assertEqual(double(weight).full_tensor(), 2 * plain.weight)
 
 
 if __name__ == "__main__":

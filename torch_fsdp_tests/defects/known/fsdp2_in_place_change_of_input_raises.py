@@ -31,7 +31,8 @@ def reproduce(rank, world_size, device, workaround=False):
     for module in (model[1], model):
         fully_shard(module, mesh=mesh)
     try:
-        found = list(model(torch.ones(1, 2, device=device)).shape)
+        model(torch.ones(1, 2, device=device))
+        found = "no error"
     except RuntimeError as error:
         found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, [1, 2]
+    return found, "no error"

@@ -5,6 +5,7 @@ all-reduce for each mesh dimension over which gradients are sharded.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import torch
@@ -15,16 +16,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests.common_distributed import at_most, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
-from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, manual_seed, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full, replicated
+from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each
 
 ITERATIONS = 2  # no optimizer steps, so a third iteration would repeat the second
@@ -299,7 +302,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         """The infinity norm works if every rank has a row. The next test has a rank without rows."""
         self._largest_magnitude(4)
 
-    @torch_defect("dtensor_inf_norm_of_empty_shard_hangs")
+    @torch_defect("dtensor_reduction_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
         """The infinity norm works if the last rank has no row.
@@ -315,6 +318,31 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         """
         self._largest_magnitude(3)
 
+    def _check_reduction(self, reduction: str, rows: int) -> None:
+        layer = nn.Linear(2, rows, bias=False, device=self.device)
+        layer.weight = nn.Parameter(uniform(rows, 2, seed=0))
+        plain = layer.weight.detach().clone()
+        fully_shard(layer, mesh=make_mesh(self.world_size))
+        found, right = (getattr(each, reduction)() for each in (layer.weight.detach(), plain))
+        self.assertEqual([full(each) for each in tree_leaves(found)], tree_leaves(right))
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(
+        case=[*itertools.product(["max", "min", "amax"], [4]), *itertools.product(["mean", "sum", "any"], [4, 3])]
+    )
+    def test_reduction(self, case):
+        """Reductions of a sharded parameter, as a monitor logs them. With three rows the last rank has none."""
+        self._check_reduction(*case)
+
+    @torch_defect("dtensor_reduction_of_empty_shard_hangs")
+    @skip_if_lt_x_gpu(1)
+    @parametrize("reduction", ["max", "min", "amax"])
+    def test_reduction_without_identity(self, reduction):
+        """The last rank, which has no rows, has nothing to reduce."""
+        self._check_reduction(reduction, 3)
+
+
+instantiate_parametrized_tests(TestClipGradNormEmptyShard)
 
 if __name__ == "__main__":
     run_tests()

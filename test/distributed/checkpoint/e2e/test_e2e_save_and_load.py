@@ -264,6 +264,35 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self._run_e2e_test(TYPES[model_type], save, os.path.join(self.temp_dir, model_type))
         stager.close()
 
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(use_async_staging=[False, True])
+    def test_stager_is_used_again(self, use_async_staging):
+        """Each of three saves with one stager has the values of its time (pytorch#183413)."""
+        if use_async_staging and (why := accelerator.current().lacks("pinned_memory")):
+            self.skipTest(why)
+        options = StagingOptions(
+            use_pinned_memory=use_async_staging,
+            use_shared_memory=False,
+            use_async_staging=use_async_staging,
+            use_non_blocking_copy=use_async_staging,
+        )
+        group, stager = dist.new_group(), DefaultStager(options)
+        weight = fully_shard(nn.Linear(2, 4, bias=False, device=self.device)).weight
+        folders = [os.path.join(self.temp_dir, f"{use_async_staging} {save}") for save in range(3)]
+        for save, folder in enumerate(folders):
+            with torch.no_grad():
+                weight.fill_(save)
+            self._async_save({"weight": weight}, folder, group, async_stager=stager).result()
+        found = []
+        for folder in folders:
+            state = {"weight": weight}
+            dcp.load(state, checkpoint_id=folder)
+            found.append(state["weight"].full_tensor().unique().tolist())
+        self.assertEqual(found, [[0.0], [1.0], [2.0]])
+        stager.close()
+
     @requires_capability("streams", "sleep_kernel")
     @with_comms
     @skip_if_lt_x_gpu(1)

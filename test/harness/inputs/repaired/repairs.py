@@ -208,7 +208,7 @@ REPLACEMENTS: dict[str, Callable[[], None]] = {
     "dtensor_assigned_data_is_ignored": assigned_data_replaces_the_shard,
     "optimizer_ignored_parameters_break_foreach": group_tensors_by_type_too,
     "dtensor_inf_norm_loses_nan": largest_is_nan_where_one_is,
-    "dtensor_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
+    "dtensor_reduction_of_empty_shard_hangs": norm_of_nothing_is_zero,
     "dtensor_scaler_disagrees_over_two_meshes": ask_all_ranks_for_infinities,
 }
 REPAIRS = sorted({*PATCHES, *REPLACEMENTS})

@@ -1,8 +1,9 @@
-"""The infinity norm raises on a rank with an empty shard, and the other ranks hang.
+"""``max``, ``min``, ``amax``, ``argmax`` and the infinity norm of a sharded parameter hang if a rank has no rows.
 
-``clip_grad_norm_`` with an infinite order takes the largest magnitude of each rank's shard. If a parameter has fewer
-rows than there are ranks, the last ranks have no rows, and the maximum of an empty shard raises. The other ranks wait
-in the all-reduce until the process group times out.
+These reductions run on each rank's local shard, and an all-reduce follows. If a parameter has fewer rows than there are
+ranks, the last ranks have no rows, and a reduction without an identity raises there. The other ranks wait in the
+all-reduce until the process group times out. ``clip_grad_norm_`` with ``norm_type=inf`` takes this way, and so do
+monitors that log ``param.abs().max()``. ``aminmax``, ``mean``, ``std``, ``any`` and ``all`` are right.
 """
 
 import datetime
@@ -19,9 +20,9 @@ DEFECT = Defect(
     component=Component.DTENSOR,
     consequence=Consequence.HANG,
     exposure=Exposure.RARE,
-    where="torch.distributed.tensor._ops._math_ops, which lets each rank take the norm of its own shard",
-    features="fsdp2, clipping",
-    workaround="Use the 2-norm, or give each parameter at least as many rows as there are ranks.",
+    where="torch.distributed.tensor._ops._math_ops, which lets each rank reduce its own shard",
+    features="fsdp2",
+    workaround="Give each parameter at least as many rows as there are ranks, or use ``aminmax`` or the 2-norm.",
     error="in clip_grad_norm_ ... on an empty tensor because the operation does not have an identity",
     fails_with=("RuntimeError", "IndexError"),
 )

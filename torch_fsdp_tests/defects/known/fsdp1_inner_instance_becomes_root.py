@@ -1,7 +1,8 @@
-"""An exception in ``apply`` on an inner FSDP instance makes the whole model unable to run.
+"""Using an inner FSDP instance before the first forward of the whole model leaves a model that cannot run.
 
-``apply`` initializes the inner instance as if it were the root. It undoes that only after the function has returned, so
-after an exception the inner instance remains a root, and the first forward of the whole model raises.
+``FSDP.summon_full_params(inner)``, ``inner.state_dict()`` and a forward of ``inner`` make the inner instance a root for
+good. So does ``inner.apply(function)`` if the function raises; otherwise it undoes this.
+The first forward of the whole model then finds two roots, and raises.
 """
 
 import contextlib
@@ -16,23 +17,22 @@ DEFECT = Defect(
     component=Component.FSDP1,
     consequence=Consequence.STATE_LEFT_CHANGED,
     exposure=Exposure.RARE,
-    where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
+    where="torch.distributed.fsdp._runtime_utils._lazy_init",
     features="fsdp1",
-    workaround="Call ``apply`` on the whole model, not on an inner instance.",
+    workaround="Run the whole model once before an inner instance is used.",
+    upstream=("https://github.com/pytorch/pytorch/issues/122663",),
     error="Non-root FSDP instance's `_is_root` should not have been set yet",
 )
-
-
-def raise_error(module):
-    raise KeyError("on purpose")
 
 
 def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(2, 1, bias=False, device=device)
     nn.init.ones_(layer.weight)
     model = FSDP(nn.Sequential(FSDP(layer, device_id=device)), device_id=device)
-    with contextlib.suppress(KeyError):
-        (model if workaround else model.module[0]).apply(raise_error)
+    if workaround:
+        model(torch.ones(2, device=device))
+    with contextlib.suppress(AssertionError), FSDP.summon_full_params(model.module[0]):
+        pass
     try:
         found = model(torch.ones(2, device=device)).item()
     except AssertionError as error:
