@@ -16,8 +16,9 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = _Function | ast.ClassDef | ast.Module
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
 
-# Fields that differ between versions of Python for the same source, or say nothing about what it does.
-_LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
+# Fields that say nothing about what the code does, or only what its place says already.
+_LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores"}
+_END = ")"  # of a list and of a node; no word of the source is spelled so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,14 @@ class Function:
     last: int
     body: int | None
     scope: _Scope = dataclasses.field(compare=False, repr=False)
+    reads_docs: bool = dataclasses.field(default=False, compare=False, repr=False)  # then docstrings are code
 
     @functools.cached_property
     def digest(self) -> str:
-        """Ten hexadecimal digits that depend on its code, but not on functions or classes inside it."""
+        """Ten hexadecimal digits that depend on its code, and on the places of functions and classes inside it."""
         words: list[str] = []
         _spell(self.scope, words)
+        words += [ast.get_docstring(self.scope, clean=False) or ""] * self.reads_docs
         return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
 
 
@@ -68,7 +71,9 @@ def functions_in(source: bytes, module: str) -> list[Function]:
     Raises ``SyntaxError`` for a file that is not Python.
     """
     tree = ast.parse(source)
-    return [Function(module, 1, source.count(b"\n") + 1, None, tree), *_inside(tree, f"{module}.")]
+    functions = [Function(module, 1, source.count(b"\n") + 1, None, tree), *_inside(tree, f"{module}.")]
+    reads_docs = b"__doc__" in source
+    return [dataclasses.replace(each, reads_docs=True) for each in functions] if reads_docs else functions
 
 
 def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
@@ -123,7 +128,10 @@ def _body(function: _Function) -> int:
 
 
 def _spell(node: ast.AST, words: list[str]) -> None:
-    """Add a node as text that is the same in every version of Python, without the functions and classes inside it."""
+    """Add a node as text that is the same in every version of Python. Functions and classes inside it have only names.
+
+    The end of each list and node is marked, because otherwise a statement could leave its block unnoticed.
+    """
     words.append(type(node).__name__)
     for field in node._fields:
         value = getattr(node, field, None)
@@ -135,8 +143,12 @@ def _spell(node: ast.AST, words: list[str]) -> None:
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, ast.AST):
                 words.append(repr(each))
-            elif not isinstance(each, _SCOPES):
+            elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                words.append(f"def {each.name}")
+            else:
                 _spell(each, words)
+        words.append(_END)
+    words.append(_END)
 
 
 def owners(functions: Iterable[Function]) -> dict[int, str]:
