@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import io
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import tokenize
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.reach import diffs, recording
 from torch_fsdp_tests.reach.functions import (
     Function,
     digests,
@@ -28,8 +30,13 @@ from torch_fsdp_tests.reach.reachmap import ReachMap
 from torch_fsdp_tests.verdict import shown
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_NO_CODE = {
+    tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+ALL = ("distributed",)  # the folders of the package that are compared with another tree
 _NAME = re.compile(r"\w+")
+_ATTRIBUTE = re.compile(r"\.(\w+)")
 _READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
@@ -45,6 +52,8 @@ class Change:
     remarks: list[str] = dataclasses.field(default_factory=list)
     edits: list[Edit] = dataclasses.field(default_factory=list, compare=False)
     used: set[str] = dataclasses.field(default_factory=set)  # in modules outside of the map: test files can import it
+    without_code: list[str] = dataclasses.field(default_factory=list)  # files of which only comments or layout change
+    unknown: list[str] = dataclasses.field(default_factory=list)  # files whose tests the map cannot tell
 
 
 class Changes:
@@ -53,6 +62,7 @@ class Changes:
     def __init__(self, known: ReachMap, root: Path) -> None:
         self._map, self._root = known, root.resolve()
         self._prefix = f"{self._root.name}/"
+        self._folders = [f"{self._prefix}{folder}".replace("/", ".") for folder in recording.FOLDERS]
 
     def find(self, what: str) -> Change:
         """The change that an argument of ``--reaching`` names. Raises :class:`UnknownChange`, or ``OSError`` for a bad
@@ -62,7 +72,7 @@ class Changes:
         if not what.strip():
             raise UnknownChange("an empty text names no change: give a function, a file, a diff or a folder")
         if what == "-":
-            return self.of_diff(sys.stdin.buffer.read().decode(errors="replace"), "the diff on standard input")
+            return self.of_diff(sys.stdin.buffer.read().decode(errors="surrogateescape"), "the diff on standard input")
         if lines := _LINES.fullmatch(what):
             return self._of_lines(lines[1], int(lines[2]), int(lines[3] or lines[2]))
         if what.endswith(".py"):
@@ -70,7 +80,7 @@ class Changes:
         if place.is_dir():
             return self._of_folder(place)
         if place.is_file():
-            return self.of_diff(place.read_text(encoding="utf-8", errors="replace"), what)
+            return self.of_diff(place.read_text(encoding="utf-8", errors="surrogateescape"), what)
         if place.suffix in (".diff", ".patch"):
             raise UnknownChange(f"there is no file {what}")
         if place.is_absolute():
@@ -201,9 +211,11 @@ class Changes:
             raise UnknownChange(f"{file} has only the lines 1 to {count}, not {first}-{last}")
         try:
             numbers = range(first, last + 1)
-            text = "\n".join(content.decode(errors="replace").split("\n")[first - 1 : last])
+            names = _around(content, module, numbers)
+            text = "\n".join(content.decode(errors="surrogateescape").split("\n")[first - 1 : last])
             made = Code(module, content).edits([(number, number, text) for number in numbers])
-            return Change(_around(content, module, numbers), edits=[*self._numbered(made, module, content)])
+            without_code = [] if names else [f"{file}:{first}-{last}"]
+            return Change(names, edits=[*self._numbered(made, module, content)], without_code=without_code)
         except (SyntaxError, ValueError) as error:
             raise UnknownChange(f"{file} is not valid Python: {error}") from error
 
@@ -219,13 +231,14 @@ class Changes:
         raise UnknownChange(f"the folder {folder} holds no {self._prefix}{recording.FOLDERS[0]} to compare with")
 
     def _of_tree(self, other: Path) -> Change:
-        change = Change()
-        trees = {p.relative_to(root).as_posix() for root in (self._root, other) for p in recording.sources(root)}
-        for path in sorted(trees):
+        where = f"{self._prefix}{ALL[0]}"
+        change = Change(remarks=[f"of {other}, only the Python files of {where} are compared with the installed ones"])
+        both = (self._root, other)
+        for path in sorted({p.relative_to(root).as_posix() for root in both for p in recording.sources(root, ALL)}):
             module = module_name(self._root / path, self._root)
-            ours, theirs = self._read(self._root / path), self._read(other / path)
-            if ours != theirs and self._covers(module):
-                change.names |= self._difference(module, ours, theirs, change)
+            ours, theirs = (self._read(root / path) for root in both)
+            if ours != theirs:
+                self._add(module, self._difference(module, ours, theirs, change), self._prefix + path, change)
         return change
 
     def _difference(self, module: str, ours: bytes | None, theirs: bytes | None, change: Change) -> set[str]:
@@ -248,150 +261,128 @@ class Changes:
 
     def of_diff(self, text: str, called: str) -> Change:
         """The changes in a unified diff. The installed package may have them already or not."""
-        change, outside = Change(), list[str]()
         if not text.strip():
             return Change(remarks=[f"{called} is empty"])
-        files = list(_files_of(text))
-        if not files:
-            raise UnknownChange(f"{called} is not a unified diff")
-        for path, hunks in files:
-            modules = self._modules_at(path)
-            inside = f"/{path}".rpartition(f"/{self._prefix}")[2]
-            dotted = (self._prefix + inside).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            if len(modules) == 1:
-                change.names |= self._of_hunks(modules[0], hunks, change)
-            elif path.endswith(".py") and self._covers(dotted):
-                change.names.add(dotted)  # new
-            elif affected := self._affected(dotted, hunks, change):
-                users = self._users(dotted, affected)
-                change.used |= affected
-                change.names |= users
-                words = f"not in the map: {dotted}; the tests of what uses it run: {shown(sorted(users))}"
-                change.remarks.append(words)
-            else:
-                outside.append(path)
-        if outside:
-            change.remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
+        try:
+            files = diffs.parse(text)
+        except diffs.NotADiff as error:
+            raise UnknownChange(f"{called} is {error}") from error
+        change = Change()
+        for file in files:
+            match file:
+                case diffs.ModeOnly(path):
+                    change.without_code.append(path)
+                case diffs.Opaque(path):
+                    self._of_modules({path: self._module_of(path)}, change)
+                case diffs.Moved(old, new):
+                    modules = {path: self._module_of(path) for path in (old, new)}
+                    known = {path: module for path, module in modules.items() if module in self._map.modules}
+                    self._of_modules(known or {old: modules[old]}, change)
+                case diffs.Edited(paths, hunks):
+                    path = next((path for path in paths if self._modules_at(path)), paths[0])
+                    self._of_hunks(path, hunks, change)
         return change
 
-    def _affected(self, module: str, hunks: list[_Hunk], change: Change) -> set[str]:
-        """The functions and classes that change in a module of ``torch.distributed``, and those that use them there."""
+    def _module_of(self, path: str) -> str | None:
+        """The module of a path in a diff, whether the map has it or not; None for what is no module of the package."""
+        if len(modules := self._modules_at(path)) == 1:
+            return modules[0]
+        inside = f"/{path}".rpartition(f"/{self._prefix}")
+        if not inside[1] or not path.endswith(".py"):
+            return None
+        return (self._prefix + inside[2]).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    def _of_modules(self, modules: Mapping[str, str | None], change: Change) -> None:
+        """Add the whole of these modules, which are by their paths, to a change."""
+        for path, module in modules.items():
+            self._add(module, set() if module is None else {module}, path, change)
+
+    def _of_hunks(self, path: str, hunks: Sequence[diffs.Hunk], change: Change) -> None:
+        module = self._module_of(path)
+        content = None if module is None else self._read(self._root.parent / self._path_of(module))
+        if module is None or content is None:  # not a module, or it is gone or new
+            self._of_modules({path: module}, change)
+            return
+        lines = content.decode(errors="surrogateescape").split("\n")
+        sides = [diffs.patched(lines, side) for side in (hunks, [hunk.reversed() for hunk in hunks])]
+        made = min(sides, key=lambda side: (len(side.misfits), side.distance))
+        theirs = "\n".join(made.lines).encode(errors="surrogateescape")
+        names = self._difference(module, content, theirs, change) if made.lines != lines else set()
+        if made.misfits:
+            place = f"{self._path_of(module)} ({len(made.misfits)} of {len(hunks)})"
+            change.remarks.append(f"hunks do not fit the installed {place}, so the functions that they name count")
+            names = names.union(*(_about(hunk, module, content) for hunk in made.misfits))
+        self._add(module, names, path, change)
+
+    def _add(self, module: str | None, names: set[str], path: str, change: Change) -> None:
+        """Add what changes in a file, which is a module of the package or not, to a change."""
+        if module is not None and not names:
+            change.without_code.append(path)
+        elif module is not None and self._covers(module):
+            change.names |= names
+        elif module is not None and (users := self._users(module, affected := self._affected(module, names))):
+            change.used |= affected
+            change.names |= users
+            words = f"not in the map: {module}; the tests of what uses it run: {shown(sorted(users))}"
+            change.remarks.append(words)
+        elif module is not None and module.startswith(tuple(f"{folder}." for folder in self._folders)):
+            change.names |= names
+        else:
+            change.unknown.append(path)
+
+    def _affected(self, module: str, names: Collection[str]) -> set[str]:
+        """The functions and classes of a module that change, and those that use them there. All of them, if the module
+        itself does.
+        """
         content = self._read(self._root.parent / self._path_of(module))
         if content is None or not module.startswith(f"{self._root.name}.distributed."):
             return set()
-        changed = self._of_hunks(module, hunks, change)
-        source = Code(module, content)
-        affected = {name.removeprefix(f"{module}.").partition(".")[0] for name in changed}
-        texts = {name: source.text(f"{module}.{name}") for name in source.outermost()}
+        try:
+            source = Code(module, content)
+        except (SyntaxError, ValueError):
+            return set()
+        outermost = source.outermost()
+        if module in names:
+            return {*outermost}
+        affected = {name.removeprefix(f"{module}.").partition(".")[0] for name in names}
+        texts = {name: source.whole_text(f"{module}.{name}") for name in outermost}
         while more := {name for name in texts.keys() - affected if affected & {*_NAME.findall(texts[name])}}:
             affected |= more
         return affected
 
     def _users(self, module: str, affected: Collection[str]) -> set[str]:
-        """The functions of the map that use these functions and classes of a module outside of the map."""
-        users = set[str]()
-        for each in self._map.modules:
-            text = self._read(self._root.parent / self._path_of(each)) or b""
-            if re.search(rf"from (?:{module}|{module.rpartition('.')[0]}) import".encode(), text):
-                users |= Code(each, text).using(module, affected)
-        return users
+        """The functions that use these functions and classes of a module outside of the map, and that tests enter."""
+        words = re.compile(rb"\b(?:%s)\b" % b"|".join(name.encode() for name in sorted(affected)))
+        texts = {each: text for each, text in self._texts.items() if affected and words.search(text)}
+        using = (Code(each, text).using(module, affected) for each, text in texts.items())
+        return {name for names in using for name in names if self._map.bits_of(name)}
 
-    def _of_hunks(self, module: str, hunks: list[_Hunk], change: Change) -> set[str]:
-        content = self._read(self._root.parent / self._path_of(module))
-        if content is None or not hunks:  # gone here, or renamed
-            return {module}
-        lines = content.decode(errors="replace").split("\n")
-        for is_applied in (False, True):
-            changed = _patched(lines, [hunk.reversed() if is_applied else hunk for hunk in hunks])
-            if changed is not None:
-                return self._difference(module, content, "\n".join(changed).encode(), change)
-        change.remarks.append(f"the diff does not fit the installed {self._path_of(module)}, so its line numbers count")
-        touched = (line for hunk in hunks for line in hunk.touched())
-        return _around(content, module, [line for line in touched if line <= len(lines)])
+    @functools.cached_property
+    def _texts(self) -> Mapping[str, bytes]:
+        """The installed files of the map's modules."""
+        files = {each: self._read(self._root.parent / self._path_of(each)) for each in self._map.modules}
+        return {each: content for each, content in files.items() if content is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Hunk:
-    """One hunk of a diff: the line where it starts, and its lines before and after."""
-
-    start: int
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-
-    def reversed(self) -> _Hunk:
-        return _Hunk(self.start, self.after, self.before)
-
-    def touched(self) -> Iterator[int]:
-        """The numbers of removed lines, and of lines before which lines are added."""
-        import difflib
-
-        matcher = difflib.SequenceMatcher(None, self.before, self.after, autojunk=False)
-        for tag, first, last, _, _ in matcher.get_opcodes():
-            if tag != "equal":
-                yield from range(self.start + first, self.start + max(last, first + 1))
-
-
-def _files_of(text: str) -> Iterator[tuple[str, list[_Hunk]]]:
-    """The files of a unified diff by their old path, or by their new path if they are new."""
-    lines = iter(text.split("\n"))  # not at form feeds, which a source may have
-    path, hunks = "", list[_Hunk]()
-    for line in lines:
-        if line.startswith("--- "):
-            if path:
-                yield path, hunks
-            old, new = (name.partition("\t")[0].strip() for name in (line[4:], next(lines, "")[4:]))
-            path, hunks = new if old == "/dev/null" else old, []
-            if path.startswith(("a/", "b/")) and (old[2:] == new[2:] or "/dev/null" in (old, new)):
-                path = path[2:]  # git's prefixes
-        elif path and (header := _HUNK.match(line)):
-            hunks.append(_hunk(header, lines))
-    if path:
-        yield path, hunks
-
-
-def applied(diff: str, folder: Path) -> dict[str, str]:
-    """The texts of the files below a folder with a unified diff of them, by path. Raises :class:`UnknownChange`."""
-    made = {}
-    for path, hunks in _files_of(diff):
-        lines = _patched((folder / path).read_text(encoding="utf-8").split("\n"), hunks)
-        if lines is None:
-            raise UnknownChange(f"the diff does not fit the installed {path}")
-        made[path] = "\n".join(lines)
-    return made
-
-
-def _hunk(header: re.Match[str], lines: Iterator[str]) -> _Hunk:
-    olds, news = int(header[2] or 1), int(header[3] or 1)
-    before, after = list[str](), list[str]()
-    while len(before) < olds or len(after) < news:
-        line = next(lines, None)
-        if line is None:  # cut short
-            break
-        before += [line[1:]] * (line[:1] in ("", " ", "-"))
-        after += [line[1:]] * (line[:1] in ("", " ", "+"))
-    return _Hunk(int(header[1]) + (olds == 0), tuple(before), tuple(after))  # of no line it names the one before
-
-
-def _patched(lines: list[str], hunks: Iterable[_Hunk]) -> list[str] | None:
-    """Apply a diff to a text. Each hunk is applied at the nearest fitting place. Returns None if one fits nowhere."""
-    lines, moved, least = list(lines), 0, 0
-    for hunk in hunks:
-        height, wanted = len(hunk.before), hunk.start - 1 + moved
-        places = sorted(range(least, len(lines) - height + 1), key=lambda place: abs(place - wanted))
-        place = next((p for p in places if tuple(lines[p : p + height]) == hunk.before), None)
-        if place is None:
-            return None
-        lines[place : place + height] = hunk.after
-        least = place + len(hunk.after)
-        moved = least - (hunk.start - 1 + height)
-    return lines
+def _about(hunk: diffs.Hunk, module: str, content: bytes) -> set[str]:
+    """The functions and classes that a hunk which does not fit is about: those that it names, or that have the numbers
+    of its lines. If there are none, the module.
+    """
+    try:
+        parts, last = functions_in(content, module), content.count(b"\n")
+    except (SyntaxError, ValueError):
+        return {module}
+    names = {part.name for part in parts[1:] if part.name.rpartition(".")[2] in hunk.defined()}
+    return names | {_innermost(parts, line).name for line in hunk.touched() if line <= last} or {module}
 
 
 def _around(content: bytes, module: str, numbers: Iterable[int]) -> set[str]:
     """The innermost functions, classes or modules around these lines, except blank lines and comments."""
-    lines, parts = [line.strip() for line in content.split(b"\n")], functions_in(content, module)
-    code = [number for number in numbers if lines[number - 1] and not lines[number - 1].startswith(b"#")]
-    return {_innermost(parts, number).name for number in code}
+    parts, code = functions_in(content, module), set[int]()
+    for token in tokenize.tokenize(io.BytesIO(content).readline):
+        if token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return {_innermost(parts, number).name for number in code.intersection(numbers)}
 
 
 def _innermost(parts: Iterable[Function], line: int) -> Function:
@@ -409,7 +400,7 @@ def _regions(before: bytes, after: bytes) -> Iterator[_Region]:
     """What differs. Lines that are added count to the line before which they are."""
     import difflib
 
-    ours, theirs = (side.decode(errors="replace").split("\n") for side in (before, after))
+    ours, theirs = (side.decode(errors="surrogateescape").split("\n") for side in (before, after))
     for tag, first, last, start, end in difflib.SequenceMatcher(None, ours, theirs).get_opcodes():
         if tag != "equal":
             yield first + 1, max(first + 1, last), "\n".join([*ours[first:last], *theirs[start:end]])
@@ -420,7 +411,7 @@ class Code:
 
     def __init__(self, module: str, content: bytes) -> None:
         self._module, self._parts = module, functions_in(content, module)
-        self._lines = content.decode(errors="replace").split("\n")
+        self._lines = content.decode(errors="surrogateescape").split("\n")
 
     def whole(self, names: Iterable[str]) -> Iterator[Edit]:
         for name in names:
@@ -452,7 +443,9 @@ class Code:
         return [name for name in names if "." not in name]
 
     def using(self, module: str, wanted: Collection[str]) -> set[str]:
-        """The functions that use something that is imported from a module by one of these names, or the module."""
+        """The functions that use something that is imported from a module by one of these names, or the module, or that
+        use an attribute of such a name, as those of ``torch.distributed`` are.
+        """
         package, _, own = module.rpartition(".")
         imported = set[str]()
         for node in ast.walk(self._parts[0].scope):
@@ -460,7 +453,14 @@ class Code:
                 fits = {module: wanted, package: {own}}.get(node.module or "", ())
                 imported |= {alias.asname or alias.name for alias in node.names if alias.name in fits}
         functions = {part.name for part in self._parts if part.body is not None}
-        return {name for name in functions if imported.intersection(_NAME.findall(self.text(name)))}
+        texts = {name: self.text(name) for name in functions}
+        attributes = {name: {*_ATTRIBUTE.findall(text)} for name, text in texts.items()}
+        return {n for n in functions if imported.intersection(_NAME.findall(texts[n])) or attributes[n] & {*wanted}}
+
+    def whole_text(self, name: str) -> str:
+        """The source of a function or a class, with all that is inside."""
+        parts = (part for part in self._parts if part.name == name)
+        return "\n".join(line for part in parts for line in self._lines[part.first - 1 : part.last])
 
     def text(self, name: str) -> str:
         """The source of a function; nothing for a class or a module, whose functions are not its own."""

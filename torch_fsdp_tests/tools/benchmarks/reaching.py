@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.reach import Reached, ReachMap
-from torch_fsdp_tests.reach.changes import UnknownChange, applied
+from torch_fsdp_tests.reach.diffs import NotADiff, applied
 from torch_fsdp_tests.reach.order import within
 
 CHANGES = Path(__file__).parent / "data/changes.diff"
@@ -57,8 +57,8 @@ def _changed(torch: Path, edit: Edit) -> Iterator[tuple[Path, Path]]:
     """A folder with a torch that is changed, to be put before the installed one, and the change as a diff."""
     try:
         texts = applied(edit.diff, torch.parent)
-    except UnknownChange as error:
-        raise SystemExit(f"{edit.id}: {error}: torch is {devices.torch_version()}") from error
+    except NotADiff as error:
+        raise SystemExit(f"{edit.id} is {error}: torch is {devices.torch_version()}") from error
     with tempfile.TemporaryDirectory(prefix="changed-torch-") as made:
         site = Path(made)
         shutil.copytree(torch, site / torch.name, copy_function=os.symlink)
@@ -133,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         with _changed(torch, edit) as (site, diff):
             jobs = json.loads(_run(site, diff, ["distributed"], "--dry-run", "--json"))["jobs"]
-            tests = within(options.limit, (by_name[job["file"], test] for job in jobs for test in job["tests"]))
+            names = ((job["file"], test) for job in jobs for test in job["tests"])
+            tests = within(options.limit, (by_name[name] for name in names if name in by_name))
             began = time.monotonic()
             failed = _TOLD.search(_run(site, diff, [f"{each.file}::{each.test}" for each in tests]))
         spent = None if failed is None else until(tests, failed["file"], failed["test"])
