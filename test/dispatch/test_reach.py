@@ -17,12 +17,17 @@ from little_torch import API, CORE, modules_of, write_sources
 from trees import FolderCase
 
 from torch_fsdp_tests.dispatch import reaching
+from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
+from torch_fsdp_tests.dispatch.syntax import declared_tests
 from torch_fsdp_tests.reach import Executed, Function, MalformedMap, Reached, ReachMap, build, module_name, owners
 from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
-from torch_fsdp_tests.reach.reachmap import Module
+from torch_fsdp_tests.reach.reachmap import Module, declared_as
 from torch_fsdp_tests.reach.selection import select
+from torch_fsdp_tests.verdict import shown
+
+MOST_UNKNOWN = 0.02  # of the tests of ``distributed``, to the map that ships
 
 SOURCE = '''\
 """What it is."""
@@ -126,10 +131,26 @@ class TestFunctions(FolderCase):
             ("size = 1", "size = 2"): {"m.Unit"},
             ("pass", "value()"): {"m.Unit.width"},
             ("if LIMIT", "if not LIMIT"): {"m"},
-            ("rarely", "often"): {"m.rarely", "m.often"},
+            ("rarely", "often"): {"m", "m.rarely", "m.often"},
         }.items():
             with self.subTest(old=old):
                 self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), names)
+
+    def test_where_code_stands_counts(self):
+        for before, after, names in (
+            ("def f(x):\n    if x:\n        a()\n        b()\n", "def f(x):\n    if x:\n        a()\n    b()\n", "m.f"),
+            ("if x:\n    a()\n    b()\n", "if x:\n    a()\nb()\n", "m"),
+            ("if x:\n    a()\n    def f(): pass\n", "if x:\n    a()\ndef f(): pass\n", "m"),
+            ("class C:\n    def f(): pass\n    f = g(f)\n", "class C:\n    f = g(f)\n    def f(): pass\n", "m.C"),
+            ("def f():\n    x = ((a, b), c)\n", "def f():\n    x = ((a, b, c),)\n", "m.f"),
+            ("def f():\n    x = 1\n", "def f():\n    global x\n    x = 1\n", "m.f"),
+        ):
+            with self.subTest(before=before):
+                self.assertEqual(differing(before, after), {names})
+
+    def test_docstrings_count_where_they_are_read(self):
+        source = 'def f():\n    """Words."""\n\nprint(f.__doc__)\n'
+        self.assertEqual(differing(source, source.replace("Words", "Other words")), {"m.f"})
 
 
 STATEMENTS = """\
@@ -222,7 +243,8 @@ class TestMap(FolderCase):
                 self.assertEqual(a_map().tests_of(name), expected)
 
     def test_what_is_written_is_what_is_read(self):
-        made = dataclasses.replace(a_map(), modules={"p.m": Module.of(SOURCE.encode(), "p.m")})
+        made = dataclasses.replace(a_map(), modules={"p.m": Module.of(SOURCE.encode(), "p.m")}, device="foo")
+        made = dataclasses.replace(made, skipped={"x/test_a": ["TestA.test_skipped"]})
         read = ReachMap.load(self.write_json("map.json", made.as_text()))
         self.assertEqual(read, made)
         self.assertEqual(read.modules["p.m"].functions["p.m.outer"], named()["m.outer"].digest)
@@ -232,13 +254,107 @@ class TestMap(FolderCase):
         for bad, words in (
             ("", "is not a map"),
             ("[]", "is not a map"),
-            (json.dumps({**good, "format": 7}), "has format 7"),
+            (json.dumps({**good, "format": 2}), "has format 2"),
             (json.dumps({**good, "reached": [9, *good["reached"][1:]]}), "is not a map"),
             (json.dumps({**good, "reached": [1, "x", "y"]}), "is not a map"),
             (json.dumps({**good, "tests": {"a": [["x"]]}}), "is not a map"),
         ):
             with self.subTest(bad=bad[:40]), self.assertRaisesRegex(MalformedMap, f"{words}.*--save-map"):
                 ReachMap.load(self.write_json("map.json", bad))
+
+
+DECLARED = """\
+class Checks:
+    def test_shared(self): pass
+
+class TestA(Checks, TestCase):
+    def test_all(self): pass
+    def test_all_at_once(self): pass
+    def helper(self): pass
+
+class Base(TestA):
+    def test_base(self): pass
+
+class TestAB(Base[int]):
+    def test_more(self): pass
+
+class Model(Generic[T], object):
+    def test_nothing(self): pass
+
+instantiate_device_type_tests(TestA)
+del Base, TestAB
+"""
+A_TESTS = ["TestA.test_all", "TestA.test_all_at_once", "TestA.test_shared"]
+AB_TESTS = [f"TestAB.test_{name}" for name in ("all", "all_at_once", "base", "more", "shared")]
+
+
+class TestUnknown(FolderCase):
+    """Without it, tests that are newer than the map would be left out, and nobody would notice."""
+
+    def test_what_a_file_declares(self):
+        self.assertEqual(declared_tests(DECLARED), A_TESTS + AB_TESTS)
+        self.assertEqual(declared_tests("def ("), [])
+
+    def test_from_what_a_test_is_made(self):
+        for test, stem in {
+            "TestA.test_all": "TestA.test_all",
+            "TestA.test_all_at": "TestA.test_all",
+            "TestA.test_all_at_once_cpu": "TestA.test_all_at_once",
+            "TestABCPU.test_all": "TestAB.test_all",
+            "TestACPU.test_all": "TestA.test_all",
+            "TestA.test_more": None,
+            "TestC.test_all": None,
+        }.items():
+            self.assertEqual(declared_as(test, A_TESTS + AB_TESTS), stem, test)
+
+    def test_what_the_map_does_not_know(self):
+        executed = {("f", f"TestACPU.{name}_cpu"): Executed([]) for name in ("test_all", "test_all_at_once_x")}
+        skipped = {"f": ["TestAB.test_all"], "gone": ["T.t"]}
+        known = dataclasses.replace(build("2.0", executed), skipped=skipped)
+        for with_skipped, also in ((False, []), (True, ["TestAB.test_all"])):
+            found = known.unknown({"f": A_TESTS + AB_TESTS, "g": ["TestA.test_all"]}, with_skipped)
+            expected = [Reached("f", name, 0.0, 0) for name in ("TestA.test_shared", *also, *AB_TESTS[1:])]
+            self.assertEqual(found, [*expected, Reached("g", "TestA.test_all", 0.0, 0)])
+
+    def test_two_maps_are_one(self):
+        statements = [Statement("p.f", number, 1, 1) for number in range(3)] + [Statement("p.g", 0, 1, 1)]
+        statements += [Statement("p.k", 0, 1, 1)]
+        old = {
+            ("a", "T.t1"): Executed(["p.f"], 1.0, statements[:1]),
+            ("b", "T.t2"): Executed(["p.f", "p.g"], 2.0, statements),
+            ("b", "T.t3"): Executed(["p.k"], 2.0, statements[-1:]),
+            ("b", "T.gone"): Executed(["p.h", "p.k"], 1.0),
+        }
+        new = {("a", "T.t0"): Executed(["p.f"], 3.0, statements[1:2]), ("b", "T.t2"): Executed(["p.g"], 4.0)}
+        maps = [build("2.0", tests, statements=statements) for tests in (old, new)]
+        modules = [{name: Module.of(SOURCE.encode(), name)} for name in ("p.n", "p.m")]
+        skipped: list[dict[str, list[str]]] = [{"a": ["T.t0", "T.t9"], "b": ["T.gone"]}, {"a": ["T.t8"]}]
+        before, newer = (
+            dataclasses.replace(known, modules=its, skipped=names)
+            for known, its, names in zip(maps, modules, skipped, strict=True)
+        )
+        both = {**old, **new}
+        del both["b", "T.gone"]
+        expected = dataclasses.replace(
+            build("2.0", both, statements=statements),
+            modules=dict(sorted({**modules[0], **modules[1]}.items())),
+            skipped={"a": ["T.t8", "T.t9"]},
+        )
+        self.assertEqual(before.merged(newer, [("b", "T.gone")]), expected)
+
+    def test_the_map_that_ships_is_up_to_date(self):
+        """To refresh it, run the command in torch_fsdp_tests/dispatch/README.md."""
+        directory = Path(__file__).parents[1]
+        declared = {
+            file: declared_tests(source_of(path))
+            for file, path in discover(directory).items()
+            if file.startswith("distributed/")
+        }
+        for path in reaching.SHIPPED.glob("map-*.json"):
+            known = ReachMap.load(path)
+            unknown = [f"{test.file}::{test.test}" for test in known.unknown(declared)]
+            share = len(unknown) / sum(map(len, declared.values()))
+            self.assertLessEqual(share, MOST_UNKNOWN, f"{path.name} does not know {shown(unknown)}: refresh it")
 
 
 class SourcesCase(FolderCase):
@@ -307,7 +423,15 @@ class TestChanges(SourcesCase):
             "4-5": set(),
         }.items():
             with self.subTest(lines=lines):
-                self.assertEqual(set(self.change(f"_core.py:{lines}").names), names)
+                change = self.change(f"_core.py:{lines}")
+                self.assertEqual(change.names, names)
+                self.assertEqual(change.without_code, [] if names else ["_core.py:4-5"])
+
+    def test_lines_of_a_text_are_code(self):
+        file = self.torch / "distributed/fsdp/_core.py"
+        file.write_text(file.read_text().replace("return 2", 'return """\n# not a comment\n\n"""'))
+        for line in (22, 23):
+            self.assertEqual(self.change(f"_core.py:{line}").names, {f"{CORE}.Unit.back"})
 
     def test_lines_of_another_tree_are_those_of_its_file(self):
         tree = self.other_tree(_core=("import threading", "import threading\n\n\ndef new():\n    pass\n"))
@@ -336,9 +460,12 @@ class TestChanges(SourcesCase):
 
     def test_a_module_outside_of_the_map_stands_for_what_uses_it(self):
         places = {"distributed/_utils.py": "def _inner():\n    return 1\n\n\ndef outer():\n    return _inner()\n"}
+        places["distributed/_utils.py"] += "\n\nclass More:\n    def f(self):\n        return outer()\n"
         places["distributed/fsdp/_core.py"] = (
             "from torch.distributed._utils import outer as used, other\n\n\n"
-            "def shard(x):\n    return used()\n\n\ndef gather(x):\n    return other()\n"
+            "def shard(x):\n    return used()\n\n\ndef gather(x):\n    return other()\n\n\n"
+            "class Unit:\n    def step(self):\n        return torch.distributed.More()\n\n"
+            "    def back(self):\n        return used()\n"  # no test enters it
         )
         for path, text in places.items():
             (self.torch / path).write_text(text)
@@ -352,7 +479,8 @@ class TestChanges(SourcesCase):
             +    return 2
             """
         change = Changes(self.map, self.torch).of_diff(textwrap.dedent(text), "it")
-        self.assertEqual((change.names, change.used), ({f"{CORE}.shard"}, {"_inner", "outer"}))
+        users = {f"{CORE}.shard", f"{CORE}.Unit.step"}
+        self.assertEqual((change.names, change.used), (users, {"_inner", "outer", "More"}))
         self.assertEqual([edit.name for edit in change.edits], ["torch.distributed._utils._inner"])
         self.assertRegex(change.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
         selected = select(change.names, self.map, also=["test_b"]).tests
@@ -376,10 +504,62 @@ class TestChanges(SourcesCase):
         file.write_text(file.read_text().replace("x += LIMIT", "x *= LIMIT"))
         change = self.change(diff)
         self.assertEqual(change.names, {f"{CORE}.shard"})
-        self.assertRegex(change.remarks[0], "does not fit the installed torch/distributed/fsdp/_core.py")
+        self.assertRegex(change.remarks[0], "do not fit the installed torch/distributed/fsdp/_core.py")
 
     def test_words_and_layout_of_a_diff_are_no_change(self):
-        self.assertEqual(self.change(self.diff(_core=("return 2", "# two\n\n        return (2)"))), Change())
+        change = self.change(self.diff(_core=("return 2", "# two\n\n        return (2)")))
+        (path,) = change.without_code
+        self.assertTrue(path.endswith("torch/distributed/fsdp/_core.py"))
+        self.assertEqual(change, Change(without_code=[path]))
+
+    def test_a_hunk_that_fits_nowhere_counts_for_what_it_names(self):
+        hunk = "@@ -{},2 +{},2 @@{}\n {}\n-never\n+ever\n"
+        for start, header, line, names in (
+            (900, " def back(self):", "x", {f"{CORE}.Unit.back"}),
+            (900, "", "    def step(self):", {f"{CORE}.Unit.step"}),
+            (900, " class Unit:", "x", {f"{CORE}.Unit"}),
+            (900, "", "x", {CORE}),
+            (900, " def never_heard():", "x", {CORE}),
+            (6, " def back(self):", "x", {f"{CORE}.shard", f"{CORE}.Unit.back"}),
+        ):
+            with self.subTest(start=start, header=header, line=line):
+                text = "--- a/torch/distributed/fsdp/_core.py\n+++ b/torch/distributed/fsdp/_core.py\n"
+                text += hunk.format(start, start, header, line)
+                change = Changes(self.map, self.torch).of_diff(text, "it")
+                self.assertEqual((change.names, change.without_code), (names, []))
+                self.assertRegex(change.remarks[0], r"hunks do not fit the installed .*_core.py \(1 of 1\)")
+
+    def test_a_change_that_is_there_already_counts_where_it_is(self):
+        """The code before the change is also that of another function, to which the diff fits less well."""
+        diff = self.diff("-U0", _core=("    return shard(self.size)\n", "    return 2\n"))
+        write_sources(self.torch.parent, _core=("    return shard(self.size)\n", "    return 2\n"))
+        file = self.torch / "distributed/fsdp/_core.py"
+        file.write_text(file.read_text() + "\n\nclass Other:\n    def step(self):\n        return shard(self.size)\n")
+        self.assertEqual(self.change(diff).names, {f"{CORE}.Unit.step"})
+
+    def test_files_that_move(self):
+        git = "diff --git a/{0} b/{1}\nsimilarity index 100%\nrename from {0}\nrename to {1}\n"
+        core, new = "torch/distributed/fsdp/_core.py", "torch/distributed/fsdp/_heart.py"
+        rename = git.format(core, new)
+        edit = "--- a/torch/distributed/fsdp/api.py\n+++ b/torch/distributed/fsdp/api.py\n"
+        edit += "@@ -1,2 +1,2 @@\n class Policy:\n-    keep = False\n+    keep = True\n"
+        mode = f"diff --git a/{core} b/{core}\nold mode 100644\nnew mode 100755\n"
+        for text, change in (
+            (rename, Change({CORE})),
+            (git.format(new, core), Change({CORE})),  # the installed torch has the new name
+            (rename + edit, Change({CORE, f"{API}.Policy"})),
+            (git.format("README.md", "README"), Change(unknown=["README.md"])),
+            (mode, Change(without_code=[core])),
+            (mode + edit, Change({f"{API}.Policy"}, without_code=[core])),
+        ):
+            with self.subTest(text=text):
+                self.assertEqual(Changes(self.map, self.torch).of_diff(text, "it"), change)
+
+    def test_what_the_map_cannot_tell(self):
+        hunk = "@@ -1 +1 @@\n-x\n+y\n"
+        places = ["torch/csrc/reducer.cpp", "test/distributed/test_x.py", "torch/distributed/_never_heard.py", "x.md"]
+        text = "".join(f"--- a/{place}\n+++ b/{place}\n{hunk}" for place in places)
+        self.assertEqual(Changes(self.map, self.torch).of_diff(text, "it"), Change(unknown=places))
 
     def test_files_of_a_diff_that_come_go_or_lie_outside(self):
         text = """\
@@ -401,7 +581,7 @@ class TestChanges(SourcesCase):
         (self.root / "d.patch").write_text(textwrap.dedent(text))
         change = self.change(str(self.root / "d.patch"))
         self.assertEqual(set(change.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
-        self.assertEqual(change.remarks, ["ignored, because the map does not cover them: torch/nn/linear.py"])
+        self.assertEqual(change.unknown, ["torch/nn/linear.py"])
 
     def test_standard_input(self):
         text = Path(self.diff(_core=("return 2", "return 3"))).read_bytes()
@@ -412,14 +592,17 @@ class TestChanges(SourcesCase):
 
     def test_another_tree(self):
         tree = self.other_tree(_core=("size = 1", "size = 2"), used=("return 1", "return 2"), unused=("1", "2"))
-        expected = Change({f"{CORE}.Unit", "torch.distributed.tensor.used.place"})
+        where = "torch.distributed.tensor"  # no test enters one of its modules
+        expected = {f"{CORE}.Unit", f"{where}.used.place", f"{where}.unused.other"}
         for place in (tree, tree / "torch", tree / "torch/distributed/fsdp"):
             with self.subTest(place=place):
-                self.assertEqual(self.change(str(place)), expected)
+                change = self.change(str(place))
+                self.assertEqual(change.names, expected)
+                self.assertRegex(change.remarks[0], "only the Python files of torch/distributed are compared")
         (tree / "torch/distributed/fsdp/_core.py").write_text("def (")
         change = self.change(str(tree))
         self.assertIn(CORE, change.names)
-        self.assertRegex(change.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
+        self.assertRegex(change.remarks[1], "torch/distributed/fsdp/_core.py is not valid Python")
 
     def test_what_has_changed_since_it_was_recorded(self):
         self.assertEqual(Changes(self.map, self.torch).since_recorded(), Change())
@@ -446,7 +629,7 @@ class TestChanges(SourcesCase):
             str(self.root / "absent"): f"there is no file or folder {self.root}/absent",
             f"{CORE}.shrad": rf"is not a name in the map.*nearest: {CORE}.shard",  # of a module that is known
             "Unit.stp": rf"is not a name in the map.*nearest: {CORE}.Unit.step",
-            str(no_diff): "is not a unified diff",
+            str(no_diff): "words is not a unified diff: make one with git diff",
             str(self.root): "holds no torch/distributed/fsdp to compare with",
         }.items():
             with self.subTest(what=what), self.assertRaisesRegex(UnknownChange, words):

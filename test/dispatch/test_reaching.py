@@ -1,5 +1,6 @@
 """What ``--coverage --save-map`` records, which tests ``--reaching`` and ``--changed`` run, and ``--fail-fast``."""
 
+import dataclasses
 import re
 import sys
 import unittest
@@ -8,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from little_torch import CORE, modules_of, write_sources
-from trees import PASS, TreeCase, body
+from trees import FAIL, PASS, TreeCase, body
 
 from torch_fsdp_tests.dispatch import coverage
 from torch_fsdp_tests.reach import Executed, ReachMap, build
@@ -120,6 +121,33 @@ class TestRecording(CommandCase):
             self.assertEqual([each.test for each in reach_map.tests_of(f"{module}.{name}")], [test])
         self.assertEqual({test.test: test.breadth for test in reach_map.tests}["TestProcesses.test_no_rank"], 0)
 
+    def test_what_a_map_does_not_know_completes_it(self):
+        head = "from torch.distributed.fsdp._core import Unit, gather, shard\n"
+        self.write({"a/test_x": head + body("shard(1)", "Unit().back()"), "a/test_z": body("pass")})
+        self.run_command("--coverage", "--save-map", self.map, **self.with_torch)
+        self.assertEqual(self.code, 0, self.out + self.err)
+        skips = "raise unittest.SkipTest('')"
+        self.write({"a/test_x": head + body("1/0", "gather(1)", "Unit().back()", skips)})
+        (self.tree / "a/test_z.py").unlink()
+        completed = self.root / "completed.json"
+        update = ["--coverage", "--map", self.map, "--save-map", completed]
+        self.run_command(*update, **self.with_torch)
+        self.assertIn(f"2 tests in 1 file are not in {self.map}\n", self.err)
+        self.assertRegex(self.out, r"\n1 passed, 0 failed, 1 skipped\n$")
+        made = ReachMap.load(completed)
+        names = {name: {test.test[-1] for test in made.tests_of(f"{CORE}.{name}")} for name in ("shard", "Unit.back")}
+        self.assertEqual(names, {"shard": {"1"}, "Unit.back": {"2", "3"}})
+        self.assertEqual([test.test[-1] for test in made.tests], ["1", "2", "3"])  # and none of a file that is gone
+        self.assertEqual(made.skipped, {"a/test_x": ["TestX.test_4"]})
+        update[2] = completed
+        self.run_command(*update, **self.with_torch)
+        self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"))
+        self.assertIn(f"0 tests in 0 files are not in {completed}\n", self.err)
+        write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"))
+        self.run_command(*update, **self.with_torch)
+        self.assertEqual(self.code, 2)
+        self.assertRegex(self.err, "not with what is installed: without --map a new one is recorded")
+
     def test_a_run_that_does_not_end_writes_no_map(self):
         files = {"test_x": body("self.fail()"), "test_y": PASS}
         says = ["no map was written, because the run did not finish"]
@@ -137,9 +165,12 @@ class TestReaching(CommandCase):
             ("z/test_y", "TestX.test_2"): Executed([f"{CORE}.Unit.step"], 1.0),
             ("test_x", "TestX.test_2"): Executed([f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0),
             ("test_x", "TestX.test_3"): Executed([f"{CORE}.shard"], 1.0),
+            ("test_x", "TestX.test_1"): Executed([]),
+            ("more/test_z", "TestP.test_p"): Executed([]),
         }
-        self.map.write_text(build("9.8.7+y", executed, modules_of(self.root / "site/torch")).as_text())
-        self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "test_new": PASS})
+        self.known = build("9.8.7+y", executed, modules_of(self.root / "site/torch"))
+        self.map.write_text(self.known.as_text())
+        self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "more/test_z": PASS})
 
     def reach(self, *what: object, **more: object) -> str:
         return self.run_command("--map", self.map, "--reaching", *what, **{**self.with_torch, **more})
@@ -149,8 +180,8 @@ class TestReaching(CommandCase):
         self.assertEqual(self.code, 0, out + self.err)
         ran = re.findall(r"ok +(\S+)|passed +TestX\.(test_\d)", out)
         self.assertEqual(["".join(each) for each in ran], ["z/test_y", "test_2", "test_1", "test_x", "test_2"])
-        self.assertIn("3 tests in 2 files reach 1 of 1 function\n", self.err)
-        self.assertIn("left out, because the map does not know them: test_new\n", self.err)
+        self.assertEqual(self.err, "run_test.py: 3 tests in 2 files reach 1 of 1 function\n")
+        self.assertNotIn("note:", out)
         (job,) = self.jobs("--map", self.map, "--reaching", "Unit.step", "-i", "test_x", **self.with_torch)
         self.assertEqual((job["file"], job["tests"]), ("test_x", ["TestX.test_2"]))
 
@@ -159,20 +190,72 @@ class TestReaching(CommandCase):
         executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
         self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
-        jobs = self.jobs("--map", self.map, "--reaching", "shard", **self.with_torch)
+        jobs = self.jobs("--map", self.map, "--reaching", "shard", "-x", "test_x", "more", "z", **self.with_torch)
         parts = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in jobs]
         tests = [f"TestX.test_{number}" for number in (1, 2, 3, 4)]
         expected = [("test_a", 1, 2, tests[:2]), ("test_b", 1, 1, tests), ("test_a", 2, 2, tests[2:])]
         self.assertEqual(parts, expected)
-        out = self.reach("shard", "--keep-going", "-j", 1)
+        out = self.reach("shard", "--keep-going", "-j", 1, "-x", "test_x", "more", "z")
         self.assertEqual((self.code, out.splitlines()[-1]), (1, "7 passed, 1 failed, 0 skipped"), out)
         self.assertEqual([job["tests"] for job in self.jobs("--failed", **self.with_torch)], [["TestX.test_3"]])
 
     def test_what_no_test_reaches(self):
+        news = f"no test enters 2 functions of the change, so nothing guards it: {CORE}.Unit.back, {CORE}.gather\n"
         self.reach("Unit.back", "gather")
-        self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"))
-        self.assertIn(f"no test reaches 2 functions: {CORE}.Unit.back, {CORE}.gather\n", self.err)
-        self.assertIn("0 tests in 0 files reach 0 of 2 functions\n", self.err)
+        self.assertEqual((self.code, self.out), (5, f"0 passed, 0 failed, 0 skipped\n{news}"))
+        self.assertEqual(self.err, "run_test.py: 0 tests in 0 files reach 0 of 2 functions\n")
+        self.write({"test_new": PASS})
+        self.assertRegex(self.reach("Unit.back", "gather"), f"\n1 passed, 0 failed, 0 skipped\n{news}$")
+        self.assertEqual(self.code, 5)  # although a test that the map does not know has passed
+        self.write({"test_new": FAIL})
+        self.assertRegex(self.reach("Unit.back", "gather"), f"\n0 passed, 1 failed, 0 skipped\n{news}$")
+        self.assertEqual(self.code, 1)
+        self.assertRegex(
+            self.reach("Unit.back", "Unit.step"), "passed.*\nno test enters 1 function of the change.*back\n$"
+        )
+
+    def test_what_the_map_does_not_know_runs_last(self):
+        self.write({"test_new": "def f(): shard = 1\n" + body("f()", "pass"), "other/test_o": FAIL})
+        known = dataclasses.replace(self.known, skipped={"test_new": ["TestX.test_2"]})
+        self.map.write_text(known.as_text())
+        generated = "class TestG(unittest.TestCase):\n    def test_g(self): pass\n"
+        generated += (
+            "def instantiate_device_type_tests(cls):\n    globals()['TestGCPU'] = type('TestGCPU', (cls,), {})\n"
+        )
+        generated += "instantiate_device_type_tests(TestG)\ndel TestG\n"
+        self.write({"z/test_g": generated})
+        out = self.reach("shard", "-x", "test_x::TestX::test_3", "-v", "-j", 1)
+        self.assertEqual(self.code, 0, out + self.err)
+        self.assertEqual(re.findall(r"passed +(\S+)", out), ["TestX.test_2", "TestX.test_1", "TestGCPU.test_g"])
+        self.assertIn("2 tests in 2 files follow, because the map does not know what they reach\n", self.err)
+        self.assertIn("left out, because they were skipped when the map was recorded: 1 test\n", self.err)
+        self.assertIn("left out, because the map has no test of their folders: other; -i NAME runs them\n", self.err)
+        jobs = self.jobs("--map", self.map, "--reaching", "shard", "-i", "other", **self.with_torch)
+        self.assertEqual([job["tests"] for job in jobs], [["TestF.test_f"]])
+        slow = {"env": {**self.with_torch["env"], "PYTORCH_TEST_WITH_SLOW": "1"}}
+        elsewhere = [dataclasses.replace(known, torch="9.8.6"), dataclasses.replace(known, device="foo")]
+        for other, more in ((known, slow), *((each, self.with_torch) for each in elsewhere)):
+            self.map.write_text(other.as_text())
+            jobs = self.jobs("--map", self.map, "--reaching", "shard", "-i", "test_new", **more)
+            self.assertEqual([job["tests"] for job in jobs], [["TestX.test_1", "TestX.test_2"]])
+
+    def test_the_last_line_says_why_nothing_ran(self):
+        hunk = "@@ -1 +1 @@\n-x\n+y\n"
+        layout = "@@ -8,2 +8,2 @@\n     x += LIMIT\n-    return x\n+    return (x)\n"
+        core = "torch/distributed/fsdp/_core.py"
+        for path, text, words in (
+            ("torch/csrc/x.cpp", hunk, "cannot tell which .* torch/csrc/x.cpp, .*; -i more z runs all of its tests"),
+            ("test/z/test_y.py", hunk, "cannot tell which .*; -i z/test_y runs the tests of the same names here"),
+            (core, layout, f"nothing that a test could reach has changed: only comments, .* differ in {core}"),
+        ):
+            with self.subTest(path=path):
+                diff = self.write_json("d.diff", f"--- a/{path}\n+++ b/{path}\n{text}")
+                self.assertRegex(self.reach(diff), f"^0 passed, 0 failed, 0 skipped\n{words}\n$")
+                self.assertEqual((self.code, self.err), (5, ""))
+        both = f"--- a/torch/csrc/x.cpp\n+++ b/torch/csrc/x.cpp\n{hunk}--- a/{core}\n+++ b/{core}\n"
+        diff = self.write_json("d.diff", both + layout.replace("(x)", "(-x)"))
+        self.jobs("--map", self.map, "--reaching", diff, **self.with_torch)
+        self.assertRegex(self.err, "cannot tell which tests notice the change of torch/csrc/x.cpp")
 
     def test_changed(self):
         def tests() -> list[str]:
@@ -181,7 +264,7 @@ class TestReaching(CommandCase):
             ]
 
         self.assertEqual((tests(), self.code), ([], 5))
-        self.assertIn("nothing that a test could reach has changed\n", self.err)
+        self.assertEqual(self.err, "run_test.py: nothing that a test could reach has changed\n")
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
         self.assertEqual((tests(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
@@ -191,7 +274,7 @@ class TestReaching(CommandCase):
         self.write({"test_x": body("pass", "pass")})
         out = self.reach("shard")
         self.assertEqual(self.code, 0, out)
-        self.assertIn("note: the map names tests that no longer exist: TestX.test_3", out)
+        self.assertIn("note: selected, but there is no such test here: TestX.test_3", out)
 
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()
@@ -202,7 +285,7 @@ class TestReaching(CommandCase):
             (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
             (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
             (["--map", deep, "--changed"], "deep.json is nested too deeply to be read"),
-            (["--map", self.map], "--map can only be used with --reaching or --changed"),
+            (["--map", self.map], "--map can only be used with --reaching, --changed or --save-map"),
             (["--save-map", self.map], "--save-map can only be used with --coverage"),
             (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),
             (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),

@@ -123,8 +123,8 @@ class Run:
         events.Reporting.announced = by_class
         events.Reporting.fail_fast = self.orders.run.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
-        if gone := set(self.orders.part.test.order).difference(names):
-            events.note(f"the map names tests that no longer exist: {', '.join(sorted(gone))}")
+        if gone := {wanted for wanted in self.orders.part.test.order if not named(wanted, names)}:
+            events.note(f"selected, but there is no such test here: {', '.join(sorted(gone))}")
         stream.send(
             stream.Announced(
                 tests=tuple(names[index] for index in picked),

@@ -24,7 +24,10 @@ class ExitStatus(enum.IntEnum):
         "the dispatcher itself could not continue: a report could not be written, or a process of the launch was lost",
     )
     HOST = 4, "tests failed, and some of the failures began on one host of the launch while the others were well"
-    NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
+    NOTHING_RAN = (
+        5,
+        "nothing ran: the selection is empty, none of its tests was executed, or none is known to enter what changed",
+    )
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
     INTERRUPTED = 130, "interrupted (SIGINT)"
     NOT_READ = 141, "the program that read the output ended (SIGPIPE)"

@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.select import UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
@@ -116,14 +116,16 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
     files = discover(run.test_directory)
     device_set = _devices(run, site)
     with _children(run, device_set) as children:
-        selection = _select(run, files, device_set.type)
+        narrowed = _select(run, files, device_set.type)
+        selection = narrowed.tests
         entries, earlier = _entries(run), _earlier(run)
         planned = _plan(run, site, files, selection, device_set)
-        if not selection:
+        if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
             _remark(nothing if run.failed_only else "nothing is selected")
-        elif not planned.jobs:
+        elif selection and not planned.jobs:
             _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
+        status = ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
         if children is None and run.list_files:
             _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
         elif children is None:
@@ -131,8 +133,10 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
         elif not planned.jobs:
             print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
         else:
-            return _run(run, site, files, planned, entries, earlier, children)
-        return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
+            status = _run(run, site, files, planned, entries, earlier, children)
+        if narrowed.verdict:
+            (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
+        return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
 
 
 @contextlib.contextmanager
@@ -164,7 +168,7 @@ def _devices(run: RunTests, site: Site) -> DeviceSet:
     return device_set
 
 
-def _select(run: RunTests, files: Mapping[str, Path], device: str) -> list[TestRun]:
+def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     selection = select(files, run.include, run.exclude, run.test_directory)
     if run.distributed_only:
         below = set(matching("distributed", [*files]))
@@ -173,13 +177,14 @@ def _select(run: RunTests, files: Mapping[str, Path], device: str) -> list[TestR
         from torch_fsdp_tests.dispatch import last_failures
 
         selection = last_failures.narrow(selection, last_failures.load(run.reports, device))
-    if run.by_reach:
-        from torch_fsdp_tests.dispatch import reaching
+    if not (run.by_reach or run.completes_map):
+        return Narrowed(selection)
+    from torch_fsdp_tests.dispatch import reaching
 
-        selection, remarks = reaching.narrow(run, selection)
-        for words in remarks:
-            _remark(words)
-    return selection
+    narrowed = (reaching.narrow if run.by_reach else reaching.unknown)(run, selection, device)
+    for words in narrowed.remarks:
+        _remark(words)
+    return narrowed
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
@@ -226,7 +231,7 @@ def _plan(
         selection,
         known.files,
         known.classes,
-        threshold=math.inf if run.by_reach else run.split_threshold,
+        threshold=math.inf if run.by_reach or run.completes_map else run.split_threshold,
         weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
         names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )

@@ -147,7 +147,8 @@ def make_parser() -> Parser:
     add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
     words = "only tests that execute what differs between the installed FSDP and that of the map"
     add("--changed", **flag, help=words)
-    words = "with --reaching or --changed: the map of what tests execute (default: the one that ships for this torch)"
+    words = "with --reaching or --changed: the map of what tests execute (default: the one that ships for this torch); "
+    words += "with --save-map: run only the tests that it does not know, and write both"
     add("--map", type=_path, metavar="FILE", help=words)
     words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
     add("--test-directory", type=_path, metavar="DIR", help=words)
@@ -326,8 +327,8 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
         return "--save-map can only be used with --coverage"
     if run.save_map is not None and run.save_map.is_dir():
         return f"--save-map: {run.save_map} is a folder; name a file"
-    if run.map is not None and not run.by_reach:
-        return "--map can only be used with --reaching or --changed"
+    if run.map is not None and not run.by_reach and run.save_map is None:
+        return "--map can only be used with --reaching, --changed or --save-map"
     if run.fail_fast and run.keep_going:
         return "--fail-fast and --keep-going cannot be used together"
     if rerun_asked and not (run.disabled or run.known_failures):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +15,15 @@ from torch_fsdp_tests.dispatch.discover import source_of
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.select import UnknownTest
+from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest
+from torch_fsdp_tests.dispatch.syntax import declared_tests
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.reach import recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.order import Order, batches, noticed_in
-from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap
+from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap, by_file, declared_as
 from torch_fsdp_tests.reach.selection import Selection, select
-from torch_fsdp_tests.verdict import shown
+from torch_fsdp_tests.verdict import Scope, State, shown
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
@@ -29,26 +33,18 @@ NOTICED = SHIPPED / "noticed.jsonl"  # which tests noticed earlier changes
 MUTANTS = "mutants/findings.jsonl"  # the same, of the user's own mutants, in the folder of reports
 
 
-def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], list[str]]:
-    """The tests of a selection that a change reaches, the most telling first, and remarks.
+def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
+    """The tests of a selection that a change reaches, the most telling first, and then those that are not in the map.
 
     Raises :class:`UnknownTest` if that cannot be determined.
     """
-    root, version = devices.torch_folder(), devices.torch_version()
-    if root is None:
-        raise UnknownTest("torch is not installed, so no test can reach its functions")
-    try:
-        known = ReachMap.load(run.map or shipped(version or "", SHIPPED))
+    with _refusals(run):
+        root, version = _installed()
+        known = ReachMap.load(run.map or shipped(version, SHIPPED))
         changes = Changes(known, root)
         found_changes = [changes.find(what) for what in run.reaching]
         if run.changed:
             found_changes.append(changes.since_recorded())
-    except (UnknownChange, MalformedMap) as error:
-        raise UnknownTest(str(error)) from error
-    except RecursionError as error:
-        raise UnknownTest(f"{run.map or 'the map'} is nested too deeply to be read") from error
-    except OSError as error:
-        raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
     edits = [edit for change in found_changes for edit in change.edits]
     texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
     order = Order(known, texts, noticed_in(NOTICED, run.reports / MUTANTS))
@@ -57,8 +53,72 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
     names = (name for change in found_changes for name in sorted(change.names))
     chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
     tests = keep(selection, chosen.tests)
-    unmapped = {test.file for test in selection} - {test.file for test in known.tests}
-    return tests, list(_remarks(found_changes, chosen, tests, known, version, unmapped))
+    news, left_out, skipped = list[TestRun](), list[str](), 0
+    if chosen.functions:
+        folders = {_folder(test.file) for test in known.tests}
+        left_out = [file for file in texts if _folder(file) not in folders and not run.include]
+        declared = {file: declared_tests(text) for file, text in texts.items() if file not in left_out}
+        would_skip = _is_of(known, version, device) and not run.run_slow
+        others = known.unknown(declared, with_skipped=not would_skip)
+        skipped = len(known.unknown(declared, with_skipped=True)) - len(others)
+        news = [
+            dataclasses.replace(each, included=_spelled(each, texts[each.file]), seconds=None)
+            for each in keep(selection, order.sort(others, edits))
+        ]
+    remarks = [*_remarks(found_changes, chosen, tests, known, version)]
+    if news:
+        remarks.append(f"{_count(news)} follow, because the map does not know what they reach")
+    if skipped:
+        remarks.append(f"left out, because they were skipped when the map was recorded: {plural(skipped, 'test')}")
+    if left_out:
+        without = dict.fromkeys(map(_folder, left_out))
+        remarks.append(f"left out, because the map has no test of their folders: {shown(without)}; -i NAME runs them")
+    verdict = _verdict(found_changes, chosen, known, [*texts])
+    return Narrowed(tests + news, remarks, verdict, bool(chosen.functions and not chosen.tests))
+
+
+def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
+    """The tests of a selection that the map of a run does not know, so that it can be completed.
+
+    Raises :class:`UnknownTest` if it is a map of other sources or of another device.
+    """
+    assert run.map is not None
+    with _refusals(run):
+        root, version = _installed()
+        known = ReachMap.load(run.map)
+        if not _is_of(known, version, device) or Changes(known, root).since_recorded().names:
+            words = f"{run.map} was recorded with torch {known.torch} on {known.device}, and not with what is installed"
+            raise UnknownTest(f"{words}: without --map a new one is recorded")
+    texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
+    declared = {file: declared_tests(text) for file, text in texts.items()}
+    names = by_file((test.file, test.test) for test in known.unknown(declared))
+    parts = ((part, [name for name in names.get(part.file, ()) if part.selected([name])]) for part in selection)
+    tests = [
+        dataclasses.replace(part, included=frozenset(inside), order=tuple(inside)) for part, inside in parts if inside
+    ]
+    tests = [dataclasses.replace(each, included=_spelled(each, texts[each.file])) for each in tests]
+    return Narrowed(tests, [f"{_count(tests)} are not in {run.map}"])
+
+
+@contextlib.contextmanager
+def _refusals(run: RunTests) -> Iterator[None]:
+    """Raise what is wrong with the arguments as :class:`UnknownTest`."""
+    try:
+        yield
+    except (UnknownChange, MalformedMap) as error:
+        raise UnknownTest(str(error)) from error
+    except RecursionError as error:
+        raise UnknownTest(f"{run.map or 'the map'} is nested too deeply to be read") from error
+    except OSError as error:
+        raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
+
+
+def _installed() -> tuple[Path, str]:
+    """The folder and the version of torch."""
+    root, version = devices.torch_folder(), devices.torch_version()
+    if root is None:
+        raise UnknownTest("torch is not installed, so no test can reach its functions")
+    return root, version or ""
 
 
 def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRun]:
@@ -76,30 +136,65 @@ def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRu
     return narrowed
 
 
+def _is_of(known: ReachMap, version: str, device: str | None = None) -> bool:
+    """Whether a map is of this device and of this version of torch, all builds of which have the same FSDP."""
+    return known.torch.partition("+")[0] == version.partition("+")[0] and device in (None, known.device)
+
+
+def _folder(file: str) -> str:
+    """The outermost folder of a test file, or nothing if it is in none."""
+    return file.rpartition("/")[0].partition("/")[0]
+
+
+def _spelled(part: TestRun, source: str) -> frozenset[str]:
+    """The declared tests of a part as it includes them: classes for each type of device have generated names."""
+    generated = {*re.findall(r"instantiate_device_type_tests\(\s*(\w+)", source)}
+    pairs = (name.partition(".")[::2] for name in part.order)
+    return frozenset(f"{cls}*.{test}*" if cls in generated else f"{cls}.{test}" for cls, test in pairs)
+
+
+def _count(tests: Sequence[TestRun]) -> str:
+    count, files = sum(len(test.order) for test in tests), len({test.file for test in tests})
+    return f"{plural(count, 'test')} in {plural(files, 'file')}"
+
+
 def _remarks(
-    found_changes: Sequence[Change],
-    chosen: Selection,
-    tests: Sequence[TestRun],
-    known: ReachMap,
-    version: str | None,
-    unmapped: set[str],
+    found_changes: Sequence[Change], chosen: Selection, tests: Sequence[TestRun], known: ReachMap, version: str
 ) -> Iterable[str]:
-    if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # all builds of a version have the same FSDP
+    if not _is_of(known, version):
         yield f"the map was recorded with torch {known.torch}, but torch {version} is installed"
     for change in found_changes:
         yield from change.remarks
     yield from chosen.remarks
-    if not chosen.functions:
-        yield "nothing that a test could reach has changed"
-        return
+    if chosen.functions:
+        if unclear := _unclear(found_changes):
+            yield unclear
+        reached = chosen.functions - len(chosen.unreached)
+        yield f"{_count(tests)} reach {reached} of {plural(chosen.functions, 'function')}"
+
+
+def _unclear(found_changes: Sequence[Change]) -> str:
+    files = [path for change in found_changes for path in change.unknown]
+    return f"cannot tell which tests notice the change of {shown(files)}, which the map does not cover" if files else ""
+
+
+def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap, files: Sequence[str]) -> str:
+    """Why passing would prove nothing, or nothing if it would prove something."""
     if chosen.unreached:
-        yield f"no test reaches {plural(len(chosen.unreached), 'function')}: {shown(chosen.unreached)}"
-    if unmapped:
-        yield f"left out, because the map does not know them: {shown(sorted(unmapped))}"
-    count = plural(sum(len(test.order) for test in tests), "test")
-    files = plural(len({test.file for test in tests}), "file")
-    reached = chosen.functions - len(chosen.unreached)
-    yield f"{count} in {files} reach {reached} of {plural(chosen.functions, 'function')}"
+        what = plural(len(chosen.unreached), "function")
+        return f"no test enters {what} of the change, so nothing guards it: {shown(chosen.unreached)}"
+    if chosen.functions:
+        return ""
+    if unclear := _unclear(found_changes):
+        unknown = [f"/{path}" for change in found_changes for path in change.unknown]
+        same = [file for file in files if any(path.endswith(f"/{file}.py") for path in unknown)]
+        if same:
+            return f"{unclear}; -i {' '.join(same)} runs the tests of the same names here"
+        folders = {_folder(test.file): None for test in known.tests}
+        return f"{unclear}; -i {' '.join(filter(None, folders)) or '.'} runs all of its tests"
+    without = [path for change in found_changes for path in change.without_code]
+    words = f": only comments, docstrings, layout or permissions differ in {shown(without)}" if without else ""
+    return f"nothing that a test could reach has changed{words}"
 
 
 def shipped(version: str, folder: Path) -> Path:
@@ -123,9 +218,23 @@ def save(run: RunTests, path: Path, results: Results) -> str:
         return "no map was written, because the run did not finish"
     if root is None or version is None:
         return "no map was written, because torch is not installed"
-    tests = [(file.job.part.name, test) for file, test in results.tests()]
-    seconds = {(file, test.name): test.seconds for file, test in tests if test.outcome.is_executed}
+    tests = {(file.job.part.name, test.name): test for file, test in results.tests() if test.scope is Scope.TEST}
+    seconds = {key: test.seconds for key, test in tests.items() if test.outcome.is_executed}
     made = recording.make(run.reports / coverage.RESULT, seconds, root, version)
+    skipped = by_file(key for key, test in tests.items() if test.outcome is State.SKIPPED)
+    made = dataclasses.replace(made, device=str(results.facts().get("device", made.device)), skipped=skipped)
+    if run.completes_map and run.map is not None:
+        earlier = ReachMap.load(run.map)
+        made = earlier.merged(made, [key for key in earlier.keys() if not _is_declared(*key, run.test_directory)])
     write_text(path, made.as_text())
     entering = sum(test.breadth > 0 for test in made.tests)
     return f"map: {path}: {plural(len(made.reached), 'function')}, entered by {entering} of {len(made.tests)} tests"
+
+
+def _is_declared(file: str, test: str, directory: Path) -> bool:
+    return declared_as(test, _declared(directory / f"{file}.py")) is not None
+
+
+@functools.cache
+def _declared(path: Path) -> list[str]:
+    return declared_tests(source_of(path))

@@ -97,6 +97,11 @@ class RunTests:
         return bool(self.reaching) or self.changed
 
     @property
+    def completes_map(self) -> bool:
+        """True when the tests that a map does not know are recorded, so that a new one has all."""
+        return self.map is not None and self.save_map is not None and not self.by_reach
+
+    @property
     def is_narrowed_by_file(self) -> bool:
         """True when not every file below the test directory was asked for."""
         return any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,16 @@ WHOLE = ""  # in place of a class or a test: the whole file
 
 class UnknownTest(ValueError):
     """A name selects nothing. The message has similar names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrowed:
+    """The part of a selection that is worth running for a change, and what to say about it."""
+
+    tests: list[TestRun]
+    remarks: Sequence[str] = ()  # for the time before the tests
+    verdict: str = ""  # for the end of the run: why passing would prove nothing
+    is_unguarded: bool = False  # no test that is known to enter anything of the change
 
 
 def select(files: Mapping[str, Path], include: Sequence[str], exclude: Sequence[str], directory: Path) -> list[TestRun]:

@@ -6,6 +6,7 @@ import ast
 import re
 
 # Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
+_OBJECT = {"object", "Generic", "Protocol"}  # bases that make no test case
 _BODY = re.compile(r"^([ \t]*)((?:async )?def \w+\([^\n]*:)\n(?:\1[ \t]+[^\n]*\n\n*){3,}", re.MULTILINE)
 
 
@@ -29,10 +30,44 @@ def _without_body(function: re.Match[str]) -> str:
 def tests_by_class(source: str) -> dict[str, list[str]] | None:
     """The test methods of each class in a file's text, or None if its syntax is wrong."""
     tree = parse(source)
-    if tree is None:
-        return None
-    return {
-        node.name: [n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    return None if tree is None else {node.name: _tests(node) for node in _classes(tree)}
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def _tests(node: ast.ClassDef) -> list[str]:
+    return [n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+
+
+def declared_tests(source: str) -> list[str]:
+    """Each ``Class.test`` of a file's text, with those that a class inherits from another one of the file.
+
+    A class without a base is a mixin, and one that the file deletes may be a base: then their tests are those of
+    others. A name stands for all generated ones that begin with it.
+    """
+    tree = parse(source)
+    classes = {node.name: node for node in _classes(tree)} if tree is not None else {}
+    own = {name: _tests(node) for name, node in classes.items()}
+    bases = {name: [_name(base) for base in node.bases] for name, node in classes.items()}
+
+    def ancestors(name: str, seen: frozenset[str]) -> frozenset[str]:
+        seen |= {name}
+        inside = (base for base in bases[name] if base in bases and base not in seen)
+        return seen.union(*(ancestors(base, seen) for base in inside))
+
+    deletions = [node for node in tree.body if isinstance(node, ast.Delete)] if tree is not None else []
+    deleted = {_name(each) for node in deletions for each in node.targets}
+    deleted &= {base for names in bases.values() for base in names}
+    declared = []
+    for name in classes.keys() - deleted:
+        line = ancestors(name, frozenset())
+        if any(base not in bases and base not in _OBJECT for each in line for base in bases[each]):
+            declared += [f"{name}.{test}" for test in dict.fromkeys(t for each in line for t in own[each])]
+    return sorted(declared)
+
+
+def _name(base: ast.expr) -> str:
+    """The name of a class, without what is in brackets."""
+    return ast.unparse(base.value if isinstance(base, ast.Subscript) else base)

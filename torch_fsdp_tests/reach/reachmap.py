@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch_fsdp_tests.reach.functions import Statement, digest, digests, functions_in
 
-FORMAT = 2
+FORMAT = 3
 
 
 class MalformedMap(ValueError):
@@ -63,6 +63,8 @@ class ReachMap:
     reached: Mapping[str, int]  # by qualified name; functions that no test enters are not in it
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
     statements: Mapping[str, Mapping[int, int]] = dataclasses.field(default_factory=dict)
+    device: str = "cpu"  # the type of the device with which it was recorded
+    skipped: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # tests, by file
 
     @classmethod
     def load(cls, path: Path) -> ReachMap:
@@ -81,6 +83,8 @@ class ReachMap:
                     for module, (whole, *kinds) in data["modules"].items()
                 },
                 statements=_by_function(_unpack(data["statements"])),
+                device=data["device"],
+                skipped={file: [*names] for file, names in data["skipped"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
             if isinstance(error, MalformedMap):
@@ -102,7 +106,9 @@ class ReachMap:
         data = {
             "format": FORMAT,
             "torch": self.torch,
+            "device": self.device,
             "tests": tests,
+            "skipped": self.skipped,
             "modules": {
                 name: [module.digest, relative(name, module.functions), relative(name, module.scopes)]
                 for name, module in self.modules.items()
@@ -156,6 +162,58 @@ class ReachMap:
         known = (each for each in _enclosing(name) if self._around(each))
         return next((each for each in known if self.bits_of(each)), None)
 
+    def keys(self) -> list[tuple[str, str]]:
+        """The tests that it knows, also the skipped ones, by file and name."""
+        skipped = ((file, name) for file, names in self.skipped.items() for name in names)
+        return [*((test.file, test.test) for test in self.tests), *skipped]
+
+    def unknown(self, declared: Mapping[str, Iterable[str]], with_skipped: bool = False) -> list[Reached]:
+        """Of the tests that files declare, those that the map does not have, with neither seconds nor functions.
+
+        A declared name stands for the tests that begin with it. Those that were skipped count ``with_skipped``.
+        """
+        names: dict[str, list[str]] = {}
+        for file, test in ((test.file, test.test) for test in self.tests) if with_skipped else self.keys():
+            names.setdefault(file, []).append(test)
+        return [
+            Reached(file, name, 0.0, 0)
+            for file, stems in declared.items()
+            for name in _without_test(stems, names.get(file, ()))
+        ]
+
+    def merged(self, newer: ReachMap, gone: Collection[tuple[str, str]] = ()) -> ReachMap:
+        """This map without the tests that are gone, and with those of a newer one, which replace its own.
+
+        Both are of the same sources.
+        """
+        replaced = {(test.file, test.test) for test in newer.tests} | {*gone}
+        kept = [(test, 0, n) for n, test in enumerate(self.tests) if (test.file, test.test) not in replaced]
+        rows = sorted([*kept, *((test, 1, n) for n, test in enumerate(newer.tests))], key=lambda row: row[0][:2])
+
+        def both(old: int, new: int) -> int:
+            bits = f"{old:b}"[::-1], f"{new:b}"[::-1]
+            return sum(1 << place for place, (_, of, n) in enumerate(rows) if bits[of][n : n + 1] == "1")
+
+        reached = {
+            name: both(self.reached.get(name, 0), newer.reached.get(name, 0))
+            for name in sorted({*self.reached, *newer.reached})
+        }
+        statements: dict[str, dict[int, int]] = {}
+        for function in sorted({*self.statements, *newer.statements}):
+            for number in sorted({*self.statements.get(function, ()), *newer.statements.get(function, ())}):
+                running = both(self.running(function, number), newer.running(function, number))
+                if running != reached.get(function, 0):
+                    statements.setdefault(function, {})[number] = running
+        skipped = {*self.keys(), *newer.keys()} - {(test.file, test.test) for test, _, _ in rows} - {*gone}
+        return dataclasses.replace(
+            newer,
+            tests=tuple(test for test, _, _ in rows),
+            reached={name: bits for name, bits in reached.items() if bits},
+            modules=dict(sorted({**self.modules, **newer.modules}.items())),
+            statements=statements,
+            skipped=by_file(skipped),
+        )
+
     def tests_of(self, qualified_name: str) -> list[Reached]:
         """The tests that enter a function, or any function of a class or module: sorted by the number of functions that
         they enter, then by time. Empty if no test enters it, or for an unknown name.
@@ -199,6 +257,28 @@ def build(
             fewer.setdefault(each.function, {})[each.number] = running.get(each, 0)
     listed = (Reached(*key, round(it.seconds, 2), len({*it.functions})) for key, it in sorted(tests.items()))
     return ReachMap(torch, tuple(listed), dict(sorted(reached.items())), dict(sorted((modules or {}).items())), fewer)
+
+
+def by_file(tests: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names of tests by file, both sorted."""
+    names: dict[str, list[str]] = {}
+    for file, test in sorted(tests):
+        names.setdefault(file, []).append(test)
+    return names
+
+
+def declared_as(test: str, stems: Iterable[str]) -> str | None:
+    """The declared ``Class.test`` from which a test is made: that with the longest beginnings of both its names."""
+    cls, _, name = test.partition(".")
+    pairs = (stem.partition(".")[::2] for stem in stems)
+    fitting = [(len(c), len(n), f"{c}.{n}") for c, n in pairs if cls.startswith(c) and name.startswith(n)]
+    return max(fitting)[2] if fitting else None
+
+
+def _without_test(stems: Iterable[str], tests: Iterable[str]) -> list[str]:
+    stems = [*stems]
+    made = {declared_as(test, stems) for test in tests}
+    return [stem for stem in stems if stem not in made]
 
 
 def _enclosing(name: str) -> Iterator[str]:
