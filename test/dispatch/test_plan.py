@@ -17,7 +17,7 @@ from typing import Any
 
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
-from torch_fsdp_tests.dispatch import devices, expectations, last_failures, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, keywords, last_failures, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
@@ -424,6 +424,44 @@ class TestSelect(unittest.TestCase):
                 self.chosen(include, exclude)
 
 
+class TestKeywords(unittest.TestCase):
+    """Without it, ``-k`` could run other tests than pytest, or none of those that a glob names."""
+
+    names = ("TestOk.test_ok_1", "TestOk.test_ok_2", "TestBad.test_bad_1", "tests.more.TestMore.test_or_else")
+
+    def test_what_an_expression_selects(self):
+        for text, numbers in {
+            "ok": "12",
+            "OK_1": "1",
+            "Ok.test_ok_1": "1",
+            "test_ok_*": "12",
+            "test_?k_[13]": "1",
+            "*_1": "13",
+            "TestB*": "3",
+            "*Bad": "3",
+            "TestOk.*_2": "2",
+            "_1 and not bad": "1",
+            "not ok": "34",
+            "ok or bad and nothing": "12",
+            "(ok or bad) and _1": "13",
+            "not (ok or bad)": "4",
+            "not(ok)and(_1)": "3",
+            "or_else": "4",
+            "w0 or _2": "2",
+            "__main__": "",
+        }.items():
+            with self.subTest(text):
+                holds = keywords.parse(text)
+                selected = [str(place) for place, name in enumerate(self.names, 1) if holds(name)]
+                self.assertEqual("".join(selected), numbers)
+
+    def test_what_is_no_expression(self):
+        deep = "(" * 999 + "a" + ")" * 999
+        for text in ("a b", "not", "a and", "or a", "()", "a()", "a (b)", "(a", "a)", "not not", "a or or b", deep):
+            with self.subTest(text[:20]), self.assertRaisesRegex(keywords.MalformedExpression, "not an expression"):
+                keywords.parse(text)
+
+
 class TestOptions(unittest.TestCase):
     """Without it, an option or a variable could have no effect, or a senseless value could be accepted."""
 
@@ -473,6 +511,7 @@ class TestOptions(unittest.TestCase):
             ("--devices", "1,1"): "names a device twice",
             ("--devices", "0-"): "'0-' is not a range of devices, such as 0-7",
             ("-k", ""): "an empty pattern would select every test",
+            ("-k", "a b"): "-k/--pytest-k-expr: 'a b' is not an expression: join words and globs with and, or, not",
             ("--shrd", "3"): "unrecognized arguments: --shrd; did you mean --shard?\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
             ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count

@@ -127,9 +127,11 @@ class TestSelecting(TreeCase):
         self.check({}, ["-k", "TestY", "-k", "*test_2"], passed=2)
         says = [r"got \['--flag', 'v'\]"]
         self.check({}, ["-i", "a", "--", "--flag", "v"], passed=3, says=says, env={"VERBOSE_TEST_LOGS": "1"})
-        self.check(
-            {}, ["-k", "nothing_fits", "-k", "no*"], says=["no test matches -k nothing_fits or -k 'no", "NO TEST"]
-        )
+        self.check({}, ["-k", "test_? and (testx or *Y)", "-k", "test_p*"], passed=4)
+        says = ["no test matches -k nothing_fits or -k 'no[*]': a word is a part of CLASS.TEST, and a glob ", "NO TEST"]
+        self.check({}, ["-k", "nothing_fits", "-k", "no*"], says=says)
+        self.assertEqual((self.run_command("--list", "--tests", "-k", "nothing_fits"), self.code), ("", 5))
+        self.assertIn("run_test.py: no test matches -k nothing_fits: ", self.err)
         self.check({}, ["--distributed-tests"], code=5)
 
     def test_names_from_the_current_folder_and_without_an_option(self):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import fnmatch
 import hashlib
 import importlib
 import os
@@ -24,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -68,7 +68,8 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     for unwanted in part.test.excluded:
         chosen -= named(unwanted, names)
     if run.patterns:
-        chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in run.patterns)}
+        expressions = [keywords.parse(pattern) for pattern in run.patterns]
+        chosen = {index for index in chosen if any(holds(names[index]) for holds in expressions)}
     selected = len(chosen)
     if part.num_shards > 1 and not part.test.order:
         # By position among the selected tests, so that the parts together are complete, whatever was left out before.
@@ -82,12 +83,6 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
         places = {name: place for place, name in enumerate(part.test.order)}
         picked.sort(key=lambda index: places.get(names[index], len(places)))
     return picked, remarks, selected
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Apply unittest's rule for ``-k``: a substring of the full name, or a glob if it contains a star."""
-    full = f"__main__.{name}"
-    return fnmatch.fnmatchcase(full, pattern) if "*" in pattern else pattern in full
 
 
 def _shuffled(name: str, seed: int) -> tuple[bytes, bytes]:

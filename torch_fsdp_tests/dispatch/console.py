@@ -320,10 +320,8 @@ class Console:
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has only parts of files, and none of these parts has a test")
         elif results.files and not results.executed and not results.failed and results.signal is None:
-            if self._run.patterns and not any(file.tests() for file in results.files):
-                self.say(
-                    f"no test matches {' or '.join(f'-k {shlex.quote(pattern)}' for pattern in self._run.patterns)}"
-                )
+            if (unmatched := results.unmatched()) is not None:
+                self.say(unmatched)
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
             self.say(

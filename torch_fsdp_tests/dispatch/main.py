@@ -297,8 +297,8 @@ def _print_tests(results: Results) -> ExitStatus:
         for test in file.tests():
             if not test.outcome.is_bad:
                 _print(f"{file.job.part.name}::{test.name.replace('.', '::')}")
-    for words in results.unknown():
-        _remark(f"unknown test: {words}")
+    for words in (*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()])):
+        _remark(words)
     status = results.exit_code()
     listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
     return ExitStatus.OK if listed else status

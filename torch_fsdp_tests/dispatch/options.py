@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
-from torch_fsdp_tests.dispatch import completion, devices
+from torch_fsdp_tests.dispatch import completion, devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
@@ -90,6 +90,10 @@ def _names(text: str) -> tuple[str, ...]:
 def _pattern(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("an empty pattern would select every test; leave the option out")
+    try:
+        keywords.parse(text)
+    except keywords.MalformedExpression as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
@@ -133,8 +137,9 @@ def make_parser() -> Parser:
     words = "the same as TEST"
     add("-i", "--include", **several, help=words)
     add("-x", "--exclude", **several, help="leave out these tests")
-    words = "only tests whose name contains this text, or matches this glob; may be repeated"
-    add("-k", action="append", type=_pattern, dest="patterns", metavar="PATTERN", help=words)
+    words = "only tests that fit an expression of words and globs with and, or, not and parentheses: "
+    words += f"{keywords.COMPARED}; may be repeated, for tests that fit any"
+    add("-k", "--pytest-k-expr", action="append", type=_pattern, dest="patterns", metavar="EXPRESSION", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
     add(
         "--failed",

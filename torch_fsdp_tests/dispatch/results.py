@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.hosts import Hosts, Verdict
@@ -106,6 +108,13 @@ class Results:
     def unknown(self) -> list[str]:
         """Names inside files that match nothing."""
         return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]
+
+    def unmatched(self) -> str | None:
+        """The remark that no test fits any ``-k``, or None."""
+        if not self.run.patterns or not self.files or any(file.tests() or file.was_stopped for file in self.files):
+            return None
+        given = " or ".join(f"-k {shlex.quote(pattern)}" for pattern in self.run.patterns)
+        return f"no test matches {given}: {keywords.COMPARED}; --list --tests shows them"
 
     def flaky(self) -> list[str]:
         return [f"{file.name}::{name}" for file in self.files for name in file.flaky()]
