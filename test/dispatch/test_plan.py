@@ -489,6 +489,25 @@ class TestOptions(unittest.TestCase):
         run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
         self.assertEqual(run.arguments, ("--locals", "--"))
 
+    def test_command_lines_of_upstreams_ci(self):
+        lines: dict[str, dict[str, object]] = {
+            "--exclude-jit-executor --exclude-distributed-tests --exclude-quantization-tests --shard 1 2 --verbose": {
+                "without_effect": ("--exclude-jit-executor", "--exclude-quantization-tests"),
+                "without_distributed": True,
+            },
+            "-core --xpu --no-showlocals --xdoctest-command list -i a": {
+                "without_effect": ("-core", "--xpu", "--xdoctest-command"),
+                "show_locals": False,
+                "include": ("a",),
+            },
+            " ".join(options.WITHOUT_EFFECT): {"without_effect": options.WITHOUT_EFFECT},
+            "--pytest-k-expr (a) -k b": {"patterns": ("(a)", "b"), "without_effect": ()},
+        }
+        for line, fields in lines.items():
+            with self.subTest(line):
+                run = self.parse(*line.split(), TEST_SHOWLOCALS="1")
+                self.assertEqual({name: getattr(run, name) for name in fields}, fields)
+
     def test_variables(self):
         run = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
         self.assertEqual((run.pipe_logs, run.logs_by_option, run.keep_going), (True, False, True))

@@ -171,6 +171,17 @@ class TestSelecting(TreeCase):
         self.assertEqual(self.code, 2, self.out + self.err)
         self.assertRegex(self.err + self.out, "unknown test.*: a/test_x: .*; nearest: TestX.test_1")
 
+    def test_options_of_upstreams_ci(self):
+        """Those that mean nothing here are named once."""
+        self.write({"distributed/test_x": PASS, "test_p": PASS})
+        given = ["--exclude-jit-executor", "--xpu", "--exclude-distributed-tests", "--xpu"]
+        (job,) = self.jobs(*given)
+        self.assertEqual(job["file"], "test_p")
+        words = "run_test.py: these options of PyTorch's run_test.py have no effect here: --exclude-jit-executor, --xpu"
+        self.assertEqual(self.err, f"{words}\n")
+        self.assertEqual(self.jobs("--distributed-tests", "--exclude-distributed-tests"), [])
+        self.assertEqual(self.code, 5)
+
     def test_list_and_plan(self):
         self.write({"distributed/test_x": body("pass"), "test_p": PASS})
         listed = ["distributed/test_x  4 ranks  estimate unknown", "test_p  1 rank  estimate unknown"]

@@ -113,6 +113,9 @@ class _Plan:
 
 
 def _main(run: RunTests, site: Site) -> ExitStatus:
+    if run.without_effect:
+        names = ", ".join(dict.fromkeys(run.without_effect))
+        _remark(f"these options of PyTorch's run_test.py have no effect here: {names}")
     files = discover(run.test_directory)
     device_set = _devices(run, site)
     with _children(run, device_set) as children:
@@ -170,9 +173,11 @@ def _devices(run: RunTests, site: Site) -> DeviceSet:
 
 def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     selection = select(files, run.include, run.exclude, run.test_directory)
+    below = set(matching("distributed", [*files]))
     if run.distributed_only:
-        below = set(matching("distributed", [*files]))
         selection = [test for test in selection if test.file in below]
+    if run.without_distributed:
+        selection = [test for test in selection if test.file not in below]
     if run.failed_only:
         from torch_fsdp_tests.dispatch import last_failures
 

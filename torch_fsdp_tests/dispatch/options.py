@@ -28,6 +28,17 @@ MOST_RERUNS = 1000
 MOST_ROUNDS = 1_000_000
 MOST_TESTS = 10_000_000
 
+# Options of PyTorch's own run_test.py that mean nothing for this suite, so that command lines of its CI can be pasted.
+# It has other parts of PyTorch, uploads, or a choice of tests by what a change is about.
+WITHOUT_EFFECT = (
+    *("--core", "--cpp", "--dynamo", "--einops", "--functorch", "--inductor", "--jit", "--mps", "--onnx", "--openreg"),
+    *("--xpu", "--include-cpython-tests", "--include-dynamo-core-tests", "--include-inductor-core-tests"),
+    *("--exclude-aot-dispatch-tests", "--exclude-inductor-tests", "--exclude-jit-executor"),
+    *("--exclude-quantization-tests", "--exclude-torch-export-tests", "--enable-td", "--enable-timeout"),
+    *("--ignore-win-blocklist", "--no-translation-validation", "--upload-artifacts-while-running"),
+)
+WITH_VALUE = "--xdoctest-command"  # another one, which takes a value
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that refuses arguments in one sentence, and shows its epilog as it is."""
@@ -39,7 +50,8 @@ class Parser(argparse.ArgumentParser):
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
 
-            names = [name.strip("-") for name in self._option_string_actions if name.startswith("--")]
+            shown = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
+            names = [name.strip("-") for name, action in shown.items() if action.help != argparse.SUPPRESS]
             close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
@@ -103,6 +115,13 @@ def _seed(text: str) -> int:
     return whole_number(0, 2**64 - 1)(text)
 
 
+class _WithoutEffect(argparse.Action):
+    """Remember an option by its name."""
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), option_string])
+
+
 class _Version(argparse.Action):
     """Print the versions, and exit. This takes a moment."""
 
@@ -141,6 +160,8 @@ def make_parser() -> Parser:
     words += f"{keywords.COMPARED}; may be repeated, for tests that fit any"
     add("-k", "--pytest-k-expr", action="append", type=_pattern, dest="patterns", metavar="EXPRESSION", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
+    words = "leave out files below distributed/"
+    add("--exclude-distributed-tests", **flag, dest="without_distributed", help=words)
     add(
         "--failed",
         **flag,
@@ -222,9 +243,10 @@ def make_parser() -> Parser:
     words += f"(default: unittest's order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
+    add("--no-showlocals", action="store_false", dest="show_locals", help="do not, whatever TEST_SHOWLOCALS says")
     words = "measure with coverage.py which lines of the tests, the harness, and torch's FSDP and state dicts run "
     words += f"(in {REPORTS}/.coverage)"
-    add("--coverage", **flag, help=words)
+    add("-c", "--coverage", **flag, help=words)
     words = "with --coverage: write a map of which tests execute which functions, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
@@ -246,6 +268,13 @@ def make_parser() -> Parser:
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
     words = "report what differs from the report.json of an earlier run; with --report also as a page, compare.html"
     add("--compare", type=Path, metavar="REPORT", help=words)
+
+    words = f"accepted, so that command lines of its CI can be pasted: {', '.join((*WITHOUT_EFFECT, WITH_VALUE))} VALUE"
+    add = parser.add_argument_group("options of PyTorch's run_test.py without effect", words).add_argument
+    for name in WITHOUT_EFFECT:
+        short = ["-core"] * (name == "--core")
+        add(*short, name, action=_WithoutEffect, nargs=0, dest="without_effect", help=argparse.SUPPRESS)
+    add(WITH_VALUE, action=_WithoutEffect, dest="without_effect", help=argparse.SUPPRESS)
     return parser
 
 

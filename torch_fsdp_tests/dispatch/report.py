@@ -80,7 +80,8 @@ def _selection(run: RunTests) -> str:
     """The options that selected the tests, as they were given. Empty if all tests were selected."""
     lists = {"-i": run.include, "-x": run.exclude, "-k": run.patterns, "--reaching": run.reaching}
     words = [word for option, values in lists.items() for value in values for word in (option, value)]
-    flags = {"--distributed-tests": run.distributed_only, "--failed": run.failed_only, "--changed": run.changed}
+    flags = {"--distributed-tests": run.distributed_only, "--exclude-distributed-tests": run.without_distributed}
+    flags |= {"--failed": run.failed_only, "--changed": run.changed}
     return shlex.join([*words, *(flag for flag, is_set in flags.items() if is_set)])
 
 

@@ -22,7 +22,9 @@ class RunTests:
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
     arguments: tuple[str, ...] = ()  # for the test files
+    without_effect: tuple[str, ...] = ()  # options of PyTorch's run_test.py
     distributed_only: bool = False
+    without_distributed: bool = False
     failed_only: bool = False
     reaching: tuple[str, ...] = ()
     changed: bool = False
@@ -104,6 +106,5 @@ class RunTests:
     @property
     def is_narrowed_by_file(self) -> bool:
         """True when not every file below the test directory was asked for."""
-        return any(
-            (self.include, self.exclude, self.distributed_only, self.failed_only, self.by_reach, self.num_shards > 1)
-        )
+        by_option = self.distributed_only, self.without_distributed, self.failed_only, self.by_reach
+        return any((self.include, self.exclude, *by_option, self.num_shards > 1))
