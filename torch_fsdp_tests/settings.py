@@ -61,7 +61,7 @@ VARIABLES = (
     *_upstreams("SLOW_TESTS_FILE", option="--slow-tests"),
     Variable(SLOW_VARIABLE, "also run slow tests, and all combinations", is_upstreams=True, is_repeated=True),
     *_upstreams("PYTORCH_TEST_RERUN_DISABLED_TESTS", option="--rerun-disabled-tests"),
-    *_upstreams("BUILD_ENVIRONMENT", "TEST_CONFIG", says="select which recorded times are used"),
+    *_upstreams("JOB_NAME", "BUILD_ENVIRONMENT", "TEST_CONFIG", says="select which recorded times are used"),
     Variable(
         TIMEOUT_VARIABLE,
         "time limit in seconds for the ranks of one test",

@@ -207,15 +207,26 @@ class TestEnvironment(TreeCase):
         table = {"default": {"default": {"x": 1.0}, "slow": {"x": 2.0}}, "linux": {"slow": {"x": 3.0, "y": {"C": 4.0}}}}
         recorded = self.write_json("test-times.json", table)
         for build, config, expected in (
-            ("", "", 1.0), ("", "slow", 2.0), ("linux", "slow", 3.0), ("other", "slow", 2.0), ("other", "no", 1.0)
+            ("", "", 1.0), ("", "slow", 2.0), ("linux", "slow", 3.0), ("other", "slow", 2.0), ("other", "no", 1.0),
+            ("linux", "no", 1.0),
         ):  # fmt: skip
-            with self.subTest(build=build, config=config):
-                loaded = times.load([recorded], {"BUILD_ENVIRONMENT": build, "TEST_CONFIG": config})
+            for names in ((build, ""), (build, "unknown job"), ("unknown build", f"{build} / test (slow, 1, 2, gpu)")):
+                with self.subTest(names=names, config=config):
+                    variables = {**dict(zip(("BUILD_ENVIRONMENT", "JOB_NAME"), names)), "TEST_CONFIG": config}
+                    loaded = times.load([recorded], variables)
+                    self.assertEqual(loaded.files["x"], expected)
+                    self.assertEqual(loaded.classes.get("y"), {"C": 4.0} if expected == 3.0 else None)
+        for build, job, expected in (("linux", "mine", 5.0), ("mine", "linux", 3.0)):
+            table["mine"] = {"slow": {"x": 5.0}}
+            with self.subTest(job=job):
+                recorded = self.write_json("test-times.json", table)
+                variables = {"BUILD_ENVIRONMENT": build, "JOB_NAME": job, "TEST_CONFIG": "slow"}
+                loaded = times.load([recorded], variables)
                 self.assertEqual(loaded.files["x"], expected)
-                self.assertEqual(loaded.classes.get("y"), {"C": 4.0} if expected == 3.0 else None)
         folder = self.root / "saved"
         self.check({"test_x": PASS}, ["--save-times", folder], passed=1,
-                   env={"BUILD_ENVIRONMENT": "linux", "TEST_CONFIG": "slow"})  # fmt: skip
+                   env={"BUILD_ENVIRONMENT": "any", "JOB_NAME": "linux / test (slow, 1, 1)", "TEST_CONFIG": "slow"}
+        )  # fmt: skip
         self.check({}, ["--save-times", folder], passed=1)
         for name in ("test-times.json", "test-class-times.json"):
             saved = json.loads((folder / name).read_text())

@@ -27,8 +27,8 @@ CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, \d+ known 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
 for name in [name for name in ENVIRONMENT if name.lstrip("_").startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
     *("CI", "CONTINUE_THROUGH_ERROR", "VERBOSE_TEST_LOGS", "NO_TEST_TIMEOUT", "TEST_SHOWLOCALS", "PYTHONPATH"),
-    *("DISABLED_TESTS_FILE", "SLOW_TESTS_FILE", "BUILD_ENVIRONMENT", "TEST_CONFIG", "PYTHONUNBUFFERED"),
-    *("NO_COLOR", "FORCE_COLOR"),
+    *("DISABLED_TESTS_FILE", "SLOW_TESTS_FILE", "JOB_NAME", "BUILD_ENVIRONMENT", "TEST_CONFIG"),
+    *("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED"),
 ]:
     ENVIRONMENT.pop(name, None)
 

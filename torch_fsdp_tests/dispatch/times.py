@@ -1,8 +1,8 @@
 """Reads and writes what runs have recorded: the times of files and classes in upstream's formats, and their needs.
 
-``test-times.json`` is ``{BUILD_ENVIRONMENT: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file:
-{class: seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. If the environment has no
-entry, ``default`` is used.
+``test-times.json`` is ``{job: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file: {class:
+seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. The job is that of ``JOB_NAME``,
+without what follows ``" / test ("`` there, or else ``BUILD_ENVIRONMENT``. For what has no entry, ``default`` is used.
 """
 
 from __future__ import annotations
@@ -67,11 +67,22 @@ def load(paths: Iterable[Path], environment: Mapping[str, str]) -> Times:
 
 def _configured(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     data = read_json(path)
-    for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG"):
-        if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()):
-            raise MalformedList(f"{path} is not of the form {{build environment: {{test config: {{file: seconds}}}}}}")
-        data = data.get(environment.get(variable, "default"), data.get("default", {}))
-    return data
+    for level in ([data], data.values() if isinstance(data, dict) else ()):
+        if not all(isinstance(each, dict) and all(isinstance(one, dict) for one in each.values()) for each in level):
+            raise MalformedList(f"{path} is not of the form {{job: {{test config: {{file: seconds}}}}}}")
+    jobs, config = _jobs(environment), _config(environment)
+    places = [*((job, config) for job in (*jobs, "default")), ("default", "default")]
+    return next((data[job][each] for job, each in places if each in data.get(job, {})), {})
+
+
+def _jobs(environment: Mapping[str, str]) -> list[str]:
+    """The names of this job, of which the first counts first. Upstream's jobs have their shard after their name."""
+    names = environment.get("JOB_NAME", "").partition(" / test (")[0], environment.get("BUILD_ENVIRONMENT", "")
+    return [name for name in names if name]
+
+
+def _config(environment: Mapping[str, str]) -> str:
+    return environment.get("TEST_CONFIG") or "default"
 
 
 def _seconds(path: Path, name: str, value: Any) -> float:
@@ -115,7 +126,7 @@ def save(
     """
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 
-    keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
+    keys = [[*_jobs(environment), "default"][0], _config(environment)]
     as_data = {file: dataclasses.asdict(need) for file, need in needs.items()}
     tables: dict[str, Mapping[str, Any]] = {FILE_TIMES: files, CLASS_TIMES: classes, NEEDS: as_data}
     for name, recorded in tables.items():
