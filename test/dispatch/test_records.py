@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+import textwrap
 import unittest
 import unittest.mock
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import CLOSING, ENVIRONMENT, FAIL, PASS, Balanced, TreeCase, body, fits, schema
+from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, Balanced, TreeCase, body, fits, schema
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import coverage, times
 from torch_fsdp_tests.dispatch.console import wants_colours
 from torch_fsdp_tests.dispatch.devices import torch_version
+from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_disabled, read_own, read_slow
 
 HOST = ("--device", "cpu")  # the CPU is the subject
@@ -326,6 +328,41 @@ class TestReports(TreeCase):
         self.assertEqual(needs, {"test_x": {"ranks": 1, "devices": 1}})
         (job,) = self.jobs("--test-times", folder / "test-times.json", "-i", "test_x")
         self.assertEqual(job["estimate"], files["test_x"])
+
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_recorded_needs_have_the_declared_ones(self):
+        """Also those of a test without ranks, of one that skips before it can tell, and of a class."""
+        text = """
+            import unittest
+            from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+            from torch_fsdp_tests.common_utils import TestCase, run_tests
+            class TestX(TestCase):
+                @skip_if_lt_x_gpu(2)
+                @skip_if_lt_x_gpu({test})
+                def test_runs(self): pass
+                @unittest.skip("not today")
+                @skip_if_lt_x_gpu({skipped})
+                def test_skips(self): pass
+            @skip_if_lt_x_gpu({cls})
+            class TestY(TestCase):
+                def test_y(self): pass
+            run_tests()
+        """
+        numbers = {"test_a": (4, 3, 2), "test_b": (3, 4, 2), "test_c": (3, 2, 4)}
+        for name, (test, skipped, cls) in numbers.items():
+            whole = textwrap.dedent(text).format(test=test, skipped=skipped, cls=cls)
+            self.write({name: f"#bare{whole}"})
+        self.check({}, ["--save-times", self.root], passed=6, skipped=3, limit=300)
+        needs = json.loads((self.root / "test-needs.json").read_text())["default"]["default"]
+        self.assertEqual(needs, {name: {"devices": 4, "ranks": 4} for name in numbers})
+
+    def test_shipped_needs_have_those_that_the_sources_declare(self):
+        needs, declared = times.load([], {}).needs, re.compile(r"@(?:\w+\.)?skip_if_lt_x_gpu\((\d+)")
+        self.assertGreater(len(needs), 100)
+        for file, path in discover(CHECKOUT / "test" / "distributed").items():
+            least = max(map(int, declared.findall(path.read_text())), default=1)
+            recorded = needs.get(f"distributed/{file}", times.Needs(least, least))
+            self.assertGreaterEqual(min(recorded.devices, recorded.ranks), least, file)
 
     def test_files_needed_at_the_end_are_checked_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})

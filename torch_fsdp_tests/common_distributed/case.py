@@ -217,7 +217,7 @@ class RankTestCase(TestCase):
         if world_size < 1:
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
             raise_verdict(Verdict(State.ERROR, f"{stated}: set its world_size to 1 or more", Phase.FIXTURE))
-        events.record(devices=world_size)  # also of a test that skips here: another device may run it
+        events.need(world_size)  # also of a test that skips here: another device may run it
         accelerator.expect(world_size)
         self.addCleanup(accelerator.expect, 0)
         test = getattr(type(self), self._testMethodName)

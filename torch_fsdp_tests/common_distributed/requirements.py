@@ -20,7 +20,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.torch_facts import Fact
 from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind
-from torch_fsdp_tests.verdict.events import Skipped
+from torch_fsdp_tests.verdict.events import LEAST_RANKS, Skipped
 
 __unittest = True
 
@@ -28,7 +28,6 @@ Requirement = Callable[[], "str | None"]
 Decorated = TypeVar("Decorated", bound=Callable)
 
 _REQUIREMENTS = "__requirements__"
-_LEAST_RANKS = "__least_ranks__"
 
 
 class TestSkip(NamedTuple):
@@ -151,7 +150,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(reason)(function)
-        setattr(wrapped, _LEAST_RANKS, max(x, getattr(function, _LEAST_RANKS, 0)))
+        setattr(wrapped, LEAST_RANKS, max(x, getattr(function, LEAST_RANKS, 0)))
         return wrapped
 
     return decorate
@@ -167,7 +166,7 @@ def requires_world_size(n: int, least: int | None = None) -> Callable[[Decorated
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(lambda: accelerator.current().lacks_room_for(n if least is None else least))(function)
         wrapped._required_world_size = n  # type: ignore[attr-defined]
-        setattr(wrapped, _LEAST_RANKS, n if least is None else least)
+        setattr(wrapped, LEAST_RANKS, n if least is None else least)
         return wrapped
 
     return decorate
@@ -180,7 +179,7 @@ def ranks_of(test: Any, most: int | None = None) -> int:
     Without ``most`` it is the default number of the device under test (4 on the CPU).
     """
     device = accelerator.current()
-    least = getattr(getattr(type(test), test._testMethodName, None), _LEAST_RANKS, 1)
+    least = getattr(getattr(type(test), test._testMethodName, None), LEAST_RANKS, 1)
     return max(device.ranks, least) if most is None else device.ranks_up_to(most, max(least, 2))
 
 

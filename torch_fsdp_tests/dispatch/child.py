@@ -103,6 +103,8 @@ class Run:
         self.happened = True
         tests = list(events.tests_in([suite]))
         names = [events.test_name(test) for test in tests]
+        # Also those of a test that does not run, and so does not report them.
+        events.need(max(map(events.declared_ranks, tests), default=0))
         picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
         if self.orders.run.rerun_disabled:

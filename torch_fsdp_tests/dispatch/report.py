@@ -150,7 +150,8 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
         for test in file.tests():
             if test.outcome is not State.NOT_RUN and test.class_name:
                 by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
-        devices = [1, *(test.facts["devices"] for test in file.tests() if "devices" in test.facts)]
+        facts = [file.attempts[0].facts, *(test.facts for test in file.tests())]
+        devices = [1, *(each["devices"] for each in facts if "devices" in each)]
         ranks = [test.facts["world_size"] for test in file.tests() if "world_size" in test.facts]
         needs[part.name] = Needs(max(devices + ranks), max(devices))
     return files, classes, needs

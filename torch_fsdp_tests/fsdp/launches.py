@@ -61,7 +61,7 @@ class LaunchesTestCase(DTensorTestBase):
 
     def launch(self, work: Callable[[], None], size: int, **settings: Any) -> list[RankReport]:
         """Run the method ``work`` in this many new ranks, and return their outcomes and endings."""
-        events.record(devices=size)
+        events.need(size)
         skip_unless([lambda: accelerator.current().lacks_room_for(size)])
         carried = json.dumps({"temp_dir": self.temp_dir, **settings})
         with mock.patch.dict(os.environ, {_SETTINGS: carried}):

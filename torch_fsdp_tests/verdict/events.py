@@ -15,12 +15,14 @@ from torch_fsdp_tests.verdict.stream import TestResult
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
+LEAST_RANKS = "__least_ranks__"  # the attribute with the number of ranks that a test, or all of a class, declares
 PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # passes on what one process recorded as ``probed``
 
 _MODULE_PREFIX = "__main__."
 
 _running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
+_devices: dict[str | None, int] = {}  # needed by a test, or by any test of the file
 _watcher: Callable[[str | None], None] | None = None
 
 
@@ -45,6 +47,13 @@ def record(**fields: Any) -> None:
     if _running is None:
         _file_facts.update(fields)
     stream.send(stream.Facts(_running, stream.plain(fields)))
+
+
+def need(devices: int) -> None:
+    """Record that the running test, or some test of the file, needs this many devices. The most counts."""
+    if devices > _devices.get(_running, 0):
+        _devices[_running] = devices
+        record(devices=devices)
 
 
 def file_facts() -> Mapping[str, Any]:
@@ -76,6 +85,12 @@ def tests_in(suite: Iterable[Any]) -> Iterator[unittest.TestCase]:
             yield item
         elif isinstance(item, Iterable):
             yield from tests_in(item)
+
+
+def declared_ranks(test: unittest.TestCase) -> int:
+    """The least number of ranks that decorators of a test or of its class declare; 0 if they declare none."""
+    cls = type(test)
+    return max(getattr(each, LEAST_RANKS, 0) for each in (cls, getattr(cls, test._testMethodName, None)))
 
 
 class Suite(unittest.TestSuite):
@@ -190,6 +205,7 @@ class Reporting(unittest.TestResult):
         global _running
         super().startTest(test)
         _running = test_name(test)
+        _devices.pop(_running, None)  # of another test with its id
         self._verdict: Verdict | None = None
         self._ranks: tuple[RankResult, ...] = ()
         self._text: list[str] = []
