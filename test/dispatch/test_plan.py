@@ -19,6 +19,7 @@ from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, keywords, last_failures, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
+from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
@@ -368,6 +369,16 @@ class TestSelect(unittest.TestCase):
         with unittest.mock.patch("torch_fsdp_tests.dispatch.select.source_of", lambda path: source):
             files = {name: Path(f"{name}.py") for name in self.names}
             return select(files, include, exclude, Path("/somewhere/test"))
+
+    def test_files_that_pytest_would_find(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("test_a.py", "b/c_test.py", "testing.py", "b/latest.py", "b/._d_test.py", ".git/test_e.py"):
+                Path(folder, name).parent.mkdir(exist_ok=True)
+                Path(folder, name).touch()
+            found = discover(Path(folder))
+            self.assertEqual([*found], ["b/c_test", "test_a"])
+            for word in ("b/c_test", "b/c_test.py", "b", "b/*_test.py"):
+                self.assertEqual(select(found, [word], [], Path(folder)), [TestRun("b/c_test")])
 
     def test_ways_to_name(self):
         for word in (

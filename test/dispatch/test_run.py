@@ -202,6 +202,18 @@ class TestSelecting(TreeCase):
         self.assertEqual(self.code, 1)
         self.assertIn("No module named 'no_such_module'", self.err)
 
+    def test_a_listing_that_is_stopped_names_what_is_missing(self):
+        loaded = self.root / "loaded"
+        files = dict.fromkeys(("test_b", "test_c"), f"open({str(loaded)!r}, 'w').write('.'); time.sleep(60)\n{PASS}")
+        self.write({"test_a": PASS, **files})
+        process = self.start("--list", "--tests", "-j1")
+        self.wait_for(process, loaded)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        self.assertEqual((process.returncode, out), (130, "test_a::TestP::test_p\n"), err)
+        self.assertIn("[2/3] stopped test_b  before its tests were known\n", err)
+        self.assertIn("run_test.py: the tests of 2 files are not listed: test_b, test_c\n", err)
+
     @unittest.skipIf(torch_version() is None, "torch is not installed")
     def test_a_listing_of_files_that_call_run_tests(self):
         text = "#bare\nfrom torch_fsdp_tests.common_utils import TestCase, run_tests\n"
@@ -430,6 +442,34 @@ class TestDevices(TreeCase):
         self.check_refusals([(["--device", "foo"], words)], env=declared, limit=300)
         self.assertIn("run_test.py: unknown device 'foo': torch ", self.err)
         self.assertFalse((self.root / "ran").exists())
+
+
+class TestForeignDirectories(TreeCase):
+    """Without it, files of another project could import this checkout's ``test`` package, or not find their own."""
+
+    helper = "VALUE = 'theirs'\n"
+    text = body("from test.more.helper import VALUE; from beside import VALUE as other; print(VALUE, other)")
+
+    def write_helpers(self, *packages: str) -> None:
+        self.write({"more/test_x": self.text})
+        for path in ("test/more/helper.py", "beside.py"):
+            (self.root / path).write_text(self.helper)
+        for path in packages:
+            (self.tree / path / "__init__.py").touch()
+
+    def test_packages_around_another_test_directory(self):
+        for packages, folder in (((), "."), (("", "more"), "."), (("", "more"), "more"), (("",), ".")):
+            with self.subTest(packages=packages, folder=folder):
+                shutil.rmtree(self.tree)
+                self.write_helpers(*packages)
+                directory = ["--test-directory", self.tree / folder]
+                says = ["theirs theirs"]
+                self.check({}, directory, passed=1, says=says, env={"VERBOSE_TEST_LOGS": "1"})
+
+    def test_a_source_tree_of_torch_does_not_hide_the_installed_one(self):
+        (self.root / "torch").mkdir()
+        (self.root / "torch/__init__.py").touch()
+        self.check({"test_x": body(f"self.assertNotIn({str(self.root)!r}, sys.path)")}, passed=1)
 
 
 class TestReruns(TreeCase):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import hashlib
-import importlib
+import importlib.machinery
+import importlib.util
 import os
 import runpy
 import signal
@@ -27,7 +28,7 @@ from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
@@ -211,8 +212,7 @@ def main(argv: Sequence[str]) -> None:
 
         coverage.record_by_test(orders.part.name)
     run = install(orders)
-    sys.argv = [file, *arguments[arguments[:1] == ["--"] :]]
-    sys.path[0] = str(Path(file).parent)
+    _become(file, arguments[arguments[:1] == ["--"] :], orders.run.test_directory)
     try:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
@@ -232,9 +232,33 @@ def main(argv: Sequence[str]) -> None:
             raise
         sys.exit(1)
     if not run.happened:
-        words = "the file ended without running its tests: it must call run_tests() or unittest.main() at its end"
+        words = "the file ended without running its tests: end it with `if __name__ == '__main__': run_tests()`, which "
+        words += (
+            "torch_fsdp_tests.common_utils has, or with unittest.main(); `python -m pytest` runs functions of pytest"
+        )
         stream.send(stream.Broken(words))
         sys.exit(f"{os.path.basename(file)}: {words}")
+
+
+def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
+    """Take the arguments and the module path of ``python FILE ARGUMENTS``.
+
+    Files of another test directory also find the packages around it, before those of this checkout, as with pytest.
+    """
+    sys.argv = [file, *arguments]
+    sys.path[0] = os.path.dirname(file)
+    if directory.resolve() == installation.ROOT / DEFAULT_DIRECTORY:
+        return
+    above = directory.parent
+    while (above / "__init__.py").is_file():
+        above = above.parent
+    if not (above / "torch" / "__init__.py").is_file():  # a source tree of PyTorch would hide the installed one
+        sys.path.insert(1, str(above))
+    if directory.name == DEFAULT_DIRECTORY and not (directory / "__init__.py").is_file():
+        # Python prefers every package with an __init__.py, such as this checkout's of the same name.
+        spec = importlib.machinery.PathFinder.find_spec(directory.name, [str(directory.parent)])
+        if spec is not None and spec.loader is None:
+            sys.modules[directory.name] = importlib.util.module_from_spec(spec)
 
 
 def _take_seat(agent: str, file: str, *arguments: str) -> NoReturn:
@@ -242,8 +266,7 @@ def _take_seat(agent: str, file: str, *arguments: str) -> NoReturn:
     host.die_with_parent(int(agent))
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    sys.argv = [file, *arguments]
-    sys.path[0] = os.path.dirname(file)
+    _become(file, arguments, Path.cwd())
     try:
         runpy.run_path(file, run_name="__main__")
     except Exception as error:

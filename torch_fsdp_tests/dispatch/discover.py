@@ -7,15 +7,16 @@ from pathlib import Path
 
 
 def discover(directory: Path) -> dict[str, Path]:
-    """Every ``test_*.py`` below the directory, in order of the names. Hidden folders and caches are skipped.
+    """Every ``test_*.py`` and ``*_test.py`` below the directory, in order of the names, as pytest finds them.
 
-    A file's name is its path below the test directory, with ``/`` and without ``.py``.
+    What is hidden, and caches, are skipped. A file's name is its path below the test directory, with ``/`` and without
+    ``.py``.
     """
     found = {}
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in files:
-            if name.startswith("test_") and name.endswith(".py"):
+            if name.endswith(".py") and name[0] != "." and (name.startswith("test_") or name.endswith("_test.py")):
                 path = Path(folder, name)
                 found[path.relative_to(directory).with_suffix("").as_posix()] = path
     return dict(sorted(found.items()))
