@@ -23,7 +23,7 @@ from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How, worst_of_each
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
@@ -562,6 +562,38 @@ class TestOptions(unittest.TestCase):
             with self.subTest(name=name, text=text):
                 self.assertRegex(self.refused(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")
         self.assertEqual(self.parse("--seed", str(2**64 - 1)).seed, 2**64 - 1)
+
+
+class TestOutcomes(unittest.TestCase):
+    """Without it, a test that fails in one process could count as one that passes when it is repeated."""
+
+    def outcomes(self, *attempts: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The outcome of ``T.a``, and the flaky tests, after processes that reported these outcomes of it."""
+        job = Job(ShardedTest(TestRun("f")), 0)
+        reported = (worst_of_each(TestResult("T.a", State(outcome)) for outcome in each) for each in attempts)
+        file = FileResult(tuple(Attempt(job, Ending(How.EXITED, 0), tuple(tests), 0, 1) for tests in reported))
+        return [test.outcome.value for test in file.tests()], file.flaky()
+
+    def test_only_another_process_repeats_a_test(self):
+        for attempts, expected in {
+            (("failed", "passed"),): (["failed"], []),
+            (("passed", "failed"),): (["failed"], []),
+            (("passed", "crashed", "skipped"),): (["crashed"], []),
+            (("passed", "skipped"),): (["skipped"], []),
+            (("failed", "passed"), ("passed", "passed")): (["passed"], ["T.a"]),
+            (("failed", "passed"), ("failed", "passed")): (["failed"], []),
+        }.items():
+            with self.subTest(attempts):
+                self.assertEqual(self.outcomes(*attempts), expected)
+
+    def test_what_is_kept_of_several_outcomes(self):
+        results = [
+            TestResult("T.a", State.FAILED, seconds=1.0, reason="why", notes=("a leak",)),
+            TestResult("T.b", State.PASSED),
+            TestResult("T.a", State.PASSED, seconds=2.0, notes=("another",)),
+        ]
+        kept = dataclasses.replace(results[0], seconds=3.0, notes=("a leak", "another"))
+        self.assertEqual(worst_of_each(results), [kept, results[1]])
 
 
 class TestMemory(unittest.TestCase):

@@ -475,6 +475,19 @@ class TestForeignDirectories(TreeCase):
 class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 
+    def test_a_second_outcome_in_one_process_is_no_rerun(self):
+        """The results of TestOutcomes of test_plan, for an alias of a class."""
+        fails = "n = []\n" + body("n.append(1); self.assertNotIn(len(n), FAILS)", "pass") + "TestY = TestX\n"
+        self.write({"test_a": f"FAILS = [1]\n{fails}", "test_b": f"FAILS = [2]\n{fails}"})
+        note = r"note: several tests have the same id, of which the worst outcome counts: TestX.test_1, TestX.test_2\n"
+        for reruns in (0, 1):
+            arguments = ["--keep-going", "--reruns", reruns, "--save-xml", self.root / "xml"]
+            out = self.check({}, arguments, passed=2, failed=2, says=[note])
+            self.assertNotIn("flaky", out)
+        tags = {place: [element.tag for element in case] for place, case in self.read_junit().items()}
+        self.assertEqual(tags["test_a", "TestX.test_1"], ["failure", "rerunFailure"])
+        self.assertEqual(tags["test_a", "TestX.test_2"], [])
+
     def test_flaky_and_failing(self):
         marker = self.root / "marker"
         flaky = f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)"

@@ -5,6 +5,7 @@ Nothing here waits. The owner of the children does.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -17,10 +18,10 @@ from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, How
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, How, worst_of_each
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.processes.children import Child, Children
-from torch_fsdp_tests.verdict import Phase, Scope, State, stream
+from torch_fsdp_tests.verdict import Phase, Scope, State, shown, stream
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
@@ -158,7 +159,9 @@ class TestProcess:
             output = f"the output cannot be read: {error}"
         shutil.rmtree(self.directory, ignore_errors=True)  # not only at the end: a run may have thousands of processes
         output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))
-        tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
+        tests = worst_of_each([*self.results, *self._blame(ending, output), *self._not_reached(ending)])
+        if twice := [name for name, times in collections.Counter(self._announced).items() if times > 1]:
+            notes.append(f"several tests have the same id, of which the worst outcome counts: {shown(twice)}")
         return Attempt(
             job=self.job,
             ending=ending,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
@@ -48,9 +49,24 @@ class Ending:
         return _WORDS[self.how][1].format(self.detail)
 
 
+def worst_of_each(tests: Iterable[TestResult]) -> list[TestResult]:
+    """One result for each name. If one process reports several, such as for an alias of a class, the worst counts."""
+    kept: dict[str, TestResult] = {}
+    for test in tests:
+        if (other := kept.get(test.name)) is not None:
+            worse = test if test.outcome.is_worse_than(other.outcome) else other
+            seconds, notes = other.seconds + test.seconds, (*other.notes, *test.notes)
+            test = dataclasses.replace(worse, seconds=round(seconds, 6), notes=notes)
+        kept[test.name] = test
+    return list(kept.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One process of one job, from start to end. Seconds ``began`` and ``ended`` count from the start of the run."""
+    """One process of one job, from start to end. It has one result for each name.
+
+    Seconds ``began`` and ``ended`` count from the start of the run.
+    """
 
     job: Job
     ending: Ending
