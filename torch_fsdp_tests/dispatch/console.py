@@ -180,7 +180,9 @@ class Console:
         elif not results and not file.was_stopped:
             word = "empty"
         elif self._run.list_tests and not file.is_bad:
-            self.say(f"[{self._done:{self._width}d}/{self._total}] listed  {file.name}  {plural(len(tests), 'test')}")
+            listed = f"listed  {file.name}  {plural(len(tests), 'test')}"
+            listed = f"stopped {file.name}  before its tests were known" if file.has_no_news else listed
+            self.say(f"[{self._done:{self._width}d}/{self._total}] {listed}")
             return
         counted = sum(test.outcome is not State.NOT_RUN for test in tests)
         about = [plural(counted, "test")]

@@ -27,7 +27,7 @@ from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.launcher import Launch
-from torch_fsdp_tests.verdict import closing_line, tally
+from torch_fsdp_tests.verdict import closing_line, shown, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.compare import Report
@@ -304,6 +304,9 @@ def _print_tests(results: Results) -> ExitStatus:
                 _print(f"{file.job.part.name}::{test.name.replace('.', '::')}")
     for words in (*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()])):
         _remark(words)
+    left = [*(file.name for file in results.files if file.has_no_news), *results.not_started]
+    if left:
+        _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {shown(left)}")
     status = results.exit_code()
     listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
     return ExitStatus.OK if listed else status

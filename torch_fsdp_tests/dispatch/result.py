@@ -142,6 +142,11 @@ class FileResult:
         return self.attempts[-1].ending.how is How.STOPPED
 
     @property
+    def has_no_news(self) -> bool:
+        """Whether it was stopped before its tests were known."""
+        return self.was_stopped and not self.tests()
+
+    @property
     def seconds(self) -> float:
         return sum(attempt.seconds for attempt in self.attempts)
 
