@@ -383,7 +383,7 @@ class TestComparison(unittest.TestCase):
                 "\nnewly failing: distributed/fsdp/test_fsdp_hybrid_shard::TestHybrid.test_crashes\n", out.getvalue()
             )
             self.assertRegex(
-                err.getvalue(), "/no/where cannot be read: .*\nusage: .*(?s:.)*arguments are required: AFTER.json"
+                err.getvalue(), "/no/where cannot be read: .*\nusage: .*(?s:.)*arguments are required: AFTER"
             )
 
 

@@ -248,7 +248,7 @@ class TestReports(TreeCase):
             "newly skipped: test_x::TestX.test_2: lately",
             "new: test_x::TestNew.test_1",
         ]
-        arguments = ["--report", second, "--compare", first / "report.json", "--keep-going", "-i", "*", "-k", "test"]
+        arguments = ["--report", second, "--compare", first, "--keep-going", "-i", "*", "-k", "test"]
         says += ["comparison: .*second/compare.html"]
         self.check({"test_x": changed}, arguments, passed=2, failed=1, skipped=1, says=says)
         report = json.loads((second / "report.json").read_text())
@@ -368,6 +368,7 @@ class TestReports(TreeCase):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
             self.check_refusals([(["--compare", self.write_json("old.json", text)], "old.json")])
+        self.check_refusals([(["--compare", self.root], f"{self.root}/report.json cannot be read: No such file")])
         self.write_json("test-times.json", [])
         self.check_refusals([(["--save-times", self.root], "test-times.json")])
         self.assertFalse((self.root / "ran").exists())

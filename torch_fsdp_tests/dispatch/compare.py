@@ -21,6 +21,7 @@ from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.features import FEATURES, summary
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
+from torch_fsdp_tests.dispatch.report import FILE
 from torch_fsdp_tests.dispatch.slower import (
     Report,
     Test,
@@ -75,7 +76,11 @@ class Difference:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a ``report.json``, possibly of an earlier version. Raises :class:`MalformedList` for any other file."""
+    """Load a ``report.json``, or that of a folder, possibly of an earlier version.
+
+    Raises :class:`MalformedList` for any other file.
+    """
+    path = path / FILE if path.is_dir() else path
     report = read_json(path)
     try:
         for test in tests_of(report).values():
@@ -289,8 +294,8 @@ def main(arguments: Sequence[str]) -> int:
         description="Print what differs between the report.json of two runs: tests that newly fail or pass, tests "
         "that are new or gone, and tests that became slower or faster. The exit status is 0 even if something differs.",
     )
-    parser.add_argument("before", type=Path, metavar="BEFORE.json", help="the report of the earlier run")
-    parser.add_argument("after", type=Path, metavar="AFTER.json", help="the report of the later run")
+    parser.add_argument("before", type=Path, metavar="BEFORE", help="the report.json of the earlier run, or its folder")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="that of the later run")
     words = "also write a page that shows both runs side by side"
     parser.add_argument("page", type=Path, nargs="?", metavar="PAGE.html", help=words)
     given = parser.parse_args(arguments)

@@ -266,7 +266,8 @@ def make_parser() -> Parser:
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "report what differs from the report.json of an earlier run; with --report also as a page, compare.html"
+    words = "report what differs from the report.json of an earlier run, or of its folder; "
+    words += "with --report also as a page, compare.html"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
     words = f"accepted, so that command lines of its CI can be pasted: {', '.join((*WITHOUT_EFFECT, WITH_VALUE))} VALUE"
@@ -370,7 +371,7 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
     if run.is_repeated and (run.list_files or run.dry_run or run.coverage or run.reruns):
         other = "--list" if run.list_files else "--dry-run" if run.dry_run else "--coverage" if run.coverage else ""
         return f"--repeat and --for cannot be used with {other or '--reruns, which repeats only what failed'}"
-    if run.compare is not None and not run.compare.is_file():
+    if run.compare is not None and not run.compare.exists():
         return f"--compare: there is no file {run.compare}"
     return None if run.list_files or run.dry_run else _unwritable(run)
 
