@@ -97,7 +97,8 @@ class Defect:
     of the message, with `` ... `` for what varies.
     ``since`` is the first version that has the broken feature; ``data/seen.json`` says which of the versions since then
     have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
-    ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
+    ``upstream`` are issues and pull requests of torch. ``documented`` says where torch's documentation promises what is
+    right; without it, the plain module or optimizer is the measure. ``arguable`` is an argument that it is no defect.
     ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
     comparison), and of the signals that kill a rank. ``races`` has patterns with ``*`` for the words in which the race
     detector names accesses that nothing orders because of this defect. It attributes such races to the defect.
@@ -116,6 +117,7 @@ class Defect:
     needs: str = ""  # a capability of the device, as in ``accelerator.CAPABILITIES``
     package: str = ""  # what Python imports
     upstream: tuple[str, ...] = ()
+    documented: str = ""
     arguable: str = ""
     fails_with: tuple[str, ...] = ("AssertionError",)
     races: tuple[str, ...] = ()

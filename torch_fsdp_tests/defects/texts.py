@@ -69,7 +69,12 @@ def answer(defect: Defect, torch_version: str) -> str:
         f"    workaround: {defect.workaround}",
         f"    takes: {', '.join(defect.uses)}; at fault: {defect.component.value}",
     ]
-    optional = {"ends in": defect.message, "arguable": defect.arguable, "upstream": ", ".join(defect.upstream)}
+    optional = {
+        "ends in": defect.message,
+        "documented": defect.documented,
+        "arguable": defect.arguable,
+        "upstream": ", ".join(defect.upstream),
+    }
     return "\n".join(lines + [f"    {name}: {words}" for name, words in optional.items() if words])
 
 
@@ -134,6 +139,7 @@ def issue(finding: Finding) -> str:
     defect = finding.defect
     who = "" if finding.rank is None else f" (rank {finding.rank})"
     related = f"\nRelated: {', '.join(defect.upstream)}\n" if defect.upstream else ""
+    documented = f"\nDocumented: {defect.documented}\n" if defect.documented else ""
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
     workaround = f"\nA workaround: {defect.workaround}\n" if defect.workaround != registry.NO_WORKAROUND else ""
     result = (
@@ -142,7 +148,7 @@ def issue(finding: Finding) -> str:
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )
     return (
-        f"# {defect.title}\n\n## What happens\n\n{defect.explanation}\n{arguable}{workaround}{related}\n"
+        f"# {defect.title}\n\n## What happens\n\n{defect.explanation}\n{documented}{arguable}{workaround}{related}\n"
         f"## Reproduction\n\n```python\n{script(defect)}```\n\n{result}\n\n"
         f"## Where\n\n`{defect.where}`\n\n## Environment\n\n```\n{collect_env.get_pretty_env_info()}\n```\n"
     )

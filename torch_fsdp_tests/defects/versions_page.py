@@ -103,6 +103,7 @@ def _defect(defect: Defect, versions: list[str]) -> str:
         "Versions": page.text(texts.history(defect)),
         "Ends in": page.code(defect.message) * bool(defect.message),
         "Where": page.code(defect.where),
+        "Documented": page.prose(defect.documented) * bool(defect.documented),
         "Arguable": page.prose(defect.arguable),
         "Upstream": ", ".join(upstream),
         "Name": page.code(defect.id),
