@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as c10d
+
 from torch_fsdp_tests.common_distributed.case import (
     TIMEOUT_DEFAULT,
     TIMEOUT_OVERRIDE,
@@ -12,7 +14,7 @@ from torch_fsdp_tests.common_distributed.case import (
 )
 from torch_fsdp_tests.common_distributed.continuous import DeviceContinuousTest, MultiProcContinuousTest
 from torch_fsdp_tests.common_distributed.modules import SaveForwardInputsModel, SaveForwardInputsModule
-from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase
+from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase, logger
 from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase
 from torch_fsdp_tests.common_distributed.requirements import (
     TEST_SKIPS,

@@ -155,9 +155,6 @@ class RankTestCase(TestCase):
     MAIN_RANK = -1
     rank: int = MAIN_RANK
     _spawner = ""  # the method that a test class calls in its setUp
-    special_return_code_checks: dict[Callable, int] = {}
-    skip_return_code_checks: Sequence[Callable] = ()
-
     _group: RankGroup | None = None
 
     @functools.cached_property  # unlike a property, a test may replace it by assignment
@@ -198,17 +195,18 @@ class RankTestCase(TestCase):
         self._group = group
         self.addCleanup(self._close, group)
 
-    def _join_ranks(self, fn: Callable) -> None:
-        """Wait for the ranks and raise their verdict. ``fn`` is the function of the test."""
+    def _ranks(self) -> RankGroup:
+        """The ranks of the current test."""
         if self._group is None:
             words = f"{self.id()} started no rank, so nothing was tested: call self.{self._spawner}() in its setUp"
             raise RanksErred(Verdict(State.ERROR, words, Phase.FIXTURE))
-        limit = get_timeout(self.id())
-        reports = self._group.wait(limit)
-        if fn in self.skip_return_code_checks:
-            reports = [report.with_any_ending() for report in reports]
-        self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
-        self._close(self._group)
+        return self._group
+
+    def _join_ranks(self, fn: Callable) -> None:
+        """Wait for the ranks and raise their verdict. ``fn`` is the function of the test."""
+        group, limit = self._ranks(), get_timeout(self.id())
+        self._conclude(group.wait(limit), limit)
+        self._close(group)
 
     def _ask_requirements(self, world_size: int) -> None:
         """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
@@ -223,8 +221,13 @@ class RankTestCase(TestCase):
         test = getattr(type(self), self._testMethodName)
         skip_unless([*requirements_of(test), lambda: accelerator.current().lacks_room_for(world_size)])
 
-    def _conclude(self, reports: Sequence[RankReport], limit: float, expected_code: int = 0) -> None:
+    def _conclude(self, reports: Sequence[RankReport], limit: float) -> None:
         """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
+        self._digest(reports)
+        raise_verdict(judge(reports, limit, SKIP_CODES))
+
+    def _digest(self, reports: Sequence[RankReport]) -> None:
+        """Take what the ranks' reports say beside their outcome."""
         if settings.SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:
@@ -233,7 +236,6 @@ class RankTestCase(TestCase):
         blocks = defect_blocks.current()  # of the test that runs in this process
         if blocks is not None:
             blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
-        raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:
         """Tell the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""

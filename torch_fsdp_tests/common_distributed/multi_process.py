@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
+import faulthandler
 import functools
+import logging
+import multiprocessing
 import os
-from collections.abc import Callable
+import select
+import tempfile
+import time
+import traceback
+import unittest
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
-from torch_fsdp_tests.common_distributed.requirements import ranks_of
-from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.common_distributed.case import (
+    RankTestCase,
+    get_timeout,
+    named_leaks,
+    raise_verdict,
+    run_in_rank,
+)
+from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
+from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, ranks_of
+from torch_fsdp_tests.common_utils import set_rng_seed, state
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, start_ranks
-from torch_fsdp_tests.ranks.outcome import enters_test
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Outcome, RanksErred, calls, is_launched, start_ranks
+from torch_fsdp_tests.ranks.outcome import RankReport, enters_test, judge, shorten, shorten_stacks
+from torch_fsdp_tests.verdict import Phase, State, Verdict
 
 __unittest = True
+
+logger = logging.getLogger("torch_fsdp_tests.common_distributed")
+
+ANSWER_LIMIT = 3.0  # seconds for ranks past their limit to answer through their pipes
+_SENT_TEXT = 50_000  # characters of a traceback that a rank sends: more could fill the pipe, which nobody reads yet
+
+
+def received(pipe: Connection) -> Any:
+    """The next message that has arrived as a whole, or None. Never waits."""
+    try:
+        os.set_blocking(pipe.fileno(), False)
+        return pipe.recv()
+    except (OSError, EOFError):  # there is none, or only a part of one, or the pipe is closed
+        return None
 
 
 class MultiProcessTestCase(RankTestCase):
@@ -40,12 +76,20 @@ class MultiProcessTestCase(RankTestCase):
     any way.
     """
 
+    class Event(enum.Enum):
+        """What the test process asks of a rank through its pipe."""
+
+        GET_TRACEBACK = 1
+
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
-    TEST_ERROR_EXIT_CODE = 10  # upstream's name; here a rank reports its exception and exits with 0
+    TEST_ERROR_EXIT_CODE = ERROR_EXIT_CODE
 
     file_name: str = ""
     _spawner = "_spawn_processes"
     _assignment: Assignment  # in a rank
+    _reports: Sequence[RankReport] = ()  # of the ranks of the current test
+    _limit = 0.0  # seconds that the ranks had
+    _is_judged = False  # the harness' own verdict on the ranks is that the test passed
     _device_before: torch.device | None = None  # torch's default device, before the harness changed it for the test
 
     @property
@@ -75,11 +119,17 @@ class MultiProcessTestCase(RankTestCase):
         """
         return get_timeout(self.id()) * COLLECTIVE_SHARE
 
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        super().__init__(method_name, methodName)
+        self._start_processes = self._with_ranks(self._start_processes)  # type: ignore[method-assign]
+
     def setUp(self) -> None:
         super().setUp()
         self.special_return_code_checks: dict[Callable, int] = {}
         self.skip_return_code_checks: list[Callable] = []
-        self.processes: list = []
+        self.processes: list[BaseProcess] = []
+        self.pid_to_pipe: dict[int | None, Connection] = {}
+        self._answers: dict[int, Any] = {}  # of ranks past their limit
 
     def _current_test_name(self) -> str:
         """The name of the test method."""
@@ -92,40 +142,193 @@ class MultiProcessTestCase(RankTestCase):
         world size below 1, :class:`~torch_fsdp_tests.ranks.HarnessError` if the ranks cannot be started, and
         :class:`~torch_fsdp_tests.device.accelerator.ConfigurationError` if the requested device is not available.
         """
-        world_size = int(self.world_size)
-        self._ask_requirements(world_size)
-        group = start_ranks(type(self), self._current_test_name(), world_size)
-        self._take_ranks(group)
-        self.processes, self.file_name = group.processes, group.file_name
+        self._start_processes(multiprocessing.get_context("spawn").Process)
 
     _fork_processes = _spawn_processes  # upstream has both; here a test does not choose how ranks are started
 
-    def _start_processes(self, proc: object) -> None:
-        self._spawn_processes()
+    def _start_processes(self, proc: Callable[..., BaseProcess]) -> None:
+        """Make and start a process of multiprocessing for each rank. Subclasses may override or extend this method.
+
+        Whatever ``proc`` makes, ``start()`` starts a rank: a fork of the rank server, which runs the process object.
+        """
+        self.processes = []
+        fake = {"fake_pg": True} if getattr(self, "fake_pg", False) else {}
+        for rank in range(int(self.world_size)):
+            ours, theirs = multiprocessing.Pipe()
+            arguments = (rank, self._current_test_name(), self.file_name, theirs)
+            process = proc(target=type(self)._run, name=f"rank {rank}", args=arguments, kwargs=fake)
+            process.start()
+            theirs.close()
+            self.pid_to_pipe[process.pid] = ours
+            self.processes.append(process)
+
+    def _with_ranks(self, start_processes: Callable[..., None]) -> Callable[..., None]:
+        """Return ``_start_processes`` with a ``proc`` whose processes are the ranks of a new group."""
+
+        @functools.wraps(start_processes)
+        def start(proc: Callable[..., BaseProcess]) -> None:
+            world_size = int(self.world_size)
+            self._ask_requirements(world_size)
+            is_ours = type(self)._start_processes is MultiProcessTestCase._start_processes
+            if is_launched() and not is_ours:
+                self._refuse(
+                    "_start_processes",
+                    "cannot start the ranks of a launcher: run this file without the launcher, or set "
+                    f"{settings.LAUNCHED_VARIABLE}=0",
+                )
+            group = start_ranks(type(self), self._current_test_name(), world_size, at_once=False)
+            self._take_ranks(group)
+            self.file_name = group.file_name
+            limit = get_timeout(self.id())
+            launched = iter(group.processes)
+
+            def popen(process: BaseProcess) -> RankPopen:
+                del process._Popen  # type: ignore[attr-defined]  # it cannot be sent to the rank
+                if is_launched():
+                    return RankPopen(group, next(launched), limit)
+                return RankPopen.started(group, process, limit)
+
+            def make(*args: Any, **kwargs: Any) -> BaseProcess:
+                process = proc(*args, **kwargs)
+                process._Popen = popen  # type: ignore[attr-defined]
+                return process
+
+            start_processes(make)
+            started = sum(process.is_there for process in group.processes)
+            if not is_launched() and started < world_size:
+                self._refuse(
+                    "_start_processes",
+                    f"started {started} of {world_size} ranks: call start() of one process that `proc` makes for "
+                    "each rank",
+                )
+
+        return start
+
+    def _refuse(self, hook: str, words: str) -> None:
+        owner = next(cls.__qualname__ for cls in type(self).__mro__ if hook in vars(cls))
+        raise RanksErred(Verdict(State.ERROR, f"{owner}.{hook} {words}", Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
         self._join_processes(fn)
 
     def _join_processes(self, fn: Callable) -> None:
-        super()._join_ranks(fn)
+        """Wait for the ranks, and judge them with :meth:`_check_return_codes`, to which ``fn`` is passed."""
+        group = self._ranks()
+        began, limit = time.monotonic(), get_timeout(self.id())
+        while (left := group.left(limit)) > 0:
+            select.select([group], [], [], left)
+        if group.hangs:
+            self._get_timedout_process_traceback()
+        self._reports, self._limit, self._is_judged = group.wait(limit), limit, False
+        self._digest(self._reports)
+        try:
+            self._check_return_codes(fn, time.monotonic() - began)
+            if not self._is_judged and (verdict := self._judge(fn)).state is not State.PASSED:
+                accepted = verdict.text.partition("\n")[0].rstrip(":")
+                state.notes.add(self.id(), [f"passed because its _check_return_codes accepts that {accepted}"])
+        finally:
+            for pipe in self.pid_to_pipe.values():
+                pipe.close()
+        self._close(group)
+
+    def _check_return_codes(self, fn: Callable, elapsed_time: float) -> None:
+        """Raise the verdict on the ranks; return if the test passed. ``fn`` is the function of the test.
+
+        An override that does not call this judges alone, by the ``exitcode`` of ``self.processes``. What it accepts is
+        then in the test's notes.
+        """
+        raise_verdict(self._judge(fn))
+        self._is_judged = True
+
+    def _judge(self, fn: Callable) -> Verdict:
+        self._reports = [self._with_message(report) for report in self._reports]
+        reports = self._reports
+        if fn in self.skip_return_code_checks:
+            reports = [report.with_any_ending() for report in reports]
+        return judge(reports, self._limit, SKIP_CODES, self.special_return_code_checks.get(fn, 0))
+
+    def _with_message(self, report: RankReport) -> RankReport:
+        """Add what a rank has sent through its pipe. If it has left with the code for errors, this is its error."""
+        if report.outcome is not None:
+            return report
+        pipe = self.pid_to_pipe.get(self._ranks().processes[report.rank].pid)
+        text = self._answers.pop(report.rank, None) or (received(pipe) if pipe is not None else None)
+        if report.ending.code == self.TEST_ERROR_EXIT_CODE:
+            text = shorten(str(text or report.stacks).strip()) or "it sent no traceback through its pipe"
+            exception, _, message = text.splitlines()[-1].partition(": ")
+            told = Outcome(
+                report.rank, State.ERROR, text, report.at, from_body=True, exception=exception, message=message
+            )
+            return dataclasses.replace(report, outcome=told)
+        if text is not None:
+            answer = f"it answered {self.Event.GET_TRACEBACK.name}:\n{shorten_stacks(str(text))}"
+            return dataclasses.replace(report, stacks=f"{report.stacks}\n{answer}".strip())
+        return report
+
+    def _get_timedout_process_traceback(self) -> None:
+        """Ask the ranks that still run for tracebacks, through their pipes. Their answers stand in the report.
+
+        Only a ``run_test`` of a subclass may listen there. The stacks of all ranks are in the report anyway.
+        """
+        if type(self).run_test is MultiProcessTestCase.run_test:
+            return
+        asked: dict[Connection, int] = {}
+        for rank, process in enumerate(self.processes):
+            pipe = self.pid_to_pipe.get(process.pid)
+            if pipe is not None and process.exitcode is None:
+                with contextlib.suppress(OSError):
+                    pipe.send(self.Event.GET_TRACEBACK)
+                    asked[pipe] = rank
+        give_up = time.monotonic() + ANSWER_LIMIT
+        while asked and (left := give_up - time.monotonic()) > 0:
+            for pipe in set(asked).intersection(wait(list(asked), left)):
+                self._answers[asked.pop(pipe)] = received(pipe)
+
+    @staticmethod
+    def _event_listener(parent_pipe: Connection, signal_pipe: Connection, rank: int) -> None:
+        """Answer each :class:`Event` of the test process with the stacks of this rank, in a thread of a ``run_test``.
+
+        Returns when something arrives on ``signal_pipe``, or when the test process closes its end.
+        """
+        while signal_pipe not in (ready := wait([parent_pipe, signal_pipe])):
+            try:
+                event = parent_pipe.recv()
+            except (OSError, EOFError):
+                return
+            if event is MultiProcessTestCase.Event.GET_TRACEBACK and parent_pipe in ready:
+                with tempfile.TemporaryFile("w+") as stacks:
+                    faulthandler.dump_traceback(stacks)
+                    stacks.seek(0)
+                    parent_pipe.send(stacks.read())
+                logger.info("rank %s has sent its stacks", rank)
 
     @classmethod
     @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
         accelerator.expect(assignment.world_size)
-        rank, file_name = assignment.index, assignment.file_name
-        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
+        rank = assignment.index
         cls._assignment = assignment
         for test in assignment.orders():
-            run = functools.partial(cls._run, rank, test, file_name, None, **fake)
-            assignment.report(run_in_rank(rank, run))
+            assignment.report(run_in_rank(rank, functools.partial(cls._called, assignment, test)))
+
+    @classmethod
+    def _called(cls, assignment: Assignment, test: str) -> None:
+        """Run what the test process has sent. The ranks of a launcher get nothing, and run the test."""
+        if assignment.call is not None:
+            calls.unpack(assignment.call, assignment.files).run()
+            return
+        ours, theirs = multiprocessing.Pipe()
+        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
+        with ours:
+            cls._run(assignment.index, test, assignment.file_name, theirs, **fake)
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         """Run one test in the current process as ``rank``. Subclasses override this method to build what every rank
         needs.
 
-        ``parent_pipe`` exists for upstream's signature, and is always None. What the test raises is reported from here.
+        ``parent_pipe`` leads to the test process, as upstream (see :meth:`run_test`). What the test raises is reported
+        from here.
         """
         self = cls(test_name)
         self.rank = rank
@@ -137,12 +340,21 @@ class MultiProcessTestCase(RankTestCase):
 
         After a failure the group stays open, because the other ranks may be in a collective that would never end. A
         group that existed before the test stays open too.
+
+        As upstream, the traceback of a failure goes through ``parent_pipe``. A subclass that runs the test itself may
+        send one and exit with :attr:`TEST_ERROR_EXIT_CODE`: this is an error of the test, with that text.
         """
         set_rng_seed()
         had_group = dist.is_initialized()
         with named_leaks(self._assignment):
             try:
                 self._run_body(test_name)
+            except unittest.SkipTest:
+                raise
+            except Exception:
+                with contextlib.suppress(OSError):  # a test may have closed it
+                    parent_pipe.send(traceback.format_exc()[-_SENT_TEXT:])
+                raise
             finally:
                 if self._device_before is not None:
                     torch.set_default_device(self._device_before)

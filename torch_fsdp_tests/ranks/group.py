@@ -18,6 +18,7 @@ from typing import Protocol
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
+from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import (
     COLLECTIVE_SHARE,
@@ -46,8 +47,10 @@ class Place(Protocol):
     file_name: str  # where the ranks meet
     selector: selectors.DefaultSelector  # tells when something may have arrived
 
-    def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
-        """Start the processes. Raises :class:`HarnessError` if the request cannot be sent."""
+    def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
+        """Start the processes. A ``call`` is for a single one on this machine. Raises :class:`HarnessError` if the
+        request cannot be sent.
+        """
 
     def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
@@ -113,9 +116,18 @@ class RankGroup:
     """
 
     def __init__(
-        self, cls: type, test: str | None, world_size: int, *, threads: bool = False, place: Place | None = None
+        self,
+        cls: type,
+        test: str | None,
+        world_size: int,
+        *,
+        threads: bool = False,
+        place: Place | None = None,
+        at_once: bool = True,
     ) -> None:
+        """If not ``at_once``, :meth:`start` must be called once for each process."""
         self.world_size = world_size
+        self._task = protocol.Task(cls.__module__, cls.__qualname__, test, world_size)
         count = 1 if threads else world_size
         share = world_size // count
         self.processes = [Process(index, range(index * share, (index + 1) * share)) for index in range(count)]
@@ -130,13 +142,34 @@ class RankGroup:
         self._started: list[float] = []  # the times at which processes, or their next test, started
         self._bad_since: float | None = None  # the time at which the first problem of a rank was noticed
         active.append(self)  # this comes first, because a signal may end this process at any moment
-        try:
-            self._place.start(protocol.Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
+        if at_once:
+            try:
+                self._place.start(self._task, range(count))
+            except BaseException:
+                self._release()
+                raise
             self._start_began = time.monotonic()
             self._enter(Stage.STARTING)
-        except BaseException:
-            self._release()
-            raise
+        else:
+            for process in self.processes:
+                process.is_over = True
+
+    def start(self, call: Call) -> Process:
+        """Start the next process of a group that does not start at once, and wait until it exists.
+
+        Raises :class:`HarnessError` if that fails, and ``RuntimeError`` if no process is left to start.
+        """
+        process = next((each for each in self.processes if not each.is_there), None)
+        if process is None:
+            raise RuntimeError(f"all {len(self.processes)} ranks have been started: start one for each rank")
+        self._place.start(self._task, [process.index], call=call)
+        process.is_over = False
+        self._start_began = time.monotonic()
+        self._enter(Stage.STARTING)
+        self._hear_until(lambda: process.is_there, self._start_began + START_LIMIT)
+        if not process.is_there:
+            self._check_started()
+        return process
 
     def run(self, test: str, limit: float) -> list[RankReport]:
         """Run one more test in ranks that stay, and return reports like :meth:`wait`. The limit starts now."""
@@ -180,6 +213,11 @@ class RankGroup:
         """
         self._hear(0)
         return 0.0 if self._is_done() else max(0.0, self._deadline(limit) - time.monotonic())
+
+    @property
+    def hangs(self) -> bool:
+        """Whether ranks still run at their limit, although nothing else went wrong."""
+        return self._stage is Stage.RUNNING and self._bad_since is None and not self._is_done()
 
     def fileno(self) -> int:
         """A descriptor that can be read when there is news."""

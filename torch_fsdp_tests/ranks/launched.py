@@ -30,6 +30,7 @@ from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
+from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError
@@ -138,7 +139,8 @@ class LaunchedRanks:
         self._answers: dict[int, protocol.Collected] = {}
         self._events: list[protocol.Event] = []  # news that came while this waited for an answer
 
-    def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
+    def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
+        assert call is None  # it could not be sent to another machine
         self._seats = self._all.gather(list(processes))
         order = self._all.start_rank(task, self.file_name, self._seats)
         unchanged = dataclasses.replace(order, changed={}, removed=())
@@ -324,6 +326,15 @@ def conclude(status: int) -> int:
     return status if _seats is None else _seats.conclude(status)
 
 
-def start_ranks(cls: type, test: str | None, world_size: int) -> RankGroup:
-    """Start the ranks of one test as processes: the launcher's ranks if there are any, else new ones here."""
-    return RankGroup(cls, test, world_size, place=None if _seats is None else LaunchedRanks(_seats))
+def is_launched() -> bool:
+    """Whether the ranks are those of a launcher."""
+    return _seats is not None
+
+
+def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool = True) -> RankGroup:
+    """Start the ranks of one test as processes: the launcher's ranks if there are any, else new ones here.
+
+    If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a launcher always start at once.
+    """
+    place = None if _seats is None else LaunchedRanks(_seats)
+    return RankGroup(cls, test, world_size, place=place, at_once=at_once or _seats is not None)

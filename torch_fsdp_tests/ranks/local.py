@@ -18,6 +18,7 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.leaks import remove_files
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol
+from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.outcome import TEXT_LIMIT, HarnessError, death_of_server, shorten_stacks
 from torch_fsdp_tests.ranks.rank import STACKS_SIGNAL
 from torch_fsdp_tests.ranks.server import living_server, preparation, start_method
@@ -56,18 +57,30 @@ class LocalRanks:
 
     def __init__(self, file_name: str | None = None) -> None:
         self.selector = selectors.DefaultSelector()
-        self.over = True  # no process exists
+        self._starts: set[int] = set()  # whose processes are not over
         self._directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
         self.file_name = file_name or str(self._directory / "rendezvous")
         self._processes: dict[int, _Process] = {}
         self._pids: set[int] = set()
 
+    @property
+    def over(self) -> bool:
+        """No process exists."""
+        return not self._starts
+
     def start(
-        self, task: protocol.Task, processes: Iterable[int], environment: Mapping[str, str] | None = None
+        self,
+        task: protocol.Task,
+        processes: Iterable[int],
+        environment: Mapping[str, str] | None = None,
+        call: Call | None = None,
     ) -> None:
-        self._directory.mkdir(mode=0o700)
-        (self._directory / "rendezvous").touch()
-        self._server = living_server()
+        is_first = not self._processes
+        if is_first:
+            self._directory.mkdir(mode=0o700)
+            (self._directory / "rendezvous").touch()
+            self._server = living_server()
+        new: dict[int, _Process] = {}
         theirs: list[int] = []
         try:
             for index in processes:
@@ -75,19 +88,20 @@ class LocalRanks:
                 read, write = os.pipe()
                 os.set_blocking(read, False)
                 theirs += [other.detach(), write]
-                self._processes[index] = _Process(channel, read, self._directory / f"output{index}")
-            self._start = next(_numbers)
+                new[index] = self._processes[index] = _Process(channel, read, self._directory / f"output{index}")
+            number = next(_numbers)
             self._server.connection.send(
                 protocol.Start(
-                    start=self._start,
+                    start=number,
                     task=task,
-                    processes=tuple(self._processes),
+                    processes=tuple(new),
                     file_name=self.file_name,
                     directory=str(self._directory),
                     cwd=os.getcwd(),
                     environment=dict(environment_of_ranks() if environment is None else environment),
                     preparation=preparation() if start_method() == "spawn" else None,
-                    descriptors=tuple(theirs),
+                    call=None if call is None else call.text,
+                    descriptors=(*theirs, *(() if call is None else call.files)),
                 )
             )
         except OSError as error:
@@ -95,9 +109,10 @@ class LocalRanks:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        self.over = False
-        self.selector.register(self._server.connection, selectors.EVENT_READ)
-        for index, process in self._processes.items():
+        self._starts.add(number)
+        if is_first:
+            self.selector.register(self._server.connection, selectors.EVENT_READ)
+        for index, process in new.items():
             self.selector.register(process.channel, selectors.EVENT_READ, index)
             self.selector.register(process.last_words, selectors.EVENT_READ, index)
 
@@ -107,20 +122,20 @@ class LocalRanks:
         """
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
-        if not self.over:
-            for message in self._server.arrived(self._start):
+        for start in sorted(self._starts):
+            for message in self._server.arrived(start):
                 if isinstance(message, protocol.Ended):
                     events += self._said_by(message.process)
                 elif isinstance(message, protocol.Started):
                     self._pids.update(pid for pid in message.pids if pid is not None)
                 elif isinstance(message, protocol.Over):
-                    self.over = True
+                    self._starts.discard(start)
                 events.append(message)
-            if self._server.connection.closed and not self.over:
-                self.over = True
+            if self._server.connection.closed and start in self._starts:
+                self._starts.clear()
                 events += [
-                    protocol.Over(self._start, tuple(self._processes)),
-                    protocol.Broken(self._start, self._why_dead()),
+                    protocol.Over(start, tuple(self._processes)),
+                    protocol.Broken(start, self._why_dead()),
                 ]
             if self.over:
                 self._ignore(self._server.connection)
@@ -144,9 +159,11 @@ class LocalRanks:
 
     def tell(self, order: protocol.Order, index: int | None = None) -> None:
         if isinstance(order, protocol.AskForStacks):
-            self._server.connection.tell(protocol.Signal(self._start, STACKS_SIGNAL))
+            for start in self._starts:
+                self._server.connection.tell(protocol.Signal(start, STACKS_SIGNAL))
         elif isinstance(order, protocol.EndRanks):
-            self._server.connection.tell(protocol.End(self._start))
+            for start in self._starts:
+                self._server.connection.tell(protocol.End(start))
         else:
             for process in self._processes.values() if index is None else [self._processes[index]]:
                 if isinstance(order, protocol.RunTest):
@@ -154,7 +171,7 @@ class LocalRanks:
                 process.channel.tell(order)
 
     def give_up(self) -> None:
-        self.over = True
+        self._starts.clear()
         self._server.reap_dead()
 
     def collect(self, close: bool = False) -> protocol.Collected:

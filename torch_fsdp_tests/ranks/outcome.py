@@ -177,12 +177,16 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
 def format_error(error: BaseException) -> str:
     """Format a traceback without the harness' frames above the test body. Works for unusual exceptions too."""
     frames = error.__traceback__
-    while frames is not None and "__unittest" in frames.tb_frame.f_globals:
+    while frames is not None and _is_harness(frames.tb_frame.f_globals):
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     except Exception as broken:
         return f"{type(error).__qualname__} (its message cannot be shown: {type(broken).__qualname__} in its __str__)"
+
+
+def _is_harness(module: Mapping[str, object]) -> bool:
+    return "__unittest" in module or module.get("__name__") == "multiprocessing.process"
 
 
 _entries: set[tuple[str, str]] = set()  # file and name of the functions with which the harness enters a test

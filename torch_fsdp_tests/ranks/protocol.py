@@ -151,7 +151,10 @@ EVENTS = get_args(Event)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start processes. Each gets two descriptors: its channel, and the pipe for its last words."""
+    """Start processes. Each gets two descriptors: its channel, and the pipe for its last words.
+
+    A single process may have a call (see :mod:`.calls`), whose open files come after those two.
+    """
 
     start: int
     task: Task
@@ -161,7 +164,13 @@ class Start:
     cwd: str
     environment: dict[str, str]
     preparation: str | None  # of fresh interpreters; None to fork the processes
+    call: str | None
     descriptors: tuple[int, ...]
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The open files of the call."""
+        return self.descriptors[2 * len(self.processes) :]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,6 +77,7 @@ class Assignment:
     def __init__(self, request: Start, index: int, connection: Connection) -> None:
         self.index = index
         self.test = request.task.test
+        self.call, self.files = request.call, request.files
         self._class = f"{request.task.module}.{request.task.qualname}"
         self.world_size = request.task.world_size
         self.directory = Path(request.directory)
@@ -197,7 +198,7 @@ def _redirect(output: Path) -> None:
 def fresh() -> None:
     """The entry point of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
     directory, index, channel, last_words = sys.argv[1:]
-    request = messages.decode((Path(directory) / "request.json").read_bytes(), [Start])
+    request = messages.decode((Path(directory) / f"request{index}.json").read_bytes(), [Start])
     prepare_interpreter(request.preparation)
     main(request, int(index), int(channel), int(last_words), os.getppid())
 

@@ -81,9 +81,7 @@ class Server(forkserver.ForkServer):
         self._directories.append(request.directory)
         began = time.monotonic()  # before the first rank exists, so that no event can be earlier
         try:
-            if request.preparation is not None:
-                Path(request.directory, "request.json").write_bytes(messages.encode(request))
-            elif accelerator.initialised():
+            if request.preparation is None and accelerator.initialised():
                 raise RuntimeError(
                     "the accelerator's runtime is running in the process that forks the ranks, and a fork breaks it: "
                     f"do not touch the device when the test file is imported, or set {settings.START_VARIABLE}=spawn"
@@ -99,7 +97,7 @@ class Server(forkserver.ForkServer):
 
     def _fork(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         server = os.getpid()
-        pid = self.fork(keep=(channel, last_words))
+        pid = self.fork(keep=(channel, last_words, *request.files))
         if pid == 0:
             rank.main(request, process, channel, last_words, server)
         return pid
@@ -107,9 +105,10 @@ class Server(forkserver.ForkServer):
     def _spawn(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         path = os.pathsep.join(json.loads(request.preparation or "")["sys_path"])
         entry = f"from {rank.__name__} import fresh; fresh()"
+        Path(request.directory, f"request{process}.json").write_bytes(messages.encode(request))
         return forkserver.start_fresh(
             ["-c", entry, request.directory, str(process), str(channel), str(last_words)],
-            [channel, last_words],
+            [channel, last_words, *request.files],
             request.environment | {"PYTHONPATH": path},
             start_new_session=True,
         )
