@@ -16,7 +16,7 @@ import threading
 import time
 import types
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
-from torch_fsdp_tests.common_utils.testcase import subtest_words
+from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.ranks import (
@@ -155,6 +155,12 @@ class RankTestCase(TestCase):
     MAIN_RANK = -1
     rank: int = MAIN_RANK
     _spawner = ""  # the method that a test class calls in its setUp
+    # Names that upstream's harness uses and this one does not, with what to do instead. A class that has one fails.
+    _refused_hooks: Mapping[str, str] = {
+        "MAIN_PROCESS_RANK": "it is always -1",
+        "MAIN_THREAD_RANK": "it is always -1",
+        "_should_stop_test_suite": "run with -f, or `run_test.py` without --keep-going, to stop at a failure",
+    }
     _group: RankGroup | None = None
 
     @functools.cached_property  # unlike a property, a test may replace it by assignment
@@ -210,8 +216,15 @@ class RankTestCase(TestCase):
 
     def _ask_requirements(self, world_size: int) -> None:
         """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
-        size.
+        size and for a hook that would not be called.
         """
+        for owner in type(self).__mro__:
+            for name in self._refused_hooks.keys() & ({} if is_ours(owner) else vars(owner)).keys():
+                hook = f"{owner.__qualname__}.{name}"
+                words = (
+                    f"{hook} has no effect here, because only upstream's harness uses it: {self._refused_hooks[name]}"
+                )
+                raise_verdict(Verdict(State.ERROR, words, Phase.FIXTURE))
         if world_size < 1:
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
             raise_verdict(Verdict(State.ERROR, f"{stated}: set its world_size to 1 or more", Phase.FIXTURE))

@@ -42,11 +42,20 @@ class MultiProcContinuousTest(RankTestCase):
     Differs from upstream's: a test that fails or skips never affects the next one, which gets new ranks (upstream skips
     the rest of the class). Settings that a test changed in a rank are restored, and groups that it left open are
     destroyed. The default ``world_size`` is that of the device under test (upstream's is the number of devices, and it
-    skips if there is none). ``timeout`` is that of a collective. ``poison_pill`` exists for compatibility, and is never
-    set.
+    skips if there is none). ``timeout`` is that of a collective. A test file may set ``poison_pill`` to skip the rest
+    of the class. The harness never does.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
+    _refused_hooks = {
+        **RankTestCase._refused_hooks,
+        "_spawn_processes": "override _init_pg, which each rank calls when it starts",
+        "_ensure_processes_spawned": "override _init_pg, which each rank calls when it starts",
+        "_processes_spawned": "override _init_pg, which each rank calls when it starts",
+        "_worker_loop": "override _init_pg for the start of a rank, and _run_test_given_id for each test",
+        "_worker_run_main_wait": "override join_or_run",
+        "_get_world_size": "set world_size",
+    }
 
     world_size: int = _UNSET  # by default that of the device under test
     rdvz_file: str | None = None
@@ -89,6 +98,8 @@ class MultiProcContinuousTest(RankTestCase):
 
     def setUp(self) -> None:
         super().setUp()
+        if self.poison_pill:
+            self.skipTest("an earlier test has set poison_pill of the class")
         world_size = ranks_of(self) if self.world_size == _UNSET else int(self.world_size)
         self._ask_requirements(world_size)
         cls = type(self)

@@ -57,6 +57,10 @@ def received(pipe: Connection) -> Any:
         return None
 
 
+def _run_rank(cls: type[MultiProcessTestCase], *arguments: Any, **kwargs: Any) -> None:
+    cls._run(*arguments, **kwargs)
+
+
 class MultiProcessTestCase(RankTestCase):
     """Every test runs in ``world_size`` rank processes, and passes when it passes in all of them.
 
@@ -156,7 +160,8 @@ class MultiProcessTestCase(RankTestCase):
         for rank in range(int(self.world_size)):
             ours, theirs = multiprocessing.Pipe()
             arguments = (rank, self._current_test_name(), self.file_name, theirs)
-            process = proc(target=type(self)._run, name=f"rank {rank}", args=arguments, kwargs=fake)
+            target = functools.partial(_run_rank, type(self))  # a decorated _run could not be sent to the rank
+            process = proc(target=target, name=f"rank {rank}", args=arguments, kwargs=fake)
             process.start()
             theirs.close()
             self.pid_to_pipe[process.pid] = ours
@@ -374,11 +379,8 @@ class DistributedTestBase(MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         os.environ["WORLD_SIZE"] = str(self.world_size)
+        self.addCleanup(os.environ.pop, "WORLD_SIZE", None)
         self._spawn_processes()
-
-    def tearDown(self) -> None:
-        super().tearDown()
-        os.environ.pop("WORLD_SIZE", None)
 
     def backend(self, device: str) -> str:
         """The backend for a device such as ``cuda:0``. For the device under test it is the backend under test, else

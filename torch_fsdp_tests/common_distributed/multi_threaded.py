@@ -146,6 +146,12 @@ class MultiThreadedTestCase(RankTestCase):
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
     _spawner = "_spawn_threads"
+    _refused_hooks = {
+        **RankTestCase._refused_hooks,
+        "_join_threads": "the threads are in another process; check in perThreadTearDown what each rank left",
+        "_check_return_codes": "exceptions stay in the process of the threads; catch and check them in the test",
+        "exception_queue": "let the test raise, and each rank reports its exception",
+    }
 
     @property
     def world_size(self) -> int:

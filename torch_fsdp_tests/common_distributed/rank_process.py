@@ -39,11 +39,14 @@ class RankPopen:
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code, or None if there is none yet."""
-        if self._process.ending is None:
+        is_judged = self._group not in active
+        if self._process.ending is None and not is_judged:
             self._group.left(self._limit)
         ending = self._process.ending
-        if ending is None or (ending.ours and self._group in active):
-            return None
+        if ending is None or ending.ours:
+            if is_judged:
+                return -signal.SIGKILL
+            return 0 if ending is not None and self._process.waits else None  # it had passed, and waited for the others
         report = self._process.reports.get(self._process.index)
         if ending.code == 0 and report is not None:
             if report.outcome.state is State.SKIPPED:

@@ -40,7 +40,8 @@ _OPEN_NAMES = frozenset(
 )
 
 
-def _is_ours(cls: type) -> bool:
+def is_ours(cls: type) -> bool:
+    """Whether this package defines the class, and not a test file."""
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -49,10 +50,10 @@ def _refuse_collisions(cls: type) -> None:
 
     Upstream's classes have other private names, so a file that was written for them cannot know these.
     """
-    if _is_ours(cls):
+    if is_ours(cls):
         return
-    taken = {name: base for base in cls.__mro__ if _is_ours(base) for name in vars(base)}
-    mixins = [base for base in cls.__mro__ if not issubclass(base, unittest.TestCase) and not _is_ours(base)]
+    taken = {name: base for base in cls.__mro__ if is_ours(base) for name in vars(base)}
+    mixins = [base for base in cls.__mro__ if not issubclass(base, unittest.TestCase) and not is_ours(base)]
     for base in (cls, *mixins):
         for name in vars(base).keys() & taken.keys() - _OPEN_NAMES - set(dir(unittest.TestCase)):
             if name.startswith("_") and not name.startswith("__"):

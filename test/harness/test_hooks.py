@@ -1,0 +1,319 @@
+"""Hooks that upstream's harness has for subclasses: all are called as there, or the class that overrides one fails."""
+
+import functools
+import os
+import signal
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import overrides
+import torch.distributed as dist
+
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.common_distributed import (
+    TEST_SKIPS,
+    DistributedTestBase,
+    MultiProcContinuousTest,
+    multi_process,
+)
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, state
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorContinuousTestBase, DTensorTestBase, with_comms
+
+UPSTREAM = Path(__file__).parent / "inputs" / "upstream_hooks.txt"
+LOG = "HOOKS_LOG"  # the variable with the file to which every process of a test appends the hooks that it calls
+LIMIT = 100  # seconds in which all other tests end, also on a busy machine
+
+CALLED = "the harness calls it, or reads it"
+SET = "the harness sets it, and tests read it"
+TESTS = "only tests use it, so an override is theirs; upstream's harness does not use it either"
+REFUSED = "the class fails, with a sentence that says what to do"
+ABSENT = "there is none: "
+
+_QUEUES = ABSENT + "ranks get their tests over connections, and not through queues"
+_FSDP_HELPERS = dict.fromkeys(
+    "_check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity _train_for_several_steps "
+    "run_subtests".split(),
+    TESTS,
+)
+_DTENSOR_HELPERS = dict.fromkeys(
+    "_test_op _test_op_on_dtensor build_device_mesh device_type run_subtests".split(), TESTS
+)
+_FSDP_RANK = {"_run": CALLED, "rank": SET, "file_name": SET}
+
+
+def rows(called: str = "", **others: str) -> dict[str, str]:
+    return {**dict.fromkeys(called.split(), CALLED), **others}
+
+
+TABLE: dict[str, dict[str, str]] = {
+    "MultiProcessTestCase": rows(
+        "TEST_ERROR_EXIT_CODE __init__ _check_return_codes _current_test_name _get_timedout_process_traceback "
+        "_join_processes _run _spawn_processes _start_processes destroy_pg_upon_exit join_or_run run_test setUp "
+        "tearDown world_size",
+        Event=TESTS,
+        _event_listener=TESTS,
+        is_master=TESTS,
+        file_name=SET,
+        pid_to_pipe=SET,
+        processes=SET,
+        rank=SET,
+        skip_return_code_checks=SET,
+        special_return_code_checks=SET,
+        MAIN_PROCESS_RANK=REFUSED,
+        _should_stop_test_suite=REFUSED,
+    ),
+    "DistributedTestBase": rows("setUp tearDown backend", create_pg=TESTS, rank_to_device=TESTS),
+    "MultiProcContinuousTest": rows(
+        "__init__ _init_pg _run_test_given_id backend_str opts poison_pill setUp setUpClass tearDownClass timeout "
+        "world_size",
+        device_type=TESTS,
+        pg=SET,
+        rank=SET,
+        rdvz_file=SET,
+        MAIN_PROCESS_RANK=REFUSED,
+        _ensure_processes_spawned=REFUSED,
+        _get_world_size=REFUSED,
+        _processes_spawned=REFUSED,
+        _spawn_processes=REFUSED,
+        _worker_loop=REFUSED,
+        _worker_run_main_wait=REFUSED,
+        completion_queues=_QUEUES,
+        processes=_QUEUES,
+        task_queues=_QUEUES,
+    ),
+    "MultiThreadedTestCase": rows(
+        "__init__ _current_test_name _run _spawn_threads join_or_run perThreadSetUp perThreadTearDown "
+        "run_test_with_threaded_pg setUp tearDown world_size",
+        assertEqualOnRank=TESTS,
+        assertNotEqualOnRank=TESTS,
+        rank=SET,
+        threads=SET,
+        MAIN_THREAD_RANK=REFUSED,
+        _check_return_codes=REFUSED,
+        _join_threads=REFUSED,
+        exception_queue=REFUSED,
+        _tls=ABSENT + "tolerances belong to the instance, and each rank has its own",
+    ),
+    "FSDPTestMixin": {**_FSDP_HELPERS, **_FSDP_RANK},
+    "FSDPTest": rows(
+        "destroy_pg_upon_exit init_method setUp world_size", process_group=TESTS, **_FSDP_HELPERS, **_FSDP_RANK
+    ),
+    "FSDPTestContinuous": rows(
+        "_init_pg backend_str setUp tearDown world_size", device_type=TESTS, process_group=TESTS
+    ),
+    "FSDPTestMultiThread": rows("perThreadSetUp perThreadTearDown setUp world_size", run_subtests=TESTS),
+    "DTensorTestMixin": {**_DTENSOR_HELPERS, "init_manual_seed_for_rank": TESTS, "is_local_tensor_enabled": TESTS},
+    "DTensorTestBase": rows("backend destroy_pg init_pg setUp world_size", **_DTENSOR_HELPERS),
+    "DTensorContinuousTestBase": rows("_init_pg backend_str", device_type=TESTS),
+}
+MIXINS = {"FSDPTestMixin": "FSDPTest", "DTensorTestMixin": "DTensorTestBase"}  # and a class that has them
+
+
+# What the report says about tests of a class whose ranks send messages.
+WORDS = {
+    "test_passes": "^$",
+    "test_skips": "^$",
+    "test_fails": r"RanksErred: rank 1 of 2 raised:\nTraceback[\s\S]*\nof rank 1\n\nrank 0 of 2 passed",
+    "test_exits": r"RanksErred: ranks 0-1 of 2 raised:\nit sent no traceback through its pipe",
+    overrides.HANG: r"rank 1 of 2 was still running[\s\S]*it answered GET_TRACEBACK:\n[\s\S]*in hangs\n",
+}
+
+
+class Spy:
+    """Replaces an attribute of a class, and logs each call, or each read of a value."""
+
+    def __init__(self, name: str, original: Any) -> None:
+        self.name, self.original = name, original
+
+    def __get__(self, case: Any, cls: type) -> Any:
+        found = self.original.__get__(case, cls) if hasattr(self.original, "__get__") else self.original
+        if isinstance(found, type) or not callable(found):
+            self.log()
+            return found
+
+        @functools.wraps(found)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.log()
+            return found(*args, **kwargs)
+
+        return called
+
+    def log(self) -> None:
+        if LOG in os.environ:
+            with open(os.environ[LOG], "a") as log:
+                log.write(f"{self.name}\n")
+
+
+def upstreams(base: type) -> str:
+    """The name of the class that upstream has."""
+    return next(each.__name__ for each in base.__mro__ if each.__name__ in TABLE)
+
+
+def spied(base: type, **tests: Any) -> type:
+    """A subclass with two ranks and these tests, which logs its hooks."""
+    parts = [upstreams(base), *(mixin for mixin, owner in MIXINS.items() if owner == upstreams(base))]
+    names = {name for part in parts for name, fate in TABLE[part].items() if fate in (CALLED, TESTS)}
+    two = type("Two", (base,), {"world_size": 2, "__module__": __name__})
+    found = {}
+    for name in names:
+        owner = next((each for each in two.__mro__ if name in vars(each)), None)
+        if owner is not None:
+            found[name] = vars(owner)[name]
+    spies = {name: Spy(name, original) for name, original in found.items()}
+    return type(f"Spied{base.__name__}", (two,), {"__module__": __name__, **spies, **tests})
+
+
+def passes(self: Any) -> None:
+    pass
+
+
+def leaves_group(self: Any) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def connects(self: Any) -> None:
+    self.create_pg(str(self.device))
+
+
+SPIES = {
+    "MultiProcessTestCase": spied(overrides.Processes, test_passes=leaves_group, **{overrides.HANG: overrides.hangs}),
+    "DistributedTestBase": spied(DistributedTestBase, test_passes=connects),
+    "MultiProcContinuousTest": spied(MultiProcContinuousTest, test_passes=passes),
+    "MultiThreadedTestCase": spied(overrides.Threads, test_passes=passes),
+    "FSDPTest": spied(FSDPTest, test_passes=passes),
+    "FSDPTestContinuous": spied(FSDPTestContinuous, test_passes=passes),
+    "FSDPTestMultiThread": spied(FSDPTestMultiThread, test_passes=passes),
+    "DTensorTestBase": spied(DTensorTestBase, test_passes=with_comms(passes)),
+    "DTensorContinuousTestBase": spied(DTensorContinuousTestBase, test_passes=passes),
+}
+
+
+def result_of(cls: type, test: str = "test_passes") -> unittest.TestResult:
+    result = unittest.TestResult()
+    unittest.TestSuite([cls(test)]).run(result)
+    return result
+
+
+def text_of(result: unittest.TestResult) -> str:
+    return "\n".join(text for _, text in [*result.errors, *result.failures])
+
+
+class TestTable(TestCase):
+    """Without it, an override of a vendor could be ignored, and with it the checks that it makes."""
+
+    def test_no_name_of_upstream_is_missing(self):
+        names = {line for line in UPSTREAM.read_text().splitlines() if not line.startswith("#")}
+        self.assertEqual(
+            {f"{cls}.{name}" for cls, rows in TABLE.items() for name in rows} ^ names, set(), may_be="empty"
+        )
+
+    @parametrize("base", list(SPIES))
+    def test_hooks_are_called(self, base):
+        parts = [base, *(mixin for mixin, owner in MIXINS.items() if owner == base)]
+        fates = {name: fate for part in parts for name, fate in TABLE[part].items()}
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {LOG: f"{folder}/log"}):
+            result = result_of(SPIES[base])
+            self.assertEqual((result.testsRun, text_of(result), result.skipped), (1, "", []), may_be="empty")
+            if hasattr(SPIES[base], overrides.HANG):
+                self.assertIn("rank 1 of 2 was still running", text_of(result_of(SPIES[base], overrides.HANG)))
+            called = set(Path(folder, "log").read_text().split())
+        self.assertEqual({name for name, fate in fates.items() if fate == CALLED} - called, set(), may_be="empty")
+
+    @parametrize("base", list(SPIES))
+    def test_attributes_are_there(self, base):
+        cls = SPIES[base]
+        case = cls("test_passes")
+        with mock.patch.object(cls, "_ask_requirements", side_effect=unittest.SkipTest):
+            result_of(cls)
+            with self.assertRaises(unittest.SkipTest):
+                case.setUp()
+        self.addCleanup(case.doCleanups)
+        for name, fate in TABLE[base].items():
+            with self.subTest(name):
+                if fate == SET and name != "pg":  # which exists in ranks only
+                    getattr(case, name)
+                elif fate.startswith(ABSENT):
+                    self.assertFalse(hasattr(case, name))
+
+    @parametrize("base,name", [(b, name) for b in SPIES for name, fate in TABLE[b].items() if fate == REFUSED])
+    def test_a_class_fails_if_its_hook_would_not_be_called(self, base, name):
+        """Also if a mixin has the hook. No rank starts."""
+        for bases in ((SPIES[base],), (type("Mixin", (), {name: None}), SPIES[base])):
+            cls = type("Overrides", bases, {} if len(bases) > 1 else {name: None})
+            owner = "Mixin" if len(bases) > 1 else "Overrides"
+            result = result_of(cls)
+            self.assertRegex(text_of(result), rf"{owner}\.{name} has no effect here, because .*: \w+")
+            self.assertEqual(len(result.errors), 1)
+
+
+class TestHooks(TestCase):
+    """Without it, the checks of a subclass could vanish, or its ranks could run without what it gives them."""
+
+    @parametrize("start", ["", "spawn"])
+    @parametrize("cls", [overrides.Wraps, overrides.Starts])
+    def test_ranks_get_what_a_subclass_gives_them(self, cls, start):
+        with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
+            result = result_of(cls)
+        self.assertEqual((result.testsRun, text_of(result)), (1, ""), may_be="empty")
+
+    @parametrize(
+        "test,codes",
+        [
+            ("test_passes", [0, 0]),
+            ("test_raises", [10, 10]),
+            ("test_before", [1, 1]),
+            ("test_skips", [TEST_SKIPS["generic"].exit_code] * 2),
+            ("test_exits_for_a_skip", [TEST_SKIPS["nccl"].exit_code] * 2),
+            ("test_dies", [-signal.SIGKILL] * 2),
+            (overrides.HANG, [0, None]),
+        ],
+    )
+    def test_exit_codes_are_upstreams(self, test, codes):
+        """And an override that accepts them all is named in the notes, with what it accepts."""
+        with mock.patch.object(state.notes, "add") as add:
+            result = result_of(overrides.Judges, test)
+        name, seconds, seen, sent = overrides.Judges.seen
+        self.assertEqual(
+            (text_of(result), result.skipped, name, seen),
+            ("", [], getattr(overrides.Judges, test).__name__, codes),
+            may_be="empty",
+        )
+        self.assertTrue(0 <= seconds < LIMIT, seconds)
+        wanted = [f"ValueError: of rank {rank}" for rank in range(2) if codes[rank] == 10]
+        self.assertEqual([text.splitlines()[-1] for text in sent], wanted, may_be="empty")
+        notes = [note for call in add.call_args_list for note in call.args[1] if "accepts" in note]
+        self.assertEqual(len(notes), int(test != "test_passes"), may_be="zero")
+
+    def test_assertions_of_an_override_count(self):
+        result = result_of(overrides.JudgesMore)
+        self.assertEqual(len(result.failures), 1)
+        self.assertIn("Expected 7 but got 0", text_of(result))
+        self.assertIn("ValueError: of rank 0", text_of(result_of(overrides.JudgesMore, "test_raises")))
+
+    def test_a_subclass_that_starts_another_number_of_ranks_fails(self):
+        self.assertIn("Starts._start_processes started 1 of 2 ranks: call", text_of(result_of(overrides.StartsTooFew)))
+        self.assertIn(
+            "all 2 ranks have been started: start one for each rank", text_of(result_of(overrides.StartsTooMany))
+        )
+
+    def test_a_launchers_ranks_cannot_be_started_by_a_subclass(self):
+        with mock.patch.object(multi_process, "is_launched", lambda: True):
+            text = text_of(result_of(overrides.Starts))
+        self.assertIn("Starts._start_processes cannot start the ranks of a launcher: run this file without", text)
+
+    @parametrize("test", list(WORDS))
+    def test_messages_of_a_rank_are_in_the_report(self, test):
+        result = result_of(overrides.Listens, test)
+        self.assertRegex(text_of(result), WORDS[test])
+        self.assertEqual(len(result.skipped), int(test == "test_skips"), may_be="zero")
+
+
+instantiate_parametrized_tests(TestTable)
+instantiate_parametrized_tests(TestHooks)
+
+if __name__ == "__main__":
+    run_tests()
