@@ -32,13 +32,13 @@ def hangs(self: Any) -> None:
 
 
 class Processes(MultiProcessTestCase):
-    def setUp(self):
+    def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
 
 
 class Threads(MultiThreadedTestCase):
-    def setUp(self):
+    def setUp(self) -> None:
         super().setUp()
         self._spawn_threads()
 
@@ -46,9 +46,9 @@ class Threads(MultiThreadedTestCase):
 class Listens(Processes):
     """Runs the test itself, in upstream's way: with a listener, a traceback through the pipe, and exit codes."""
 
-    world_size = 2
+    world_size: Any = 2
 
-    def run_test(self, test_name, parent_pipe):
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
         receiver, sender = torch.multiprocessing.Pipe(duplex=False)
         listen = MultiProcessTestCase._event_listener
         listener = threading.Thread(target=listen, args=(parent_pipe, receiver, self.rank), daemon=True)
@@ -67,13 +67,13 @@ class Listens(Processes):
 
     test_passes = passes
 
-    def test_skips(self):
+    def test_skips(self) -> None:
         self.skipTest("no")
 
-    def test_fails(self):
+    def test_fails(self) -> None:
         self.assertEqual(self.rank, 0, "of rank 1")
 
-    def test_exits(self):
+    def test_exits(self) -> None:
         os._exit(MultiProcessTestCase.TEST_ERROR_EXIT_CODE)
 
 
@@ -83,24 +83,24 @@ setattr(Listens, HANG, hangs)
 class Wraps(Processes):
     """Gives each rank one more pipe, and talks to the ranks while their test runs."""
 
-    world_size = 2
+    world_size: Any = 2
 
-    def _spawn_processes(self):
+    def _spawn_processes(self) -> None:
         spawned = torch.multiprocessing.get_context("spawn").Process
         self.pipes = [torch.multiprocessing.Pipe() for _ in range(self.world_size)]
         theirs = iter([pipe for _, pipe in self.pipes])
         self._start_processes(lambda *, args, **kwargs: spawned(args=(next(theirs), *args), **kwargs))
 
     @classmethod
-    def _run(cls, pipe, rank, *arguments, **kwargs):  # type: ignore[override]
+    def _run(cls, pipe: Any, rank: int, *arguments: Any, **kwargs: Any) -> None:  # type: ignore[override]
         cls.pipe = pipe
         super()._run(rank, *arguments, **kwargs)
 
-    def _join_processes(self, fn):
+    def _join_processes(self, fn: Any) -> None:
         fn()
         super()._join_processes(fn)
 
-    def test_passes(self):
+    def test_passes(self) -> None:
         if self.rank != self.MAIN_PROCESS_RANK:
             self.pipe.send(self.rank)
             self.assertEqual(self.pipe.recv(), "go on")
@@ -121,7 +121,7 @@ class Starts(Processes):
     world_size = count = 2
     at_fault = "none"
 
-    def _start_processes(self, proc):
+    def _start_processes(self, proc: Any) -> None:
         self.processes = []
         for rank in range(self.count):
             ours, theirs = torch.multiprocessing.Pipe()
@@ -134,7 +134,7 @@ class Starts(Processes):
             self.processes.append(process)
 
     @classmethod
-    def _run(cls, rank, test_name, file_name, parent_pipe, **kwargs):
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         assert int(os.environ["HOOKS_RANK"]) == kwargs["more"] == rank
         if "before" in test_name:
             raise ValueError("before the test")
@@ -143,16 +143,16 @@ class Starts(Processes):
     test_passes = passes
     test_before = passes
 
-    def test_raises(self):
+    def test_raises(self) -> None:
         raise ValueError(f"of rank {self.rank}")
 
-    def test_skips(self):
+    def test_skips(self) -> None:
         self.skipTest("no")
 
-    def test_exits_for_a_skip(self):
+    def test_exits_for_a_skip(self) -> None:
         sys.exit(TEST_SKIPS["nccl"].exit_code)
 
-    def test_dies(self):
+    def test_dies(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -164,14 +164,14 @@ class Judges(Starts):
 
     seen: Any = None
 
-    def _check_return_codes(self, fn, elapsed_time):
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         codes = [process.exitcode for process in self.processes]
         sent = [self.pid_to_pipe[process.pid].recv() for process in self.processes if process.exitcode == 10]
         Judges.seen = (fn.__name__, elapsed_time, codes, sent)
 
 
 class JudgesMore(Starts):
-    def _check_return_codes(self, fn, elapsed_time):
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         super()._check_return_codes(fn, elapsed_time)
         self.assertEqual([process.exitcode for process in self.processes], [0, 7])
 
