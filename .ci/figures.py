@@ -9,13 +9,16 @@ import collections
 import datetime
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from torch_fsdp_tests.dispatch.atomic import write_text  # noqa: E402
 from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
+from torch_fsdp_tests.processes import host  # noqa: E402
 from torch_fsdp_tests.verdict import SkipKind, closing_line, tally  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
@@ -77,12 +80,18 @@ def write(page: Path, made: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f"{page} does not have both of the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    write_text(page, f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the figures of the report that the only argument names. Returns the exit status."""
+    if len(argv) != 1:
+        sys.exit(f"usage: python {sys.argv[0]} REPORT.JSON")
+    read = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    write(ROOT / "README.md", total(read))
+    write(ROOT / "test" / "README.md", folders(read))
+    return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: python {sys.argv[0]} REPORT.JSON")
-    read = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    write(ROOT / "README.md", total(read))
-    write(ROOT / "test" / "README.md", folders(read))
+    host.run_command("figures", main)

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import resource
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, Balanced, TreeCase, body, fits, schema
+from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, Balanced, FolderCase, TreeCase, body, fits, schema
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import coverage, times
+from torch_fsdp_tests.dispatch import atomic, coverage, times
 from torch_fsdp_tests.dispatch.console import wants_colours
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
@@ -294,6 +295,8 @@ class TestReports(TreeCase):
             self.command("--list"),
             [sys.executable, "-m", "torch_fsdp_tests.dispatch.compare", report, report],
             [sys.executable, "-m", "torch_fsdp_tests.tools.benchmarks", "--help"],
+            [sys.executable, "-m", "torch_fsdp_tests.tools.devices", "1"],
+            [sys.executable, "-m", "torch_fsdp_tests.defects", "--list"],
         ):
             with self.subTest(command), open("/dev/full", "w") as full:
                 reader, writer = os.pipe()
@@ -304,6 +307,22 @@ class TestReports(TreeCase):
                 self.assertEqual(unwritten.returncode, 3)
                 words = r"^[\w.]+: cannot continue: \[Errno 28\] No space left on device"
                 self.assertRegex(unwritten.stderr.splitlines()[-1], words)
+                closed = subprocess.run(command, preexec_fn=lambda: os.close(1), **options)
+                self.assertEqual((closed.returncode, closed.stderr), (0, ""))
+
+    def test_every_command_reports_output_that_cannot_be_written(self):
+        """A module that runs as a program of its own has one function for it, unless only the project starts it."""
+        started = {"dispatch/child.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
+        started |= {"tools/mutants/server.py", "tools/benchmarks/harness.py"}
+        package = CHECKOUT / "torch_fsdp_tests"
+        programs = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+        found = {
+            path.relative_to(package).as_posix()
+            for path, text in programs.items()
+            if '\nif __name__ == "__main__":' in text and "host.run_command(" not in text
+            if path.parent.name != "known"
+        }
+        self.assertEqual(found - started, {"__main__.py"})  # the dispatcher
 
     def test_streams_that_the_caller_has_closed(self):
         """The output of the run is lost, but its verdict and its files are not."""
@@ -386,6 +405,61 @@ class TestReports(TreeCase):
         self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
         self.assertTrue((self.root / "test-reports/failed.json").exists())
         self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, **limited)
+
+
+class TestWriter(FolderCase):
+    """Without it, a report for a device or a pipe could take its place, and one for a link would not follow it."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.path, self.other = self.root / "page.html", self.root / "folder" / "other.html"
+
+    def test_a_file_is_replaced_and_keeps_its_mode(self):
+        atomic.write_text(self.path, "old")
+        self.path.chmod(0o600)
+        before = self.path.open()
+        self.addCleanup(before.close)
+        atomic.write_text(self.path, "new")
+        self.assertEqual((self.path.read_text(), before.read()), ("new", "old"))
+        self.assertEqual(stat.S_IMODE(self.path.stat().st_mode), 0o600)
+        self.assertEqual([*self.root.iterdir()], [self.path])
+
+    def test_links_are_followed(self):
+        self.path.symlink_to(self.other)
+        for text in ("for the first time", "again"):
+            atomic.write_text(self.path, text)
+            self.assertTrue(self.path.is_symlink())
+            self.assertEqual(self.other.read_text(), text)
+        atomic.set_aside(self.path, "earlier.html")
+        self.assertTrue(self.path.is_symlink())
+        self.assertEqual((self.root / "folder/earlier.html").read_text(), "again")
+        self.assertEqual([*self.other.parent.iterdir()], [self.root / "folder/earlier.html"])
+
+    def test_what_is_no_regular_file_is_written_in_place(self):
+        os.mkfifo(self.path)
+        (self.root / "link").symlink_to(self.path)
+        reader = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        self.addCleanup(os.close, reader)
+        for name in ("page.html", "link"):
+            atomic.set_aside(self.root / name, "earlier.html")
+            atomic.write_text(self.root / name, name)
+            self.assertEqual(os.read(reader, 100), name.encode())
+        self.assertTrue(stat.S_ISFIFO(self.path.stat().st_mode))
+        self.assertEqual({each.name for each in self.root.iterdir()}, {"page.html", "link"})
+        with self.assertRaisesRegex(IsADirectoryError, re.escape(f"'{self.root}'")):
+            atomic.write_text(self.root, "text")
+
+    def test_nothing_else_renames_files(self):
+        """Everything that writes what a user names uses the one writer."""
+        own = {"dispatch/atomic.py", "processes/programs.py"}  # the second renames a file of its own
+        package = CHECKOUT / "torch_fsdp_tests"
+        renames = re.compile(r"\bos\.(?:replace|rename|renames)\(|\.rename\(|_path\.replace\(|shutil\.move\(")
+        found = {
+            path.relative_to(package).as_posix()
+            for path in package.rglob("*.py")
+            if path.parent.name != "known" and renames.search(path.read_text(encoding="utf-8"))
+        }
+        self.assertEqual(found, own)
 
 
 class TestConsole(TreeCase):

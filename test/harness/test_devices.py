@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from unittest import mock
 
 from runs import clean_environment, outputs
@@ -16,11 +15,8 @@ NUMBERS = 1, 2, 3, 4, 8
 @functools.cache
 def run() -> tuple[int, str]:
     """The exit status and the table. No device is requested."""
-    with (
-        mock.patch.dict(os.environ, clean_environment(), clear=True),
-        mock.patch.object(sys, "argv", ["devices", *map(str, NUMBERS)]),
-    ):
-        return outputs(lambda _: command.main())[:2]
+    with mock.patch.dict(os.environ, clean_environment(), clear=True):
+        return outputs(command.main, *map(str, NUMBERS))[:2]
 
 
 class TestDevices(TestCase):

@@ -207,7 +207,7 @@ def _save(findings: Sequence[Finding], version: str) -> None:
     known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}
     answers = known | {each.defect.id: each.answer.value for each in findings}
     data = {**recorded, "seen": {**recorded["seen"], of_version: answers}}
-    registry.SEEN.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(registry.SEEN, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device import vendors
+from torch_fsdp_tests.processes import host
 
 Facts = Mapping[str, Any]
 
@@ -174,13 +175,14 @@ def differing(machines: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
     return rows
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     facts = of_host()
     device_type = arguments[0] if arguments else HOST
     if device_type != HOST:
         facts |= of_device(*arguments[:2])
     print(json.dumps(facts), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    host.run_command("machine", main)

@@ -1,11 +1,13 @@
-"""Writes files atomically: a reader finds the old file or the new one, but never a part of it."""
+"""The one writer of files that users name: a reader finds the old file or the new one, but never a part of it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -20,20 +22,41 @@ def naming(place: object) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically. Of two writers, one wins. Raises ``OSError`` with the path."""
+    """Write a file that a user named. Raises ``OSError`` with the path.
+
+    A regular file, or the one that a link names, is replaced atomically: of two writers, one wins. Anything else, such
+    as a device or a pipe, is written in place.
+    """
     import tempfile  # imported late, because a plan writes nothing
 
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG | 0o644
+    form: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "errors": "backslashreplace"}
+    if not stat.S_ISREG(mode):
+        with naming(path), open(path, **form) as file:
+            file.write(text)
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with naming(path), open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with naming(path), open(descriptor, **form) as file:
             file.write(text)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def set_aside(path: Path, name: str) -> None:
+    """Rename a regular file, or the one that a link names, inside its folder. Leaves anything else where it is."""
+    if path.is_file():
+        path = path.resolve()
+        os.replace(path, path.with_name(name))
 
 
 def try_folder(path: Path) -> None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
 
     If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
-    _replace_closed_streams()
+    host.replace_closed_streams()
     try:
         launch = launcher.from_environment(os.environ)
     except launcher.LaunchError as error:
@@ -85,14 +85,6 @@ def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site)
             _remark(f"cannot continue: {error}")
         host.drop_stdout()
         return ExitStatus.BROKEN
-
-
-def _replace_closed_streams() -> None:
-    """Open the null device for each closed standard stream. Otherwise a file would be opened in its place."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
 def _print(text: str, end: str = "\n") -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import platform
 import shlex
 import time
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import __version__, installation
-from torch_fsdp_tests.dispatch import devices, features, html_report
-from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch import atomic, devices, features, html_report
 from torch_fsdp_tests.dispatch.console import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
@@ -160,8 +158,8 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
 def write(folder: Path, results: Results) -> Path:
     """Write both reports into the folder, and return the path of the HTML one. Raises ``OSError``."""
     data = as_json(results)
-    write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
-    write_text(folder / PAGE, html_report.render(data))
+    atomic.write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
+    atomic.write_text(folder / PAGE, html_report.render(data))
     (folder / UNFINISHED).unlink(missing_ok=True)
     return folder / PAGE
 
@@ -170,8 +168,7 @@ def set_aside(folder: Path, *others: str) -> None:
     """Rename the reports of an earlier run, so that nobody takes them for this run's if it is killed."""
     for name in (FILE, PAGE, UNFINISHED, *others):
         stem, dot, ending = name.rpartition(".")
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(folder / name, folder / f"{stem}.{PREVIOUS}{dot}{ending}")
+        atomic.set_aside(folder / name, f"{stem}.{PREVIOUS}{dot}{ending}")
 
 
 class Unfinished:
@@ -187,7 +184,7 @@ class Unfinished:
         if began < self._next:
             return
         with contextlib.suppress(OSError):  # the end of the run will report what cannot be written
-            write_text(self._path, json.dumps(as_json(results), default=str) + "\n")
+            atomic.write_text(self._path, json.dumps(as_json(results), default=str) + "\n")
         ended = time.monotonic()
         self._next = ended + SHARE * (ended - began)
 
@@ -199,5 +196,5 @@ def write_logs(results: Results) -> Path:
         for number, attempt in enumerate(file.attempts, 1):
             part = file.job.part
             name = f"{part.name.replace('/', '.')}_{part.shard}.{part.num_shards}_{number}.log"
-            write_text(folder / name, attempt.output)
+            atomic.write_text(folder / name, attempt.output)
     return folder

@@ -44,14 +44,28 @@ def drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def replace_closed_streams() -> None:
+    """Open the null device for each closed standard stream. Otherwise a file would be opened in its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
 def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a command's main function, and exit with the status that it returns.
 
     The exit status is 130 if the command was interrupted, 141 if the program that read its output ended, and 3, with
-    one sentence, if something could not be read or written.
+    one sentence, if something could not be read or written. The output of a closed stream is lost.
     """
+    replace_closed_streams()
+    status: int | str | None
     try:
-        status = main(sys.argv[1:])
+        try:
+            status = main(sys.argv[1:])
+        except SystemExit as left:  # refused arguments, or --help
+            status = left.code
         sys.stdout.flush()  # an exit would report a failure in a traceback
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT

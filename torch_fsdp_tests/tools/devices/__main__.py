@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch_fsdp_tests import installation
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.tools import devices
 
 HEAD = (
@@ -17,8 +18,8 @@ HEAD = (
 )
 
 
-def main() -> None:
-    """Parse the arguments and print the table."""
+def main(argv: Sequence[str]) -> int:
+    """Parse the arguments, and print the table. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_fsdp_tests.tools.devices",
         description="Count the tests that run on some devices, with one rank for each device. No test is started.",
@@ -27,7 +28,7 @@ def main() -> None:
     )
     parser.add_argument("numbers", type=int, nargs="*", default=[1, 2, 4, 8], metavar="N", help="numbers of devices")
     parser.add_argument("--skipped", action="store_true", help="also name the tests that skip for want of devices")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     ours = devices.tests_below(installation.ROOT / "test" / "distributed")
     counts = devices.count(ours, arguments.numbers)
     for row in (HEAD, ("---",) * len(HEAD), *map(_row, counts)):
@@ -38,8 +39,7 @@ def main() -> None:
         _print(f"runs in PyTorch on {each.devices}, and skips here:", map(_name, each.behind))
         if arguments.skipped:
             _print(f"skips on {each.devices}:", (test.id() for test in each.wanting))
-    if missing or any(each.behind for each in counts):
-        raise SystemExit(1)
+    return 1 if missing or any(each.behind for each in counts) else 0
 
 
 def _row(each: devices.Count) -> tuple[int, ...]:
@@ -57,4 +57,4 @@ def _print(title: str, names: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    host.run_command("devices", main)

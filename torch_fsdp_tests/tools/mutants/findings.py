@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.dispatch.atomic import set_aside, write_text
 from torch_fsdp_tests.processes.messages import from_data
 
 
@@ -55,10 +56,8 @@ class Record:
 
     def start(self) -> list[Finding]:
         """Start a new file, and rename an old one. Returns the findings so far: none. Raises ``OSError``."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            self._path.replace(self._path.with_suffix(".before.jsonl"))
-        self._path.write_text(json.dumps(self.facts) + "\n", encoding="utf-8")
+        set_aside(self._path, self._path.with_suffix(".before.jsonl").name)
+        write_text(self._path, json.dumps(self.facts) + "\n")
         return []
 
     def resume(self) -> list[Finding]:
@@ -73,7 +72,7 @@ class Record:
                 raise ValueError(
                     f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume to start anew"
                 )
-        self._path.write_text("".join(whole), encoding="utf-8")
+        write_text(self._path, "".join(whole))
         return [from_data(Finding, json.loads(line)) for line in whole[1:]]
 
     def add(self, finding: Finding) -> None:
