@@ -12,7 +12,7 @@ from runs import INPUTS, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import changes, find, registry, texts, versions_page
-from torch_fsdp_tests.defects.__main__ import main
+from torch_fsdp_tests.defects.__main__ import main, parse
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -27,6 +27,37 @@ command = functools.partial(outputs, main)
 
 def ids(defects: list[registry.Defect]) -> list[str]:
     return [defect.id for defect in defects]
+
+
+class TestOptions(TestCase):
+    """Without it, a command line could be answered in part, and the rest of it ignored."""
+
+    ASKED = (
+        *("ids fsdp1_*", "--component FSDP1", "--consequence hang", "--exposure rare", "--list", "--find x"),
+        *("--using ac", "--html x", "--between 2.9 2.15", f"--show {SHOWN}", f"--issue {SHOWN}", "--json"),
+        *("--fail-on present", "--save-seen"),
+    )
+
+    def test_every_pair(self):
+        kinds, check = {"--component", "--consequence", "--exposure"}, {"--json", "--fail-on", "--save-seen"}
+        together = {"ids", *kinds, *check}, {"ids", *kinds, "--list"}, {*kinds, "--find"}, {*kinds, "--using"}
+        for asked in itertools.combinations(self.ASKED, 2):
+            pair = [words.split()[0] for words in asked]
+            with self.subTest(pair):
+                words = [word for word in " ".join(asked).split() if word != "ids"]
+                status, out, err = outputs(lambda argv: bool(parse(argv)) - 1, *words)
+                allowed = any({*pair} <= each for each in together)
+                self.assertEqual((status, out, err.count("\n")), (0, "", 0) if allowed else (2, "", 1))
+                for name in () if allowed else pair:
+                    self.assertIn("ID" if name == "ids" else name, err)
+
+    def test_every_option_is_in_a_pair(self):
+        named = {f"--{name.replace('_', '-')}" if name != "ids" else name for name in vars(parse([]))}
+        self.assertEqual(named, {words.split()[0] for words in self.ASKED})
+
+    def test_an_empty_name(self):
+        for option in ("--show", "--issue", "--html"):
+            self.assertEqual(command(f"{option}=")[:2], (2, ""))
 
 
 class TestAnswers(TestCase):

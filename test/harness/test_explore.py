@@ -124,7 +124,7 @@ class TestPrograms(TestCase):
     def test_bad_programs_are_refused(self):
         for text, reason in {
             "{": "Expecting property name",
-            "[]": "no attribute",
+            "[]": "not a program: name a .json file",
             '{"seed": 1}': "missing",
             SMALL.as_json().replace('"scale"', '"magic"'): "unknown kind 'magic'",
             SMALL.as_json().replace('"backward"', '"sideways"'): "unknown kind 'sideways'",
@@ -398,6 +398,7 @@ class TestCommand(TestCase):
                 (("--ranks", "3"), "invalid choice"),
                 (("--programs", "none"), "is not a whole number from 1"),
                 (("--resume",), "needs --output"),
+                (("--with", "fsdp1,tp", "--without", "offload,tp"), "--with and --without name tp; leave it out"),
                 (("--with-known", "nope"), "programs avoid no defect nope"),
                 (("--twice", "--record", f"{folder}/record"), "not allowed with"),
                 (("--against", empty), "has no programs"),

@@ -20,6 +20,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.processes import host
 
 KINDS: tuple[type[enum.Enum], ...] = (Component, Consequence, Exposure)  # facts by which options choose defects
@@ -29,16 +30,21 @@ fixed, came back, or could not be decided), or if --fail-on applies, or if --fin
 bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
+# Options that ask for something else than a check, and what each can be used with.
+CHOICE = tuple(kind.__name__.lower() for kind in KINDS)
+ALONE = ("between", "html", "show", "issue")
+QUESTIONS: dict[str, Sequence[str]] = dict.fromkeys(ALONE, ()) | dict.fromkeys(("find", "using"), CHOICE)
+QUESTIONS["list"] = ("ids", *CHOICE)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m torch_fsdp_tests.defects",
         description="Check the installed torch for the known defects of FSDP.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="the defects to check, by id or glob (default: all)")
+    words = "the defects to check, by id or glob (default: all)"
+    parser.add_argument("ids", nargs="*", default=[], metavar="ID", help=words)
     for kind in KINDS:
         name = kind.__name__.lower()
         what = f"check, list or find only defects of some of {', '.join(each.value for each in kind)}"
@@ -64,7 +70,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    named = [name for name, value in vars(given).items() if value != parser.get_default(name)]
+    for question in (name for name in QUESTIONS if name in named):
+        ignored = [name for name in named if name != question and name not in QUESTIONS[question]]
+        if ignored:
+            options = [f"--{name.replace('_', '-')}" if name != "ids" else "ID" for name in (question, ignored[0])]
+            parser.error(f"{' and '.join(options)} cannot be used together; give one of them")
+    return given
 
 
 def _some_of(kind: type[enum.Enum]) -> Callable[[str], Collection[enum.Enum]]:
@@ -96,19 +109,19 @@ def _answer(options: argparse.Namespace) -> int:
     """Do what was asked. Returns the exit status."""
     if options.find or options.using is not None:
         return _find(options)
-    if options.between:
+    if options.between is not None:
         print(changes.text(*(".".join(version.split(".")[:2]) for version in options.between)))
         return 0
-    if options.html:
+    if options.html is not None:
         path = Path(options.html)
         if not path.parent.is_dir() or path.is_dir():
             raise Refused(f"{path} is not a file in a folder that exists")
         write_text(path, versions_page.render())
         return 0
-    if options.show:
+    if options.show is not None:
         print(texts.script(registry.defect(options.show)), end="")
         return 0
-    if options.issue:
+    if options.issue is not None:
         (finding,) = trial.try_all([registry.defect(options.issue).id], 1)
         print(texts.issue(finding), end="")
         return 0

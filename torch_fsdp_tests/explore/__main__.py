@@ -74,6 +74,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.resume and given.output is None:
         parser.error("--resume needs --output, the folder of the search that it continues")
+    if both := {*given.demanded}.intersection(given.without):
+        parser.error(f"--with and --without name {min(both)}; leave it out of one of them")
     return given
 
 
@@ -171,7 +173,7 @@ def _search(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise ProgramError(f"{state} cannot be resumed: {error}") from error
     print(f"torch {torch.__version__}, {options.ranks} ranks, seed {options.seed}", flush=True)
-    stopped = False
+    stopped = 0
     try:
         for finding in search.findings():
             progress.clear()
@@ -181,8 +183,8 @@ def _search(options: argparse.Namespace) -> int:
                 print(f"written: {', '.join(map(str, save(finding, options.output)))}", flush=True)
             if options.first and finding.is_new:
                 break
-    except KeyboardInterrupt:
-        stopped = True
+    except (KeyboardInterrupt, SystemExit) as left:
+        stopped = host.exit_status(left) if isinstance(left, SystemExit) else 130
     search.close()
     progress.clear()
     if state:
@@ -192,7 +194,7 @@ def _search(options: argparse.Namespace) -> int:
     print(f"\n{progress.line(search)}")
     for finding in search.found:
         print(f"  {finding.count} times: {finding.result.what} {finding.result.place} {finding.known}".rstrip())
-    return 1 if new else 130 if stopped else 0
+    return 1 if new else stopped
 
 
 class _Progress:

@@ -148,7 +148,9 @@ class Program:
         """Raises :class:`ProgramError` if the text does not describe a program."""
         try:
             program = from_data(cls, json.loads(text))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except AttributeError as error:
+            raise ProgramError("this is not a program: name a .json file that --output has written") from error
+        except (TypeError, ValueError, KeyError) as error:
             raise ProgramError(f"this is not a program: {error}") from error
         for layer in program.all_layers():
             if layer.kind not in LAYERS:

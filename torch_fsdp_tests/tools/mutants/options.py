@@ -98,10 +98,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--budget must be greater than 0, or 0 together with --explore")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
-    try:
-        try_folder(given.output)
-    except OSError as error:
-        parser.error(f"--output: {given.output} cannot be written to: {error.strerror or error}")
+    for option, folder in (
+        ("--output", given.output),
+        ("--save-noticed", given.save_noticed and given.save_noticed.parent),
+    ):
+        try:
+            if folder is not None:
+                try_folder(folder)
+        except OSError as error:
+            parser.error(f"{option}: {folder} cannot be written to: {error.strerror or error}")
+    for option, file in ("--map", given.map), ("--equivalent", given.equivalent):
+        if file is not None and (file.is_dir() or not os.access(file, os.R_OK)):
+            parser.error(f"{option}: {file} is not a file that can be read; name another one, or leave the option out")
     repeated = [] if given.map is None else ["--map", str(given.map)]
     repeated += [] if given.package == PACKAGE else ["--package", given.package]
     given.command = shlex.join(["python", "-m", "torch_fsdp_tests.tools.mutants", *repeated])
