@@ -119,7 +119,9 @@ class SuiteRun:
     ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
     """
 
-    def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = (), script: str = "impatient.py"
+    ) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="launched-suite-"))
         unittest.addModuleCleanup(shutil.rmtree, self._scratch, ignore_errors=True)
         tree = self._scratch / "test" / "distributed"
@@ -128,7 +130,7 @@ class SuiteRun:
             shutil.copy(FILE, tree / f"test_{number}_{name}.py")
         self._started, self._report = self._scratch / "started", self._scratch / "report"
         self._started.mkdir()
-        command = [str(INPUTS / "impatient.py"), "--test-directory", str(self._scratch / "test"), "--keep-going"]
+        command = [str(INPUTS / script), "--test-directory", str(self._scratch / "test"), "--keep-going"]
         command += ["--report", str(self._report), *arguments]
         own = {"STARTED": str(self._started), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
         self._launchers = [

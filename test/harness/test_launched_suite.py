@@ -6,7 +6,7 @@ import signal
 
 from launches import LOST, PROCESS_DIES, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
 
-from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 RANKS = 2
 
@@ -35,6 +35,24 @@ def interrupted() -> SuiteRun:
     run.wait_for("waits")
     run.signal(signal.SIGINT)
     return run.end()
+
+
+# The places before the first test at which rank 0 waits, and the signals that its launcher gets then.
+EARLY = {"join": signal.SIGINT, "describe": signal.SIGTERM}
+
+
+@functools.cache
+def interrupted_early() -> dict[str, SuiteRun]:
+    """Runs whose launchers have got a signal before the first test."""
+    runs = {}
+    for place in EARLY:
+        node = Node(standalone(2).launcher, variables={"WAITS_IN": place})
+        runs[place] = SuiteRun(["well"], node, script="early.py")
+    for place, run in runs.items():
+        run.wait_for("rank 0")
+        run.wait_for("rank 1")
+        run.signal(EARLY[place])
+    return {place: run.end() for place, run in runs.items()}
 
 
 class TestFaults(TestCase):
@@ -92,6 +110,15 @@ class TestSignal(TestCase):
         self.assertEqual(len(run.report["not_started"]), 1)
         self.assertEqual(run.left, [])
 
+    @parametrize("place", EARLY)
+    def test_before_the_first_test_all_processes_leave_at_once(self, place):
+        run = interrupted_early()[place]
+        self.assertEqual(run.text.count(f"stopped by {EARLY[place].name} while no test was running"), 1, run.text)
+        self.assertNotIn("SIGKILL", run.text)  # torchrun sends it to processes that have not left after 30 s
+        self.assertEqual(run.left, [])
+
+
+instantiate_parametrized_tests(TestSignal)
 
 if __name__ == "__main__":
     run_tests()

@@ -139,7 +139,14 @@ class Agent:
         self._is_ending = False
         self._status = ExitStatus.BROKEN  # if rank 0 leaves without a message
         children.start_server(["-m", forkserver.__name__], self._environment, root)
+        heeded = (signal.SIGINT, *host.ending_signals())
+        for number in heeded:  # a signal ends this process while rank 0 does not know it, and may never do
+            signal.signal(number, signal.SIG_DFL)
         self._rank_0, _ = peers.join(launch, ORDERS)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
+            signal.signal(number, signal.SIG_IGN)
+        children.note(heeded)
         children.watch(self._rank_0, self._hear)
 
     def serve(self) -> ExitStatus:
@@ -206,12 +213,8 @@ class Agent:
 
 def main(launch: Launch, root: Path) -> ExitStatus:
     """Run the agent in the process that the launcher made, and each file's process as a child of it."""
-    heeded = (signal.SIGINT, *host.ending_signals())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
-        signal.signal(number, signal.SIG_IGN)
     try:
-        with Children("run_test-", heeded) as children:
+        with Children("run_test-") as children:
             return Agent(launch, root, children).serve()
     except Exception as error:
         where = f"rank {launch.rank} on {platform.node()}"

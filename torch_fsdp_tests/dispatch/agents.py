@@ -20,6 +20,7 @@ from typing import Any
 
 from torch_fsdp_tests.device.machine import LIMIT
 from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
@@ -117,7 +118,7 @@ class Agents(Site):
             if answer is None:
                 raise LaunchFailure(f"{peer} is gone, or did not answer within {ANSWER_LIMIT:g} s")
             if isinstance(answer, agent.Signalled):
-                raise KeyboardInterrupt
+                raise SystemExit(128 + answer.signal)
             answers[rank] = answer
         return answers
 
@@ -214,9 +215,10 @@ class Agents(Site):
 
     # --- at the end ---
 
-    def dismiss(self, status: int) -> None:
-        """Waits for agents that have not connected yet."""
-        self._peers.gather(range(1, self.launch.world_size), self._give_up)
+    def dismiss(self, status: ExitStatus) -> None:
+        """Waits for agents that have not connected yet, unless the signal that stopped the run ends them as well."""
+        if not status.is_from_signal:
+            self._peers.gather(range(1, self.launch.world_size), self._give_up)
         self._peers.dismiss(status)
 
 

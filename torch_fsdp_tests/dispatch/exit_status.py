@@ -32,3 +32,8 @@ class ExitStatus(enum.IntEnum):
     INTERRUPTED = 130, "interrupted (SIGINT)"
     NOT_READ = 141, "the program that read the output ended (SIGPIPE)"
     TERMINATED = 143, "terminated (SIGTERM)"
+
+    @property
+    def is_from_signal(self) -> bool:
+        """Whether somebody asked the run to end."""
+        return self in (ExitStatus.HUNG_UP, ExitStatus.INTERRUPTED, ExitStatus.TERMINATED)

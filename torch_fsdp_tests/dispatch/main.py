@@ -41,32 +41,39 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
     If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
     host.replace_closed_streams()
+    host.exit_on_signals()
     try:
         launch = launcher.from_environment(os.environ)
     except launcher.LaunchError as error:
         _remark(str(error))
         return ExitStatus.REFUSED
-    site = Site()
-    if launch is not None and host.can_fork():  # where it cannot fork, a launch is refused
-        if launch.rank > 0:
-            from torch_fsdp_tests.dispatch import agent
+    launched = launch is not None and host.can_fork()  # where it cannot fork, a launch is refused
+    if launch is not None and launched and launch.rank > 0:
+        from torch_fsdp_tests.dispatch import agent
 
-            return agent.main(launch, root)
-        from torch_fsdp_tests.dispatch.agents import Agents
-
-        try:
-            site = Agents(launch)
-        except (OSError, RuntimeError) as error:
-            _remark(f"the other processes of the launch cannot be reached: {error}")
-            return ExitStatus.BROKEN
-    status = ExitStatus.BROKEN
+        return agent.main(launch, root)
+    status, site = ExitStatus.BROKEN, Site()
     try:
+        if launch is not None and launched:
+            site = _agents(launch)
         status = _guarded(argv, root, launch, site)
-    except SystemExit as left:  # refused arguments, or --help
-        status = ExitStatus(host.exit_status(left))
+    except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were refused, or --help was given
+        status = ExitStatus(host.exit_status(left) if isinstance(left, SystemExit) else ExitStatus.INTERRUPTED)
+        if status.is_from_signal:
+            _remark(f"stopped by {host.signal_name(status - 128)} while no test was running")
     finally:
         site.dismiss(status)
     return status
+
+
+def _agents(launch: Launch) -> Site:
+    """The other processes of the launch. Raises :class:`LaunchFailure`."""
+    from torch_fsdp_tests.dispatch.agents import Agents
+
+    try:
+        return Agents(launch)
+    except (OSError, RuntimeError) as error:
+        raise LaunchFailure(f"the other processes of the launch cannot be reached: {error}") from error
 
 
 def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
@@ -75,8 +82,6 @@ def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site)
     except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
-    except KeyboardInterrupt:  # while planning; a run handles signals itself
-        return ExitStatus.INTERRUPTED
     except BrokenPipeError:  # as with "run_test.py --list | head"
         host.drop_stdout()
         return ExitStatus.NOT_READ

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # a plan starts no process
@@ -73,7 +74,7 @@ class Site:
 
     # --- at the end ---
 
-    def dismiss(self, status: int) -> None:
+    def dismiss(self, status: ExitStatus) -> None:
         """Let everybody leave with this status, after this process."""
 
 

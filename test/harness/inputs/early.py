@@ -1,0 +1,30 @@
+"""``run_test.py`` whose process of rank 0 waits before the first test, at the place that ``WAITS_IN`` names.
+
+Each process leaves a mark: that of rank 0 when it is there, and the others before they ask for rank 0.
+"""
+
+import os
+import runpy
+import time
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.processes import peers
+
+FOREVER = 1000  # seconds
+PLACES = {"join": (peers, "own_address"), "describe": (agent, "describe")}
+
+waits = os.environ["RANK"] == "0"
+module, name = PLACES[os.environ["WAITS_IN"]] if waits else (peers, "open_store")
+function = getattr(module, name)
+
+
+def marked(*arguments, **options):
+    Path(os.environ["STARTED"], f"rank {os.environ['RANK']}").touch()
+    if waits:
+        time.sleep(FOREVER)
+    return function(*arguments, **options)
+
+
+setattr(module, name, marked)
+runpy.run_path(str(Path(__file__).parents[3] / "run_test.py"), run_name="__main__")
