@@ -74,13 +74,13 @@ def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows))
 
 
-def write(page: Path, made: str) -> None:
+def write(page: Path, made: str, first: str = BEGIN, last: str = END) -> None:
     """Replace the text between the two marks of a page."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        sys.exit(f"{page} does not have both of the lines {BEGIN} and {END}")
-    write_text(page, f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
+        sys.exit(f"{page} does not have both of the lines {first} and {last}")
+    write_text(page, f"{before}{first}\n\n{made}\n\n{last}{after}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,11 +6,13 @@ know about it. To build it takes a compiler and a minute.
 """
 
 import functools
+import json
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from runs import COMMAND_LIMIT, INPUTS, ROOT, run_beside
 
@@ -303,6 +305,17 @@ class TestAbacus(TestCase):
         done = run(ROOT / "run_test.py", "-i", *arguments, **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
+
+    def test_ten_minutes_on_a_gpu_can_be_tried(self):
+        """The command of HARDWARE.md runs its files and its scripts, and records them."""
+        with tempfile.TemporaryDirectory() as made:
+            done = run(ROOT / ".ci" / "gpu", "--dry", "-j", "2", "--output", made, ABACUS_LATE="last")
+            self.assertEqual((done.returncode, Path(made, "left-out.txt").read_text()), (0, ""), done.stdout)
+            record = json.loads(Path(made, "gpu.json").read_text())
+            self.assertEqual([sum(row["passed"] > 0 for row in record["files"].values())], [2], record["files"])
+            self.assertEqual([answer.partition(";")[0] for answer in record["scripts"].values()], ["shown", "shown"])
+            (answer,) = json.loads(Path(made, "defects.json").read_text())["defects"]
+            self.assertEqual(answer["answer"], "present")
 
     def test_device_differs_from_the_host(self):
         self.assert_runs(DIFFERS, "")

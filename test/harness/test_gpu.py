@@ -1,0 +1,157 @@
+"""``.ci/gpu`` decides what runs first, and loses nothing that a run has recorded. These tests need no device."""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import tempfile
+import time
+import unittest
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+from runs import ROOT
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+COMMAND = ROOT / ".ci" / "gpu"
+EMPTY = {"runs": [], "files": {}, "scripts": {}}
+
+
+def report(date: str, **files: dict[str, str]) -> dict:
+    """A report of files, each with the outcomes of its tests."""
+    return {
+        "date": date,
+        "torch": "2.11.0",
+        "device": "cuda",
+        "machine": {"accelerator": "a GPU"},
+        "suite": {"commit": "abc"},
+        "files": [
+            {"file": name, "tests": [{"test": test, "outcome": how, "reason": "a\nb"} for test, how in tests.items()]}
+            for name, tests in files.items()
+        ],
+    }
+
+
+@unittest.skipUnless(COMMAND.exists(), "needs a checkout")
+class TestGpu(TestCase):
+    """Without it, minutes on a GPU could go to what is known, and what they showed could be lost."""
+
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.gpu = SimpleNamespace(**runpy.run_path(str(COMMAND), run_name="gpu"))
+
+    def write(self, name: str, data: object) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    def test_a_record_has_what_each_file_showed_last(self):
+        record = self.gpu.merged(EMPTY, report("2026-01-02", x={"T.a": "passed", "T.b": "failed", "T.c": "skipped"}))
+        row = record["files"]["x"]
+        self.assertEqual((row["passed"], row["skipped"], row["failed"]), (1, 1, {"T.b": "failed: a"}))
+        self.assertEqual(row["device"], "a GPU")
+        self.assertEqual(self.gpu.merged(record, report("2026-01-01", x={"T.a": "passed"})), record)  # it is older
+        record = self.gpu.merged(record, report("2026-01-03", x={"T.a": "passed", "T.b": "known defect"}))
+        row = record["files"]["x"]
+        self.assertEqual((row["passed"], row["known"], row["failed"]), (1, 1, {}))
+
+    def test_a_file_that_was_stopped_is_still_to_be_run(self):
+        record = self.gpu.merged(EMPTY, report("1", x={"T.a": "passed", "T.b": "not run"}))
+        self.assertEqual(record["files"], {})
+        record = self.gpu.merged(EMPTY, report("1", x={"T.a": "crashed", "T.b": "not run"}))
+        self.assertEqual(record["files"]["x"]["failed"], {"T.a": "crashed: a"})
+        self.assertEqual(self.gpu.urgent(record), ({"x"}, {}))
+
+    def test_what_failed_comes_before_what_passed(self):
+        record = self.gpu.merged(EMPTY, report("2026-01-02", x={"T.a": "passed"}, y={"T.a": "failed"}))
+        record["runs"] = [{"date": "2026-01-03", "failures": [{"files": ["x", "z"]}]}]
+        self.assertEqual(self.gpu.urgent(record), ({"x", "y", "z"}, {}))
+        record = self.gpu.merged(record, report("2026-01-04", x={"T.a": "passed"}))
+        self.assertEqual(self.gpu.urgent(record), ({"y", "z"}, {"x": "2026-01-04"}))
+
+    def test_as_many_files_as_fit(self):
+        seconds = {"a": 1.0, "b": 10.0, "c": 5.0, "d": 100.0}
+        self.assertEqual(self.gpu.fitting("abcd", seconds, 1, 33.0), ["a", "c", "b"])
+        self.assertEqual(self.gpu.fitting("abcd", seconds, 1, 31.0), ["a", "c"])
+        self.assertEqual(self.gpu.fitting("abcd", seconds, 2, 20.0), ["a", "c", "b"])
+        self.assertEqual(self.gpu.fitting("abcdx", seconds, 9, 250.0), ["a", "c", "b", "x", "d"])
+
+    def test_phases_in_their_order(self):
+        """The time is over before the second file that never ran."""
+        found = []
+        gpu = self.gpu
+
+        class Runs(gpu.Runs):
+            def files(self, what, names, reserved=0.0):
+                found.append((what, len(names)))
+                self.left_out |= dict.fromkeys(names)
+
+            def scripts(self):
+                found.append("scripts")
+
+        options = SimpleNamespace(output=self.folder, dry=True, jobs=1)
+        record = gpu.merged(EMPTY, report("1", **{gpu.DRY[0]: {"T.a": "failed"}}))
+        Runs(options, time.monotonic() + 100).all(record)
+        self.assertEqual(found, [("failed", 1), ("never", 1), "scripts", ("left", 2), ("again", 0)])
+
+    def test_a_killed_run_is_collected(self):
+        self.write("run/1-never/report.unfinished.json", report("2", x={"T.a": "passed"}))
+        self.write("run/2-left/report.json", report("3", y={"T.a": "error"}))
+        self.write("run/races.txt", "fsdp2_x: shown; found 1, and 2 is right\nTraceback\n")
+        record, page = self.write("gpu.json", EMPTY), self.write("page.md", f"a\n{self.gpu.BEGIN}\n{self.gpu.END}\nb")
+        collect = [f"--collect={self.folder / 'run'}", f"--record={record}", f"--page={page}"]
+        self.assertEqual(self.gpu.main(collect), 0)
+        self.assertEqual([*json.loads(record.read_text())["files"]], ["x", "y"])
+        for words in (
+            "| a GPU | 2.11.0 | 2 | 1 files | 1 | 0 | 0 | 0 |",
+            "| `y::T.a` | error: a |",
+            "| `fsdp2_x` | shown",
+        ):
+            self.assertIn(words, page.read_text())
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            self.assertEqual(self.gpu.main([f"--collect={self.folder / 'none'}", *collect[1:]]), 2)
+        self.assertIn("has no report; name the folder of --output", said.getvalue())
+
+    def test_the_page_is_made_from_the_record(self):
+        made = self.gpu.tables(self.gpu.read(self.gpu.RECORD))
+        self.assertIn(f"{self.gpu.BEGIN}\n\n{made}\n\n{self.gpu.END}", self.gpu.PAGE.read_text(encoding="utf-8"))
+
+    def test_defects_and_files_exist(self):
+        known = {path.stem for path in (ROOT / "torch_fsdp_tests" / "defects" / "known").glob("*.py")}
+        self.assertLessEqual({*self.gpu.MOCKED}, known)
+        record = self.gpu.read(self.gpu.RECORD)
+        named = {name for run in record["runs"] for each in run["failures"] for name in each["files"]}
+        for name in named | {*self.gpu.DRY}:
+            self.assertTrue((ROOT / "test" / f"{name}.py").exists(), name)
+
+    def test_missing_packages_come_from_wheels(self):
+        with zipfile.ZipFile(self.folder / "nosuch-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("nosuch/__init__.py", "")
+        self.gpu.install.__globals__["NEEDED"] = ("nosuch", "neither", "json")
+        self.assertEqual(self.gpu.install(self.folder, self.folder / "packages"), ["neither"])
+        self.assertTrue((self.folder / "packages/nosuch/__init__.py").exists())
+
+    def test_a_command_ends_at_its_limit(self):
+        runs = self.gpu.Runs(SimpleNamespace(output=self.folder, dry=True, jobs=1), 0.0)
+        for handler in ("SIG_IGN", "SIG_DFL"):
+            pid = self.folder / handler
+            program = f"import os, signal, time; signal.signal(signal.SIGINT, signal.{handler})\n"
+            program += f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+            self.gpu.Runs.run.__globals__["CLOSING"] = 0.2
+            with contextlib.redirect_stdout(io.StringIO()):
+                while not (pid.exists() and pid.read_text()):  # the limit may pass before the program has begun
+                    runs.run([sys.executable, "-c", program], 0.0)
+            with self.assertRaises(ProcessLookupError):
+                os.kill(int(pid.read_text()), 0)
+
+
+if __name__ == "__main__":
+    run_tests()
