@@ -12,13 +12,14 @@ import unittest
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from runs import ROOT
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 COMMAND = ROOT / ".ci" / "gpu"
-EMPTY = {"runs": [], "files": {}, "scripts": {}}
+EMPTY: dict[str, Any] = {"runs": [], "files": {}, "scripts": {}}
 
 
 def report(date: str, **files: dict[str, str]) -> dict:
@@ -83,23 +84,22 @@ class TestGpu(TestCase):
         self.assertEqual(self.gpu.fitting("abcd", seconds, 1, 31.0), ["a", "c"])
         self.assertEqual(self.gpu.fitting("abcd", seconds, 2, 20.0), ["a", "c", "b"])
         self.assertEqual(self.gpu.fitting("abcdx", seconds, 9, 250.0), ["a", "c", "b", "x", "d"])
+        self.assertEqual(self.gpu.fitting("ad", seconds, 9, 150.0), ["a"])  # a file is not split
 
     def test_phases_in_their_order(self):
         """The time is over before the second file that never ran."""
-        found = []
-        gpu = self.gpu
+        found: list[Any] = []
+        gpu: Any = self.gpu
 
-        class Runs(gpu.Runs):
-            def files(self, what, names, reserved=0.0):
-                found.append((what, len(names)))
-                self.left_out |= dict.fromkeys(names)
+        def files(runs, what, names, reserved=0.0):
+            found.append((what, len(names)))
+            runs.left_out |= dict.fromkeys(names)
 
-            def scripts(self):
-                found.append("scripts")
+        gpu.Runs.files, gpu.Runs.scripts = files, lambda runs: found.append("scripts")
 
         options = SimpleNamespace(output=self.folder, dry=True, jobs=1)
         record = gpu.merged(EMPTY, report("1", **{gpu.DRY[0]: {"T.a": "failed"}}))
-        Runs(options, time.monotonic() + 100).all(record)
+        gpu.Runs(options, time.monotonic() + 100).all(record)
         self.assertEqual(found, [("failed", 1), ("never", 1), "scripts", ("left", 2), ("again", 0)])
 
     def test_a_killed_run_is_collected(self):

@@ -19,6 +19,7 @@ from unittest import mock
 from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure
 from torch_fsdp_tests.processes import host, messages, peers
@@ -159,7 +160,7 @@ class TestDismissal(PeersCase):
         agents = Agents(self.launch(0))
         self.close_later(agents._peers)
         first, _ = peers.join(self.launch(1), agent.ORDERS)
-        dismissing = threading.Thread(target=agents.dismiss, args=[2])
+        dismissing = threading.Thread(target=agents.dismiss, args=[ExitStatus.REFUSED])
         dismissing.start()
         last, _ = peers.join(self.launch(2), agent.ORDERS)
         dismissing.join()

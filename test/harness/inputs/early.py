@@ -7,6 +7,7 @@ import os
 import runpy
 import time
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.processes import peers
@@ -19,7 +20,7 @@ module, name = PLACES[os.environ["WAITS_IN"]] if waits else (peers, "open_store"
 function = getattr(module, name)
 
 
-def marked(*arguments, **options):
+def marked(*arguments: Any, **options: Any) -> Any:
     Path(os.environ["STARTED"], f"rank {os.environ['RANK']}").touch()
     if waits:
         time.sleep(FOREVER)
