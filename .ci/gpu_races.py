@@ -36,7 +36,7 @@ def linear(device: torch.device | None = None) -> nn.Linear:
 
 
 def staging(device: torch.device) -> tuple[float, float]:
-    """fsdp2_staging_does_not_wait_for_the_step: what a checkpoint has of a step that the device still computes."""
+    """dcp_staging_does_not_wait_for_the_step: what a checkpoint has of a step that the device still computes."""
     model = fully_shard(linear(device), mesh=init_device_mesh(device.type, (1,)))
     (weight,) = model.parameters()
     with torch.no_grad():
