@@ -34,7 +34,7 @@ OTHERS = ["ProcessGroupLeak", "StayingOrphan"]
 
 @functools.cache
 def started() -> dict[str, Run]:
-    strict = [f"{kind}Leaks.test_files" for kind in KINDS]
+    strict = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
     return {
         "many": Run(INPUTS / "many.py"),
         "strict": Run(FAULTS, *strict, TORCH_FSDP_TESTS_STRICT_LEAKS="1"),
@@ -63,6 +63,8 @@ class TestLeaks(TestCase):
         for test, words in [
             ("a_child", rf"left the process \d+ \(sleep 999\) running in {ranks}"),
             ("a_thread", f"left the thread 'left' running in {ranks}"),
+            ("a_thread_that_fails", f"let the thread 'failing' end with ValueError: in a thread in {ranks}"),
+            ("output_closed", rf"\(and 2 more tests\) left sys.stdout or sys.stderr closed or replaced in {ranks}"),
             ("files", "left in the temporary directory: left"),
             ("shared_memory", rf"left in shared memory: psm_\w+ in {ranks}"),
             ("shared_memory", r"left in shared memory: torch_\d+_faults"),
@@ -96,7 +98,7 @@ class TestLeaks(TestCase):
 
     @parametrize("cls", LEAKING)
     def test_touch_no_later_test(self, cls):
-        run, later = ended(cls), ["settings_after"]
+        run, later = ended(cls), ["settings_after", "outputs_after"]
         if cls.startswith("Staying"):
             later += ["groups_after", "own_group_after"]
         for test in later:
@@ -105,7 +107,7 @@ class TestLeaks(TestCase):
 
     @parametrize("cls", [*LEAKING, *OTHERS])
     def test_change_no_verdict(self, cls):
-        """Only tests that die fail."""
+        """Only tests that die fail. A test that closes its output does not."""
         self.assertEqual({*ended(cls).words} - {"ProcessLeaks.test_torchs_shared_memory"}, set())
 
     def test_nothing_is_left(self):
@@ -118,7 +120,7 @@ class TestLeaks(TestCase):
 
     def test_strict(self):
         """TORCH_FSDP_TESTS_STRICT_LEAKS makes a leak a failure of the test that left it."""
-        names = [f"{kind}Leaks.test_files" for kind in KINDS]
+        names = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
         self.assertEqual(ended("strict").outcomes, dict.fromkeys(names, "ERROR"), ended("strict").text)
 
 

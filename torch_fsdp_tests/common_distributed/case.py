@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import types
@@ -28,6 +29,7 @@ from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.vendors import ConfigurationError
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
@@ -40,7 +42,8 @@ from torch_fsdp_tests.ranks import (
     judge,
     register,
 )
-from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
+from torch_fsdp_tests.ranks.outcome import BODY_MARK, THEN_RAISED, RankReport, enters_test
+from torch_fsdp_tests.ranks.rank import open_outputs
 from torch_fsdp_tests.verdict import Phase, Reason, State, events, joined, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
 
@@ -110,11 +113,16 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
     Threads cannot be ended, so a rank with threads left runs no further test.
     """
     belongings = Belongings()
+    outputs = sys.stdout, sys.stderr
     changes: list[str] = []
     try:
         with state.saved_state() as changes:
             yield
     finally:
+        if outputs != (sys.stdout, sys.stderr) or any(getattr(output, "closed", False) for output in outputs):
+            host.flush_outputs()
+            open_outputs()
+            changes.append("left sys.stdout or sys.stderr closed or replaced")
         threads = belongings.new_threads()
         if threads:
             assignment.leave()

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
@@ -19,7 +20,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.verdict import VERDICT, State, Verdict, events
+from torch_fsdp_tests.verdict import VERDICT, State, Verdict, events, in_one_line
 
 from .seed import save_rng_state
 
@@ -137,10 +138,20 @@ class SavedState:
         self._environment = dict(os.environ)
         self._values = [_read(watched) for watched in WATCHED]
         self._restore_rng = save_rng_state()
+        self._thread_hook = threading.excepthook
+        self._ended_threads: list[str] = []
+        threading.excepthook = self._note_ended_thread
+
+    def _note_ended_thread(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            name = "of an unknown name" if args.thread is None else repr(args.thread.name)
+            self._ended_threads.append(f"let the thread {name} end with {in_one_line(args.exc_value)}")
+        self._thread_hook(args)
 
     def restore(self) -> list[str]:
-        """Restore everything, and return one phrase for each setting that was changed."""
-        changes = list(self._restore_environment())
+        """Restore everything, and return one phrase for each setting that was changed, and each thread that failed."""
+        threading.excepthook = self._thread_hook
+        changes = [*self._ended_threads, *self._restore_environment()]
         for watched, before in zip(WATCHED, self._values, strict=True):
             after = _read(watched)
             if after == before or before is _UNREADABLE:

@@ -226,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
             trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
         stream.send(stream.Broken(in_one_line(error), text))
-        sys.stdout.flush()
+        host.flush_outputs()
         print(text, end="", file=sys.stderr, flush=True)
         if isinstance(error, KeyboardInterrupt):
             raise

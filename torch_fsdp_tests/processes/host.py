@@ -39,6 +39,15 @@ def refuse_unsupported() -> None:
         sys.exit(2)
 
 
+def flush_outputs() -> None:
+    """Write what is left in the buffers of stdout and stderr. A test may have closed, removed or replaced them, so
+    nothing that this raises counts.
+    """
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            output.flush()
+
+
 def drop_stdout() -> None:
     """Discard what is left in stdout's buffer, so that the interpreter does not try to write it when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -316,8 +316,7 @@ def _take_seat(launch: launcher.Launch) -> NoReturn:
         if seat is not None:
             seat.close()
         close_server()
-        for output in (sys.stdout, sys.stderr):
-            output.flush()
+        host.flush_outputs()
         os._exit(status)
 
 

@@ -37,6 +37,7 @@ TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; th
 COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectives time out
 
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
+THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that its test raised after it
 
 
 @dataclasses.dataclass(frozen=True)

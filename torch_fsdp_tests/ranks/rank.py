@@ -149,8 +149,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
     except BaseException:
         os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        host.flush_outputs()
         os._exit(code)
 
 
@@ -191,6 +190,10 @@ def _redirect(output: Path) -> None:
     os.close(nowhere)
     os.close(file)
     sys.stdin = open(0, closefd=False)
+    open_outputs()
+
+
+def open_outputs() -> None:
     sys.stdout = open(1, "w", closefd=False, errors="backslashreplace", buffering=1)
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)
 

@@ -179,8 +179,7 @@ class ServerHandle:
 
     @staticmethod
     def _fork(ours: socket.socket, theirs: socket.socket) -> int:
-        for output in (sys.stdout, sys.stderr):
-            output.flush()
+        host.flush_outputs()
 
         def run() -> None:
             ours.close()

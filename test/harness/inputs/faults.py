@@ -394,6 +394,30 @@ class Leaks(Case):
         if self.rank == 1:
             threading.Thread(target=time.sleep, args=(FOREVER,), name="left").start()
 
+    def test_a_thread_that_fails(self):
+        if self.rank == 1:
+            thread = threading.Thread(target=Fixtures.broken, args=("a thread",), name="failing")
+            thread.start()
+            thread.join()
+
+    def test_output_closed(self):
+        if self.rank == 1:
+            sys.stdout.close()
+            sys.stderr.close()
+
+    def test_output_gone(self):
+        if self.rank == 1:
+            sys.stdout = sys.stderr = None
+
+    def test_output_odd(self):
+        if self.rank == 1:
+            sys.stdout = unittest.mock.Mock(closed=False)
+            sys.stdout.flush.side_effect = ValueError("no flush")
+
+    def test_outputs_after(self):
+        print("to be read", flush=True)
+        print("to be read", flush=True, file=sys.stderr)
+
     def test_files(self):
         if self.rank == 1:
             os.mkdir(os.path.join(tempfile.gettempdir(), "left"))
