@@ -17,7 +17,7 @@ import threading
 import time
 import types
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,30 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
         kinds=outcome.kinds | kinds_of(_tally.skipped),
         defect_blocks=tuple(blocks),
     )
+
+
+def run_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Take every step of a test, also after one has raised, and then raise what counts.
+
+    That is the first exception, but a skip only if all of them are skips. It keeps what failed after it.
+    """
+    raised: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            raised += [error, *getattr(error, THEN_RAISED, ())]
+    failed = [error for error in raised if not is_skip(error)]
+    for first in (failed or raised)[:1]:
+        with contextlib.suppress(AttributeError):  # an exception may allow no attributes
+            setattr(first, THEN_RAISED, tuple(error for error in failed if error is not first))
+        raise first
+
+
+def is_skip(error: BaseException) -> bool:
+    if isinstance(error, SystemExit):
+        return host.exit_status(error) in SKIP_CODES
+    return isinstance(error, unittest.SkipTest)
 
 
 @contextlib.contextmanager
@@ -284,30 +308,32 @@ class RankTestCase(TestCase):
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:
         """In a rank, run the test method, and then all clean-ups that it registered. Upstream's harness never runs
-        those. The first exception of a clean-up is raised, and does not count as the body's.
+        those.
         """
-        try:
-            with _checked_streams():
-                returned = getattr(self, test_name)(**kwargs)
-        except Exception as error:
-            with contextlib.suppress(AttributeError):  # an exception with slots counts as one of the fixtures
-                setattr(error, BODY_MARK, True)
-            raise
-        finally:
-            self._run_cleanups()
+        returned = None
+
+        def body() -> None:
+            nonlocal returned
+            try:
+                with _checked_streams():
+                    returned = getattr(self, test_name)(**kwargs)
+            except Exception as error:
+                with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures
+                    setattr(error, BODY_MARK, True)
+                raise
+
+        run_all([body, self._run_cleanups])
         events.check_returned(returned)  # not in the body, because this is never an expected failure
 
     def _run_cleanups(self) -> None:
-        broken = None
         registered: list = self._cleanups
-        while registered:
-            function, args, kwargs = registered.pop()
-            try:
-                function(*args, **kwargs)
-            except Exception as error:
-                broken = broken or error
-        if broken is not None:
-            raise broken
+
+        def steps() -> Iterator[Callable[[], object]]:
+            while registered:
+                function, args, kwargs = registered.pop()
+                yield functools.partial(function, *args, **kwargs)
+
+        run_all(steps())
 
     def run_subtests(self, *args: Any, **kwargs: Any) -> None:
         """See :func:`.subtests.run_subtests`."""

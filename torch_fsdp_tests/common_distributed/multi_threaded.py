@@ -23,13 +23,16 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
     get_timeout,
+    is_skip,
     named_leaks,
+    run_all,
     run_in_rank,
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Outcome, RankGroup
 from torch_fsdp_tests.ranks.outcome import enters_test, raised
 from torch_fsdp_tests.ranks.threaded_pg import (
@@ -78,7 +81,7 @@ def run_threads(
     Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
     their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
     a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too.
-    ``report`` is called in each thread with its rank's outcome, as soon as there is one.
+    ``report`` is called in each thread with its rank's outcome, as soon as there is one, and again if that changes.
     """
     outcomes: dict[int, Outcome] = {}
     _install_threaded_pg()
@@ -104,6 +107,7 @@ def run_threads(
         except Exception as error:
             if outcome.state is State.PASSED:
                 outcomes[rank] = raised(rank, error)
+                report(outcomes[rank])
 
     try:
         threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
@@ -126,8 +130,8 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
         outcome = raised(rank, leaving)
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
-        if leaving.code in SKIP_CODES:
-            reason = SKIP_CODES[leaving.code]
+        if is_skip(leaving):
+            reason = SKIP_CODES[host.exit_status(leaving)]
             return Outcome(rank, State.SKIPPED, reason, kinds=kinds_of([reason]))
         return outcome
 
@@ -220,14 +224,12 @@ class MultiThreadedTestCase(RankTestCase):
 
     def run_test_with_threaded_pg(self, test_name: str, rank: int, world_size: int) -> None:
         """Run the test method between its per-thread fixtures, and then the clean-ups that the three registered."""
-        try:
+
+        def between_fixtures() -> None:
             self.perThreadSetUp()
-            try:
-                self._run_body(test_name)
-            finally:
-                self.perThreadTearDown()
-        finally:
-            self._run_cleanups()
+            run_all([functools.partial(self._run_body, test_name), self.perThreadTearDown])
+
+        run_all([between_fixtures, self._run_cleanups])
 
     def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
         """Like ``assertEqual``, but only in this rank, because the ranks share one random generator. As in upstream's,

@@ -168,7 +168,7 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
         state=State.FAILED if isinstance(error, AssertionError) else State.ERROR,
         text=shorten((f"in the subtest {place}\n" if place else "") + format_error(error)),
         seconds=seconds,
-        from_body=hasattr(error, BODY_MARK),
+        from_body=hasattr(error, BODY_MARK) and not getattr(error, THEN_RAISED, ()),
         exception=type(error).__qualname__,
         message=first_line(error),
         may_follow=isinstance(error, RuntimeError),
@@ -176,7 +176,12 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
 
 
 def format_error(error: BaseException) -> str:
-    """Format a traceback without the harness' frames above the test body. Works for unusual exceptions too."""
+    """Format the tracebacks of an exception and of those that its test raised after it. Works for unusual ones too."""
+    return "\n\nafter that:\n".join(map(_format_one, (error, *getattr(error, THEN_RAISED, ()))))
+
+
+def _format_one(error: BaseException) -> str:
+    """Without the harness' frames above the test body."""
     frames = error.__traceback__
     while frames is not None and _is_harness(frames.tb_frame.f_globals):
         frames = frames.tb_next

@@ -371,6 +371,26 @@ class Fixtures(Case):
         self.addCleanup(print, "cleaned up", flush=True)
         self.fail("the test")
 
+    def test_clean_up_that_skips_after_a_failure(self):
+        self.addCleanup(self.skipTest, "in a clean-up")
+        self.fail("the test")
+
+    def test_clean_up_that_exits_after_a_failure(self):
+        self.addCleanup(sys.exit, 74)  # which means a skip
+        self.fail("the test")
+
+    def test_clean_up_that_skips_after_an_exit(self):
+        self.addCleanup(self.skipTest, "in a clean-up")
+        sys.exit(5)
+
+    def test_clean_up_that_fails_after_a_skip(self):
+        self.addCleanup(self.broken, "a rank's clean-up")
+        self.skipTest("for a reason")
+
+    def test_clean_up_that_fails_after_a_failure(self):
+        self.addCleanup(self.broken, "a rank's clean-up")
+        self.fail("the test")
+
     @unittest.expectedFailure
     def test_expected_failure_by_clean_up(self):
         self.addCleanup(self.broken, "a rank's clean-up")
@@ -587,11 +607,21 @@ class ThreadFixtures(Fixtures, Threads):
         super().perThreadTearDown()
         if self._testMethodName == "test_tear_down_of_a_thread" and self.rank == 1:
             self.broken("perThreadTearDown")
+        if self._testMethodName == "test_tear_down_that_skips_after_a_failure":
+            self.skipTest("in perThreadTearDown")
+        if self._testMethodName == "test_group_that_cannot_be_destroyed" and self.rank == 1:
+            dist.distributed_c10d._world.pg_map = None
 
     def test_set_up_of_a_thread(self):
         dist.barrier()
 
     def test_tear_down_of_a_thread(self):
+        pass
+
+    def test_tear_down_that_skips_after_a_failure(self):
+        self.fail("the test")
+
+    def test_group_that_cannot_be_destroyed(self):
         pass
 
     @unittest.expectedFailure
