@@ -19,10 +19,11 @@ from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.verdict import RankResult, State, rank_rows
 
 RANKS = """#bare
+import atexit, threading
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-TIMEOUT_OVERRIDE["test_times_out"] = 3
+TIMEOUT_OVERRIDE.update(dict.fromkeys(["test_times_out", "test_passes_and_hangs", "test_skips_and_hangs"], 3))
 
 class TestRanks(MultiProcessTestCase):
     world_size = 2
@@ -65,6 +66,14 @@ class TestRanks(MultiProcessTestCase):
         if self.rank == 1:
             time.sleep(60)
 
+    def test_passes_and_hangs(self):
+        if self.rank == 1:
+            atexit.register(time.sleep, 60)
+
+    def test_skips_and_hangs(self):
+        self.test_passes_and_hangs()
+        self.skipTest("not here")
+
     def test_leaves_a_variable(self):
         os.environ["LEFT_BEHIND"] = "1"
 
@@ -79,6 +88,11 @@ class TestRanks(MultiProcessTestCase):
 
 class TestParent(TestCase):
     test_leaves_a_variable = TestRanks.test_leaves_a_variable
+
+    def test_lets_a_thread_fail(self):
+        thread = threading.Thread(target=self.fail, name="failing")
+        thread.start()
+        thread.join()
 
 class TestPlain(unittest.TestCase):
     test_1_leaves_a_variable = TestRanks.test_leaves_a_variable
@@ -112,6 +126,12 @@ STATES: dict[str, tuple[Any, ...]] = {
     "times_out": ("timed out", "body", PASSED,
                   ("timed out", r"was still running after .* s .the limit is 3 s., and was killed",
                    {"limit": 3, "killed": True})),
+    "passes_and_hangs": ("timed out", "fixture", PASSED,
+                         ("timed out", "reported that it passed and then was still running after .* s "
+                                       ".the limit is 3 s., and was killed", {"said": "passed", "limit": 3})),
+    "skips_and_hangs": ("timed out", "fixture", ("skipped", "skipped: not here", {}),
+                        ("timed out", "reported that it skipped and then was still running after .* s "
+                                      ".the limit is 3 s., and was killed", {"said": "skipped", "limit": 3})),
     "leaves_a_variable": ("left something behind", None),
     "leaves_a_variable_unexpectedly": ("left something behind", None),
     "with_a_server_that_dies": ("harness error", "harness"),
@@ -174,6 +194,10 @@ SEEN = body(
     f"seen = subprocess.check_output([sys.executable, '-c', {LOOK!r}], text=True, close_fds=False); "
     "self.assertEqual(seen, \"['0', '1', '2', '3'] []\\n\")"
 )
+LOST = """from torch_fsdp_tests.verdict import stream
+send = stream.send
+stream.send = lambda message: getattr(getattr(message, "result", None), "name", "") != "TestX.test_1" and send(message)
+""" + body("pass", "pass")
 FILES = {
     "test_p": PASS,
     "a/test_f": FAIL,
@@ -199,6 +223,7 @@ FILES = {
     "test_forgot": "#bare\n" + PASS,
     "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
     "test_children": CHILDREN,
+    "test_lost": LOST,
     "test_stream": SEEN,
     "test_link": "",  # leads nowhere
 }
@@ -224,6 +249,8 @@ test_import::(the file itself): error, file: ModuleNotFoundError: No module name
 test_late::(the file itself): crashed, file: the process exited with status 7 after its tests
 test_late::TestP.test_p: passed
 test_link::(the file itself): error, file: FileNotFoundError: [Errno 2] No such file or directory: ...
+test_lost::TestX.test_1: harness error, harness: its outcome was not reported
+test_lost::TestX.test_2: passed
 test_module::TestP.test_p: not run: not run: the set-up of TestP failed
 test_module::setUpModule: error, file, fixture: OSError: module
 test_module_skips::TestP.test_p: skipped: not in this module
@@ -300,7 +327,9 @@ class TestStatesOfRanks(StatesCase):
         self.write({"test_x": RANKS})
         results = self.run_and_report(limit=300, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
         tests = {name: test for (_, name), test in results.items()}
-        self.assertEqual(len(tests), len(STATES) + 4, self.out + self.err)
+        self.assertEqual(len(tests), len(STATES) + 5, self.out + self.err)
+        why = tests["TestParent.test_lets_a_thread_fail"]["reason"]
+        self.assertEqual(why, "let the thread 'failing' end with AssertionError: None")
         for name in ("TestParent.test_leaves_a_variable", "TestPlain.test_1_leaves_a_variable"):
             self.assertEqual(tests[name]["outcome"], "left something behind")
             self.assertEqual(tests[name]["reason"], "left the environment variable LEFT_BEHIND set")
@@ -316,7 +345,7 @@ class TestStatesOfRanks(StatesCase):
                 if ranks:
                     (element,) = self.cases["test_x", f"TestRanks.test_{name}"]
                     self.check_table(str(element.text), ranks)
-        self.assertIn("\nfailed (left something behind: 4, error: 3, failed: 2, crashed: 2, ", self.out)
+        self.assertIn("\nfailed (left something behind: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
         alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
         self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
         self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')
@@ -351,7 +380,7 @@ class TestStatesOfProcesses(StatesCase):
         tests = self.run_and_report(env={"VERBOSE_TEST_LOGS": "1"})
         states = sorted(f"{file}::{name}: {self.told(test)}" for (file, name), test in tests.items())
         self.assertEqual("\n".join(states), STATES_OF_FILES.strip())
-        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("11", "29", "5")]))
+        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "30", "5")]))
         self.check_console()
         self.check_subtests({test: result for (file, test), result in tests.items() if file == "test_subtests"})
         self.assertNotRegex(self.page, r"[\x00-\x08\x0b-\x1f]")

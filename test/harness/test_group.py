@@ -150,7 +150,7 @@ class TestGroup(TestCase):
         self.assertEqual(made.ready(), not ending)
         made.close()
         words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL"]
-        self.assertEqual(made.late_deaths, words if ending else [])
+        self.assertEqual([each.reason for each in made.late_deaths], words if ending else [])
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
         self.assertEqual(place.orders[0], run if ending else [*run, protocol.Leave()])
 

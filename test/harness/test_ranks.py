@@ -78,6 +78,8 @@ CASES: list[tuple[Any, ...]] = [
     ("Words", "subtest", "FAIL", "ranks 0-1 of 2 raised:", "in the subtest (number=1)"),
     ("Words", "no_subtest", "ERROR", "no subtest to run: number has no values"),
     ("Words", "expected_failure", "expected failure"),
+    ("Words", "expected_failure_and_slow_exit", "expected failure"),
+    ("Words", "expected_failure_and_death_of_another", "ERROR", "exited with code 3 before", "as expected"),
     ("Words", "unexpected_success", "unexpected success"),
     ("Meeting", "do_not_interrupt_each_other", "ok", only("PS", "")),
     ("Meeting", "groups_end_together", "ok", only("PS", "")),
@@ -88,6 +90,15 @@ CASES: list[tuple[Any, ...]] = [
     ("Skips", "one", "ERROR", "a skip counts only when every rank skips", "RanksErred: rank 1 of 2 skipped: for a"),
     ("Skips", "one_while_another_waits", "ERROR", only("PT", "RanksErred: rank 1 of 2 skipped: for a reason"),
      "rank 0 of 2 raised"),
+    ("Hangs", "hang_after_success", "ERROR",
+     {"Process": "rank 1 of 2 reported that it passed and then was still running after LIMIT",
+      "Thread": "ranks 0-1 of 2 reported that they passed and then were still running after LIMIT"}),
+    ("Hangs", "hang_after_a_skip", "ERROR",
+     {"Process": "rank 1 of 2 reported that it skipped and then was still running after LIMIT",
+      "Thread": "ranks 0-1 of 2 reported that they skipped and then were still running after LIMIT"}),
+    ("Hangs", "hang_stopped_after_success", "ERROR",
+     {"Process": "rank 1 of 2 reported that it passed and then was stopped (SIGSTOP or the like) after LIMIT",
+      "Thread": "ranks 0-1 of 2 reported that they passed and then were stopped (SIGSTOP or the like) after LIMIT"}),
     ("Hangs", "hang_in_python", "ERROR", "in test_hang_in_python", "still running after LIMIT"),
     ("Hangs", "hang_in_c", "ERROR", "in test_hang_in_c", "still running after LIMIT"),
     ("Hangs", "hang_ignoring_sigterm", "ERROR", "ranks 0-1 of 2 were still running after LIMIT"),
@@ -125,6 +136,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Late", "after_success", "ok", S("")),
     ("Later", "a", "ok", S("")),
     ("Later", "b", "ok", S("")),
+    ("Stuck", "skips", "skipped 'for a reason'", S("")),
     ("Server", "a", "ok", S("")),
     ("Server", "b", "ok", S("")),
     ("ZServer", "killed", "ERROR", "the rank server was killed by SIGKILL"),
@@ -212,6 +224,7 @@ class TestVerdict(TestCase):
             ("StayingLate", "test_after_success: rank 1 of 2 reported that it passed and then exited with code 3"),
             ("StayingLater", "test_a: rank 1 of 2 reported that it passed and then was killed by SIGKILL"),
             ("StayingServer", "test_a: the rank server was killed by SIGKILL"),
+            ("StayingStuck", "test_skips: rank 1 of 2 reported that it skipped and then did not exit"),
         ],
         name_fn=lambda cls, words: cls,
     )
@@ -226,7 +239,8 @@ class TestVerdict(TestCase):
         run = faults(kind, hanging)
         table = {f"{cls}.{test}" for cls, test, *_ in cases_of(kind)}
         classes = {f"{kind}Fixtures.tearDownClass", f"{kind}ClassFixture.setUpClass"}
-        late = {f"Staying{each}.tearDownClass" for each in ("Late", "Later", "Server")} if kind == "Staying" else set()
+        later = ("Late", "Later", "Server", "Stuck")
+        late = {f"Staying{each}.tearDownClass" for each in later} if kind == "Staying" else set()
         self.assertEqual(set(run.words) - table - classes - late, set())
 
     @parametrize("kind", KINDS)

@@ -1,10 +1,31 @@
 """Outcomes by numbers: what counts as passed, what a known failure explains, and which rank is to blame."""
 
+import dataclasses
+import functools
+import itertools
 import signal
+import sys
+import unittest
+from collections.abc import Callable
 
+from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.ranks.outcome import COLLECTIVE_SHARE, Ending, Outcome, RankReport, judge, raised
-from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tally
+from torch_fsdp_tests.processes import messages
+from torch_fsdp_tests.ranks.outcome import (
+    BODY_MARK,
+    COLLECTIVE_SHARE,
+    THEN_RAISED,
+    Ending,
+    Outcome,
+    RankReport,
+    RanksErred,
+    RanksFailed,
+    capture,
+    judge,
+    raised,
+)
+from torch_fsdp_tests.verdict import COUNTED, State, Verdict, by_cause, closing_line, tally
+from torch_fsdp_tests.verdict.stream import Ended, TestResult
 
 
 class TestCounts(TestCase):
@@ -15,10 +36,18 @@ class TestCounts(TestCase):
         self.assertEqual(passing, [State.PASSED, State.EXPECTED_FAILURE])
 
     def test_every_outcome_of_a_test_is_counted_once(self):
-        outcomes = [state for state in State if state is not State.STILL_RUNNING]  # which only a rank can be
-        counts = tally(outcomes)
-        self.assertEqual((list(counts), sum(counts.values())), (list(COUNTED), len(outcomes)))
+        counts = tally(State)
+        self.assertEqual((list(counts), sum(counts.values())), (list(COUNTED), len(State)))
         self.assertEqual(counts[State.FAILED], sum(state.is_bad for state in State))
+
+    def test_only_a_rank_can_be_still_running(self):
+        for make in (Verdict, functools.partial(TestResult, "T.test_1")):
+            self.assertRaises(ValueError, make, State.STILL_RUNNING)
+            make(State.TIMED_OUT)
+        line = b'["Ended", {"result": {"name": "T.test_1", "outcome": "still running"}}]'
+        with self.assertRaises(messages.MessageError):
+            messages.decode(line, [Ended])
+        messages.decode(line.replace(b"still running", b"timed out"), [Ended])
 
     def test_the_closing_line_names_known_failures(self):
         self.assertEqual(closing_line(tally([])), "0 passed, 0 failed, 0 skipped")
@@ -44,8 +73,23 @@ def skipped(rank: int, at: float) -> RankReport:
     return RankReport(rank, Outcome(rank, State.SKIPPED, "not here"), Ending(code=0), at)
 
 
-def reported(rank: int, at: float, error: Exception) -> RankReport:
+def reported(rank: int, at: float, error: BaseException) -> RankReport:
     return RankReport(rank, raised(rank, error), Ending(code=0), at)
+
+
+def stays(report: RankReport, at: float) -> RankReport:
+    """The rank has reported, and then its process did not end until it was killed."""
+    return dataclasses.replace(report, ending=KILLED, at=at)
+
+
+def leaves(report: RankReport, code: int) -> RankReport:
+    """The rank has reported, and then its process exited with this code."""
+    return dataclasses.replace(report, ending=Ending(code=code))
+
+
+def in_body(error: BaseException) -> BaseException:
+    setattr(error, BODY_MARK, True)
+    return error
 
 
 def hung(rank: int, at: float) -> RankReport:
@@ -77,6 +121,19 @@ BLAMED = {
     "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], State.TIMED_OUT, [1]),
     "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], State.CRASHED, [1, 0]),
     "one_dies_and_another_notices": ([reported(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
+    "one_dies_and_the_news_is_late": ([reported(0, 1.0, EARLY), died(1, 3.9)], State.CRASHED, [1, 0]),
+    "one_passes_and_then_hangs": ([passed(0), stays(passed(1), LIMIT)], State.TIMED_OUT, [1]),
+    "all_pass_and_then_hang": ([stays(passed(0), LIMIT), stays(passed(1), LIMIT)], State.TIMED_OUT, [0, 1]),
+    "one_skips_and_then_hangs": ([skipped(0, 1.0), stays(skipped(1, 1.0), LIMIT)], State.TIMED_OUT, [1, 0]),
+    "one_skips_and_another_passes_and_hangs": (
+        [skipped(0, 1.0), stays(passed(1), LIMIT)], State.TIMED_OUT, [1, 0],
+    ),
+    "one_fails_and_another_passes_and_hangs": (
+        [stays(passed(0), 4.0), reported(1, 1.0, AssertionError())], State.FAILED, [1, 0],
+    ),
+    "one_hangs_after_another_waited_for_it": (
+        [reported(0, GAVE_UP, LATE), stays(passed(1), LIMIT)], State.TIMED_OUT, [1, 0],
+    ),
     "one_skips_and_another_notices": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
     "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], State.ERROR, [1, 0]),
     "one_skips_and_another_fails": ([reported(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
@@ -97,8 +154,22 @@ class TestBlame(TestCase):
         reports, state, order = BLAMED[name]
         verdict = judge([*reports, passed(len(reports))], LIMIT, {})
         self.assertEqual((verdict.state, [rank.rank for rank in by_cause(verdict.ranks)]), (state, order))
-        self.assertRegex(verdict.reason, f"^rank {order[0]} of ")
-        self.assertRegex(verdict.text, f"^rank {order[0]} of ")
+        self.assertRegex(verdict.reason, rf"^ranks? {order[0]}\b")
+        self.assertRegex(verdict.text, rf"^ranks? {order[0]}\b")
+
+    def test_every_combination_of_ends(self):
+        """A test passes if all ranks passed, it skips if all skipped, and otherwise it has a bad outcome."""
+        fine = {State.PASSED: passed(0), State.SKIPPED: skipped(0, 1.0)}
+        ends = [*fine.values(), hung(0, LIMIT), died(0, 2.0), died(0, GAVE_UP, signal.SIGABRT)]
+        for error in (in_body(AssertionError()), EARLY, KeyboardInterrupt()):
+            ends += [reported(0, 1.0, error), reported(0, GAVE_UP, error), stays(reported(0, 1.0, error), 1.0)]
+        for end in fine.values():
+            ends += [stays(end, LIMIT), stays(end, 4.0), leaves(end, 3)]
+        for chosen in itertools.product(ends, repeat=3):
+            state = judge([dataclasses.replace(end, rank=rank) for rank, end in enumerate(chosen)], LIMIT, {}).state
+            alike = all(end is chosen[0] for end in chosen)
+            wanted = next((state for state, end in fine.items() if alike and end is chosen[0]), None)
+            self.assertTrue(state is wanted if wanted else state.is_bad, f"{state}: {chosen}")
 
     def test_every_rank_is_named_once(self):
         """The one that is fine, too."""
@@ -113,6 +184,88 @@ class TestBlame(TestCase):
                 "a skip counts only when every rank skips",
             ],
         )
+
+
+BODY = in_body(AssertionError("as expected"))
+BROKEN = in_body(RuntimeError("Connection closed by peer"))
+
+# The ends of two ranks, and whether the first may be an expected failure.
+EXPECTED = {
+    "alone": (reported(0, 1.0, BODY), passed(1), True),
+    "and_another_notices": (reported(0, 1.0, BODY), reported(1, 1.1, BROKEN), True),
+    "and_another_waits": (reported(0, 1.0, BODY), hung(1, 4.0), True),
+    "and_its_process_is_killed_before_it_ends": (stays(reported(0, 1.0, BODY), 1.0), reported(1, 1.1, BROKEN), True),
+    "and_another_is_killed_before_it_ends": (reported(0, 1.0, BODY), stays(passed(1), 4.0), True),
+    "and_another_dies": (reported(0, 1.0, BODY), died(1, 1.1), False),
+    "and_another_passes_and_dies": (reported(0, 1.0, BODY), leaves(passed(1), 3), False),
+    "and_another_fails_around_its_body": (reported(0, 1.0, BODY), reported(1, 1.1, ValueError()), False),
+    "after_another_failed_around_its_body": (reported(0, 1.1, BODY), reported(1, 1.0, ValueError()), False),
+}
+
+
+class TestExpectedFailures(TestCase):
+    """Without it, an expected failure could depend on how fast a process exits, or hide a crash or a hang."""
+
+    @parametrize("name", sorted(EXPECTED))
+    def test_may_be_expected(self, name):
+        *reports, may_be = EXPECTED[name]
+        for each in (reports, [dataclasses.replace(end, rank=1 - end.rank) for end in reports]):
+            with self.assertRaises((RanksFailed, RanksErred)) as raised:
+                raise_verdict(judge(each, LIMIT, {}))
+            self.assertEqual(self._may_be_expected(raised.exception), may_be)
+
+
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+STEPS: dict[str, tuple[Callable[[], object], type[BaseException] | None]] = {
+    "passes": (lambda: None, None),
+    "fails": (functools.partial(TestCase().fail, "no"), AssertionError),
+    "is_interrupted": (interrupt, KeyboardInterrupt),
+    "leaves": (functools.partial(leave, 5), SystemExit),
+    "skips": (functools.partial(TestCase().skipTest, "no"), unittest.SkipTest),
+    "leaves_as_skipped": (functools.partial(leave, 74), SystemExit),
+}
+
+
+class TestSteps(TestCase):
+    """Without it, a clean-up could turn a failure of the test into a skip, or hide it."""
+
+    def test_a_failure_counts_before_a_skip_and_the_first_one_before_others(self):
+        for names in itertools.product(STEPS, repeat=3):
+            called: list[str] = []
+
+            def take(name: str, called: list[str] = called) -> None:
+                called.append(name)
+                STEPS[name][0]()
+
+            steps = [functools.partial(take, name) for name in names]
+            failed = [name for name in names if name in ("fails", "is_interrupted", "leaves")]
+            wanted = [*failed, *(name for name in names if "skip" in name)][:1]
+            try:
+                run_all([steps[0], functools.partial(run_all, steps[1:])])
+                told = None
+            except BaseException as error:
+                told = error
+                self.assertEqual(len(getattr(error, THEN_RAISED)), max(len(failed) - 1, 0))
+            self.assertEqual(called, [*names])
+            self.assertIs(told and type(told), STEPS[wanted[0]][1] if wanted else None, names)
+            if isinstance(told, SystemExit):
+                self.assertEqual(told.code, 74 if wanted == ["leaves_as_skipped"] else 5)
+
+    def test_what_failed_later_is_shown_and_is_not_expected(self):
+        def fails_in_body() -> None:
+            raise in_body(AssertionError("as expected"))
+
+        outcome = capture(0, lambda: run_all([fails_in_body, lambda: open("no such file")]), lambda: 0.0)
+        self.assertEqual((outcome.state, outcome.exception, outcome.from_body), (State.FAILED, "AssertionError", False))
+        self.assertRegex(outcome.text, "(?s)AssertionError: as expected\n\nafter that:\n.*FileNotFoundError")
+        self.assertTrue(capture(0, lambda: run_all([fails_in_body]), lambda: 0.0).from_body)
 
 
 class TestExitCodes(TestCase):
@@ -145,6 +298,7 @@ class TestExitCodes(TestCase):
 
 
 instantiate_parametrized_tests(TestBlame)
+instantiate_parametrized_tests(TestExpectedFailures)
 instantiate_parametrized_tests(TestExitCodes)
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,12 +20,13 @@ from torch_fsdp_tests.ranks import (
     COLLECTIVE_SHARE,
     Assignment,
     HarnessError,
+    RankGroup,
     RanksErred,
     Verdict,
     start_ranks,
 )
 from torch_fsdp_tests.ranks.outcome import enters_test
-from torch_fsdp_tests.verdict import Phase, State
+from torch_fsdp_tests.verdict import Phase
 
 __unittest = True
 
@@ -63,7 +65,7 @@ class MultiProcContinuousTest(RankTestCase):
     poison_pill: bool = False
     pg: dist.ProcessGroup
 
-    _late_deaths: list[str]
+    _late_deaths: list[Verdict]
     _last_test: str = ""
 
     @classmethod
@@ -118,13 +120,18 @@ class MultiProcContinuousTest(RankTestCase):
         if cls._group is None:
             return
         group, cls._group = cls._group, None
-        where = f"after {cls._last_test}: " if cls._last_test else ""
         try:
             group.close()
         except HarnessError as error:
-            cls._late_deaths.append(f"{where}{error}")
-        cls._late_deaths += [f"{where}{words}" for words in group.late_deaths]
+            group.late_deaths.append(error.verdict)
+        cls._keep_late_deaths(group)
         state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.take_leaks())
+
+    @classmethod
+    def _keep_late_deaths(cls, group: RankGroup) -> None:
+        where = f"after {cls._last_test}: " if cls._last_test else ""
+        for verdict in group.late_deaths:
+            cls._late_deaths.append(dataclasses.replace(verdict, reason=f"{where}{verdict.reason}"))
 
     @classmethod
     def _conclude_class(cls) -> None:
@@ -135,19 +142,20 @@ class MultiProcContinuousTest(RankTestCase):
         deaths = cls._late_deaths
         del cls._late_deaths
         if deaths:
-            raise RanksErred(Verdict(State.CRASHED, "; ".join(deaths), Phase.FIXTURE))
+            raise RanksErred(Verdict(deaths[0].state, "; ".join(each.reason for each in deaths), Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
         group = type(self)._group
         assert group is not None
         limit = get_timeout(self.id())
+        type(self)._last_test = self._testMethodName
         try:
             self._conclude(group.run(self._testMethodName, limit), limit)
-            type(self)._last_test = self._testMethodName
             self._name_leaks(group)
         except BaseException:  # the ranks may be anywhere; the next test gets new ones
             type(self)._group = None
             self._close(group)
+            self._keep_late_deaths(group)
             raise
 
     @classmethod

@@ -114,6 +114,8 @@ def _did(rank: RankResult) -> Did:
 
 def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
     """Whether it did not only wait for the first rank that went wrong, or report that this rank was gone."""
+    if rank.state is State.STILL_RUNNING:
+        return False
     follows = rank.follows or (rank.may_follow and rank.in_one_line() != first.in_one_line())
     return rank.state.is_bad and not follows
 

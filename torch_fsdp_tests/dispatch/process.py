@@ -47,6 +47,7 @@ class TestProcess:
         self.facts: dict[str, Any] = {}
         self._reader = stream.Reader()
         self._announced: list[str] = []
+        self._started: set[str] = set()
         self._unknown: list[str] = []
         self._selected = 0
         self._matched: set[int] | None = None
@@ -103,6 +104,7 @@ class TestProcess:
                 self._known |= message.known
                 self._over = False
             case stream.Started(test):
+                self._started.add(test)
                 self.running, self._running_since = test, time.monotonic()
             case stream.Ended(result):
                 self._take_end(result)
@@ -210,7 +212,10 @@ class TestProcess:
         for name in dict.fromkeys(name for name in self._announced if name not in seen):
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
-            yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
+            if self._over and name in self._started:
+                yield TestResult(name, State.HARNESS_ERROR, phase=Phase.HARNESS, reason="its outcome was not reported")
+            else:
+                yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
 
 
 def _tail(output: str, lines: int = 60) -> str:

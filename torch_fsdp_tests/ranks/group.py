@@ -28,7 +28,7 @@ from torch_fsdp_tests.ranks.outcome import (
     RankReport,
 )
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
-from torch_fsdp_tests.verdict import State, ranks_in_words
+from torch_fsdp_tests.verdict import Phase, State, Verdict, ranks_in_words
 
 __unittest = True
 
@@ -138,7 +138,7 @@ class RankGroup:
         self._arrived: list[protocol.Event] = []  # events that have not been processed yet
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
-        self.late_deaths: list[str] = []  # what went wrong in ranks that stay after they passed their last test
+        self.late_deaths: list[Verdict] = []  # what went wrong in ranks that stay after they passed their last test
         self._started: list[float] = []  # the times at which processes, or their next test, started
         self._bad_since: float | None = None  # the time at which the first problem of a rank was noticed
         active.append(self)  # this comes first, because a signal may end this process at any moment
@@ -240,7 +240,7 @@ class RankGroup:
             while self._hear(0):
                 pass
         except HarnessError as error:
-            self.late_deaths.append(str(error))
+            self.late_deaths.append(error.verdict)
         is_fine = self._bad_since is None and not self.late_deaths and not any(each.leaving for each in self.processes)
         return is_fine and self._stage in (Stage.STARTING, Stage.IDLE)
 
@@ -278,10 +278,13 @@ class RankGroup:
         self._hear_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
-                self._note_late_death(process, f"did not exit within {LEAVE_LIMIT:g} s, and was killed")
+                words = f"did not exit within {LEAVE_LIMIT:g} s, and was killed"
+                self._note_late_death(process, State.TIMED_OUT, words)
 
-    def _note_late_death(self, process: Process, words: str) -> None:
-        self.late_deaths.append(f"rank {process.index} of {self.world_size} reported that it passed and then {words}")
+    def _note_late_death(self, process: Process, state: State, words: str) -> None:
+        said = [f"reported that it {each.outcome.state.value} and then" for each in process.reports.values()]
+        sentence = " ".join([f"rank {process.index} of {self.world_size}", *said, words])
+        self.late_deaths.append(Verdict(state, sentence, Phase.FIXTURE))
 
     def _elapsed(self, moment: float) -> float:
         """Seconds from the start of the first rank, or of the ranks' next test, to ``moment``.
@@ -296,7 +299,9 @@ class RankGroup:
         deadline = max(self._started) + limit
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
-        elif any(report.outcome.state is State.SKIPPED for each in self.processes for report in each.reports.values()):
+        elif not all(process.reported for process in self.processes) and any(
+            report.outcome.state is State.SKIPPED for each in self.processes for report in each.reports.values()
+        ):
             deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
 
@@ -381,7 +386,7 @@ class RankGroup:
         if not process.reported or process.ending.code != 0:
             self._note_bad(process, event.at)
         if self._stage in (Stage.IDLE, Stage.LEAVING) and process.ending.code != 0:
-            self._note_late_death(process, process.ending.in_words())
+            self._note_late_death(process, State.CRASHED, process.ending.in_words())
 
     def _note_bad(self, process: Process, moment: float) -> None:
         process.at = moment
@@ -431,18 +436,18 @@ class RankGroup:
                 outcome = Outcome(rank, State.PASSED) if process.waits else None
                 if report is not None:
                     outcome = report.outcome
-                # A rank that is done is not to blame if its process is killed because of another rank. This concerns
-                # threads, ranks that stay, and ranks that wait for the others.
-                done = outcome is not None and not outcome.state.is_bad
-                spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
-                own_ending = Ending(code=0) if done and spared else ending
-                is_fine = done and own_ending.code == 0
+                # A rank that has reported is not to blame if its process is killed because of another rank. This
+                # concerns threads, ranks that stay, and ranks that wait for the others.
+                spared = ending.ours and (self._stays or process.waits or not process.reported)
+                own_ending = Ending(code=0) if outcome is not None and spared else ending
+                raised = outcome is not None and outcome.state.is_bad
+                is_fine = outcome is not None and not raised and own_ending.code == 0
                 last_heard = self._elapsed(process.at if report is None else report.at)
                 yield RankReport(
                     rank,
                     outcome,
                     own_ending,
-                    at=elapsed if outcome is None and own_ending.ours else last_heard,
+                    at=elapsed if own_ending.ours and not raised else last_heard,
                     stacks="" if is_fine else written[process.index].stacks,
                     output=written[process.index].output if keep or not is_fine else "",
                     host=process.host,

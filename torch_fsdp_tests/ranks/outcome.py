@@ -267,7 +267,8 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
 
     A collective times out before the test does. So an error of torch after that time is a consequence, if there is a
     rank that could be its cause: one that was still running, or that ended in another way. So is an error of torch
-    after another rank has skipped and left. If nothing else went wrong, a rank that was still running hung.
+    after another rank has skipped and left. A rank that was still running hung, unless another one explains it: one
+    that raised or died, or, if it had reported nothing, one that skipped.
     """
     skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
     follows = {
@@ -276,11 +277,15 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
         if rank.may_follow and (rank.at >= limit * COLLECTIVE_SHARE or any(at < rank.at for at in skips))
     }
     others = [rank for rank in ranks if rank.state is not State.PASSED and rank.rank not in follows]
-    hung = all(rank.is_silent for rank in others)
+    ended = {rank.state for rank in others if rank.state is not State.STILL_RUNNING}
+
+    def hung(rank: RankResult) -> bool:
+        return rank.state is State.STILL_RUNNING and ended <= ({State.SKIPPED} if rank.said else set())
+
     return tuple(
         dataclasses.replace(
             rank,
-            state=State.TIMED_OUT if hung and rank.is_silent else rank.state,
+            state=State.TIMED_OUT if hung(rank) else rank.state,
             follows=bool(others) and rank.rank in follows,
         )
         for rank in ranks
@@ -291,18 +296,19 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
     outcome, ending = report.outcome, report.ending
     skip_reason = None if expected_code else _skip_reason(report, skip_codes)
     took_all = ending.ours and report.at >= limit
-    phase, message, text = None, "", report.stacks
+    phase: Phase | None = Phase.BODY if outcome is None else Phase.FIXTURE
+    message, text = "", report.stacks
     if outcome is not None and outcome.state.is_bad:
         state, phase = outcome.state, Phase.BODY if outcome.from_body else Phase.FIXTURE
         message, text = outcome.message, outcome.text
     elif skip_reason is not None:
-        state, message, text = State.SKIPPED, skip_reason, ""
+        state, phase, message, text = State.SKIPPED, None, skip_reason, ""
     elif ending.ours:
-        state, phase = State.STILL_RUNNING, Phase.BODY
+        state = State.STILL_RUNNING
     elif outcome is None or outcome.state is not State.PASSED or ending.code != 0:
-        state, phase = State.CRASHED, Phase.BODY
+        state = State.CRASHED
     else:
-        state = State.PASSED
+        state, phase = State.PASSED, None
     if expected_code:  # then the other ranks do not matter
         met = not ending.ours and ending.exitcode == expected_code
         state, phase = State.PASSED if met else State.FAILED, None
@@ -318,7 +324,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
         seconds=0.0 if outcome is None else outcome.seconds,
         at=report.at,
         exit_code=ending.code,
-        signal=None if ending.signal is None else host.signal_name(ending.signal),
+        signal=None if ending.signal is None or ending.ours else host.signal_name(ending.signal),
         stopped=ending.stopped,
         killed=ending.ours,
         limit=limit if took_all else None,

@@ -12,7 +12,6 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-DEATH_NEWS = 1.0  # seconds by which the news of a rank's death may be later than its consequences
 VERDICT = "verdict"  # the attribute with the verdict of an exception
 LINE_LIMIT = 300  # characters of what is to be one line
 
@@ -26,7 +25,7 @@ class State(str, enum.Enum):
     KNOWN_FAILURE = "known failure"  # it failed, and is listed as failing
     SKIPPED = "skipped"
     NOT_RUN = "not run"
-    STILL_RUNNING = "still running"  # a rank that was killed because another one had failed
+    STILL_RUNNING = "still running"  # never a test, but a rank that was killed because another one had failed
     UNEXPECTED_SUCCESS = "unexpected success"
     LEFT_BEHIND = "left something behind"  # a leak, where leaks are failures
     FAILED = "failed"  # an assertion of the test did not hold
@@ -37,7 +36,7 @@ class State(str, enum.Enum):
 
     @property
     def is_bad(self) -> bool:
-        return self.is_worse_than(State.STILL_RUNNING)
+        return self.is_worse_than(State.NOT_RUN)
 
     @property
     def is_executed(self) -> bool:
@@ -58,6 +57,11 @@ class State(str, enum.Enum):
     def is_worse_than(self, other: State) -> bool:
         order = list(State)
         return order.index(self) > order.index(other)
+
+    def check_of_test(self) -> None:
+        """Raise ``ValueError`` if a test cannot have this outcome."""
+        if self is State.STILL_RUNNING:
+            raise ValueError("a test cannot be 'still running': report this error of the harness")
 
 
 class SkipKind(str, enum.Enum):
@@ -204,7 +208,7 @@ class RankResult:
     seconds: float = 0.0  # the time of its test, as it reported
     at: float = 0.0  # the second of the test at which its outcome or its end became known
     exit_code: int | None = None
-    signal: str | None = None  # name of the one that ended it
+    signal: str | None = None  # name of the one that ended it, unless the harness killed it
     stopped: bool = False  # it was stopped, by SIGSTOP or the like
     killed: bool = False  # by the harness, because its test was over
     limit: float | None = None  # the time limit in seconds, if the rank reached it
@@ -248,15 +252,14 @@ class RankResult:
         headline = self.headline(plural)
         return f"{headline} {self.exception}: {self.message}".rstrip(": ") if self.raised else headline
 
-    def cause_key(self) -> tuple[bool, bool, bool, float]:
+    def cause_key(self) -> tuple[bool, bool, bool, bool, float]:
         """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains
         little.
 
-        The server reports deaths to the test process, so other ranks may report earlier that their peer is gone.
+        A death comes before everything that was raised, whenever it became known: other ranks may notice it first.
         """
-        died = not self.said and not self.killed
-        waited = self.is_silent and self.state is not State.TIMED_OUT
-        return waited, self.follows, self.state is State.SKIPPED, self.at - DEATH_NEWS if died else self.at
+        has_reported = bool(self.said) or self.killed
+        return self.state is State.STILL_RUNNING, self.follows, self.state is State.SKIPPED, has_reported, self.at
 
 
 def by_cause(ranks: Iterable[RankResult]) -> list[RankResult]:
@@ -328,15 +331,19 @@ class Verdict:
     phase: Phase | None = None
     ranks: tuple[RankResult, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.state.check_of_test()
+
     @property
     def text(self) -> str:
         return tell(self.ranks) or self.reason
 
     @property
     def is_from_body(self) -> bool:
-        """Whether an exception of the test's body is the cause, and no rank died."""
-        died = any(rank.state is State.CRASHED and not rank.said for rank in self.ranks)
-        return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and not died
+        """Whether an exception of the test's body is the cause, and no rank died, or failed around its body."""
+        in_bodies = all(rank.phase is Phase.BODY for rank in self.ranks if rank.raised and not rank.may_follow)
+        died = any(rank.state is State.CRASHED for rank in self.ranks)
+        return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and in_bodies and not died
 
 
 def first_line(error: BaseException) -> str:

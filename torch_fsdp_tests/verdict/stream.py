@@ -39,6 +39,9 @@ class TestResult:
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.outcome.check_of_test()
+
     @property
     def rerun_name(self) -> str | None:
         """What to select to run it again: the test, the class of a fixture, or None for the whole file."""

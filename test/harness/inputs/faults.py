@@ -35,7 +35,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.ranks import RankGroup, server
+from torch_fsdp_tests.ranks import RankGroup, group, server
 
 FOREVER = 1000  # seconds
 LIMIT = 2  # seconds for a test that uses its whole limit; the limit of other tests is in the environment
@@ -130,6 +130,12 @@ def only_rank_1(case: Case, fault: Callable[[], object]) -> None:
     if case.rank == 1:
         fault()
     dist.barrier()
+
+
+def rank_1_leaves_with(case: Case, fault: Callable[..., object], *arguments: Any) -> None:
+    """Rank 1 does this when its process exits. One that stays exits later, with its class."""
+    if case.rank == 1 and not isinstance(case, Staying):
+        atexit.register(fault, *arguments)
 
 
 # --- the faults -------------------------------------------------------------------------------------------------------
@@ -255,6 +261,18 @@ class Words(Case):
         only_rank_1(self, lambda: self.fail("as expected"))
 
     @unittest.expectedFailure
+    def test_expected_failure_and_slow_exit(self):
+        if self.rank == 1:
+            atexit.register(time.sleep, FOREVER)
+            self.fail("as expected")
+
+    @unittest.expectedFailure
+    def test_expected_failure_and_death_of_another(self):
+        if self.rank == 1:
+            self.fail("as expected")
+        os._exit(3)
+
+    @unittest.expectedFailure
     def test_unexpected_success(self):
         pass
 
@@ -303,6 +321,16 @@ class Skips(Case):
 
 
 class Hangs(Case):
+    def test_hang_after_success(self):
+        rank_1_leaves_with(self, time.sleep, FOREVER)
+
+    def test_hang_after_a_skip(self):
+        rank_1_leaves_with(self, time.sleep, FOREVER)
+        self.skipTest("for a reason")
+
+    def test_hang_stopped_after_success(self):
+        rank_1_leaves_with(self, os.kill, os.getpid(), signal.SIGSTOP)
+
     def test_hang_in_python(self):
         only_rank_1(self, lambda: time.sleep(FOREVER))
 
@@ -715,6 +743,22 @@ class StayingLater(Staying):
 
     def test_b(self):
         dist.barrier()
+
+
+class StayingStuck(Staying):
+    """A rank skips, and then does not exit."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        limit = unittest.mock.patch.object(group, "LEAVE_LIMIT", 0.5)
+        limit.start()
+        cls.addClassCleanup(limit.stop)
+
+    def test_skips(self):
+        if self.rank == 1:
+            atexit.register(time.sleep, FOREVER)
+        self.skipTest("for a reason")
 
 
 class StayingServer(StayingLater):
