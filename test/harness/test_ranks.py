@@ -79,7 +79,6 @@ CASES: list[tuple[Any, ...]] = [
     ("Words", "no_subtest", "ERROR", "no subtest to run: number has no values"),
     ("Words", "expected_failure", "expected failure"),
     ("Words", "expected_failure_and_slow_exit", "expected failure"),
-    ("Words", "expected_failure_and_death_of_another", "ERROR", "exited with code 3 before", "as expected"),
     ("Words", "unexpected_success", "unexpected success"),
     ("Meeting", "do_not_interrupt_each_other", "ok", only("PS", "")),
     ("Meeting", "groups_end_together", "ok", only("PS", "")),

@@ -267,12 +267,6 @@ class Words(Case):
             self.fail("as expected")
 
     @unittest.expectedFailure
-    def test_expected_failure_and_death_of_another(self):
-        if self.rank == 1:
-            self.fail("as expected")
-        os._exit(3)
-
-    @unittest.expectedFailure
     def test_unexpected_success(self):
         pass
 
