@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import types
 import unittest
 import unittest.mock
@@ -34,7 +35,7 @@ from torch_fsdp_tests.common_utils import (
     vacuous,
     wrapSwapTensorsTest,
 )
-from torch_fsdp_tests.common_utils.state import SavedState, saved_state
+from torch_fsdp_tests.common_utils.state import SavedState, saved_state, watched_threads
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.settings import SEED_VARIABLE
@@ -285,6 +286,22 @@ class StateTest(TestCase):
                 del os.environ["TORCH_FSDP_TESTS_SCRATCH"]
             self.assertEqual(os.environ["TORCH_FSDP_TESTS_SCRATCH"], "kept")
         self.assertEqual(leaks, ["removed the environment variable TORCH_FSDP_TESTS_SCRATCH"])
+
+    def test_an_exception_that_ends_a_thread_is_named_once(self):
+        def fails(name: str) -> None:
+            thread = threading.Thread(target=self.fail, args=("no",), name=name)
+            thread.start()
+            thread.join()
+
+        printed: list[threading.ExceptHookArgs] = []
+        with unittest.mock.patch.object(threading, "excepthook", printed.append):
+            with watched_threads() as outer:
+                with watched_threads() as inner:
+                    fails("a")
+                fails("b")
+            fails("c")
+        self.assertEqual((outer, inner), tuple([f"let the thread {n!r} end with AssertionError: no"] for n in "ba"))
+        self.assertEqual(len(printed), 3)
 
     def test_seed(self):
         def draws():

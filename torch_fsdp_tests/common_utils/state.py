@@ -138,20 +138,10 @@ class SavedState:
         self._environment = dict(os.environ)
         self._values = [_read(watched) for watched in WATCHED]
         self._restore_rng = save_rng_state()
-        self._thread_hook = threading.excepthook
-        self._ended_threads: list[str] = []
-        threading.excepthook = self._note_ended_thread
-
-    def _note_ended_thread(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None and args.exc_type is not SystemExit:
-            name = "of an unknown name" if args.thread is None else repr(args.thread.name)
-            self._ended_threads.append(f"let the thread {name} end with {in_one_line(args.exc_value)}")
-        self._thread_hook(args)
 
     def restore(self) -> list[str]:
-        """Restore everything, and return one phrase for each setting that was changed, and each thread that failed."""
-        threading.excepthook = self._thread_hook
-        changes = [*self._ended_threads, *self._restore_environment()]
+        """Restore everything, and return one phrase for each setting that was changed."""
+        changes = list(self._restore_environment())
         for watched, before in zip(WATCHED, self._values, strict=True):
             after = _read(watched)
             if after == before or before is _UNREADABLE:
@@ -179,6 +169,30 @@ class SavedState:
 
 
 @contextlib.contextmanager
+def watched_threads() -> Iterator[list[str]]:
+    """Yields a list. It has one phrase for each exception that ended a thread in the block, which Python only prints.
+
+    If blocks are nested, the inner one has it.
+    """
+    ended: list[str] = []
+    before = threading.excepthook
+    prints = getattr(before, "prints", before)
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else "unknown"
+            ended.append(f"let the thread {name!r} end with {in_one_line(args.exc_value)}")
+        prints(args)
+
+    note.prints = prints  # type: ignore[attr-defined]
+    threading.excepthook = note
+    try:
+        yield ended
+    finally:
+        threading.excepthook = before
+
+
+@contextlib.contextmanager
 def saved_state() -> Iterator[list[str]]:
     """At the end of the block, undo what it changed in this process.
 
@@ -186,15 +200,18 @@ def saved_state() -> Iterator[list[str]]:
     Random states are restored without a phrase.
     """
     saved, leaks = SavedState(), []  # type: ignore[var-annotated]
-    try:
-        yield leaks
-    finally:
-        leaks += saved.restore()
+    with watched_threads() as ended:
+        try:
+            yield leaks
+        finally:
+            leaks += [*ended, *saved.restore()]
 
 
-def undo_leaks(test: unittest.TestCase, before: SavedState) -> None:
-    """Undo and report what a test left changed. With the strict setting, fail it. This is to be its last clean-up."""
-    leaks = before.restore()
+def undo_leaks(test: unittest.TestCase, before: SavedState, ended: list[str]) -> None:
+    """Undo and report what a test left changed, and the threads that exceptions ended. With the strict setting, fail
+    it. This is to be its last clean-up.
+    """
+    leaks = [*ended, *before.restore()]
     if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
         remark = f"{settings.STRICT_LEAKS_VARIABLE}=1 makes a leak a failure"
         error = test.failureException(f"the test {' and '.join(leaks)} ({remark})")
@@ -208,8 +225,9 @@ def check_every_test() -> None:
     original = unittest.TestCase.run
 
     def run(self: unittest.TestCase, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
-        self.addCleanup(undo_leaks, self, SavedState())
-        return original(self, result)
+        with watched_threads() as ended:
+            self.addCleanup(undo_leaks, self, SavedState(), ended)
+            return original(self, result)
 
     unittest.TestCase.run = run  # type: ignore[method-assign]
 

@@ -116,9 +116,9 @@ class TestCase(expecttest.TestCase):
         self._known_defects = [defect for defect in known if defect.is_expected()]
         if self._known_defects:
             self.__unittest_expecting_failure__ = True
-        # First registered is last called, after tearDown and all clean-ups of the test.
-        self.addCleanup(state.undo_leaks, self, state.SavedState())
-        with defect_blocks.recorded() as self._defect_blocks:
+        with defect_blocks.recorded() as self._defect_blocks, state.watched_threads() as ended:
+            # First registered is last called, after tearDown and all clean-ups of the test.
+            self.addCleanup(state.undo_leaks, self, state.SavedState(), ended)
             return super().run(result)
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
