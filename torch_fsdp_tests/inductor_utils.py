@@ -73,9 +73,12 @@ def why_no_inductor() -> str | None:
     return why_no_host_compiler()
 
 
+_DEVICE_TYPES = {"HAS_CUDA": "cuda", "HAS_XPU_AND_TRITON": "xpu"}
+
+
 def __getattr__(name: str) -> Any:
     if name == "HAS_GPU":
         return why_no_device_compiler() is None
-    if name == "HAS_CUDA":
-        return has_devices("cuda") and why_no_device_compiler() is None
+    if name in _DEVICE_TYPES:
+        return has_devices(_DEVICE_TYPES[name]) and why_no_device_compiler() is None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from samples import run, tests_of
 
-from torch_fsdp_tests import common_cuda
-from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
-from torch_fsdp_tests.common_utils import TestCase, decorateIf, parametrize, run_tests, subtest
+from torch_fsdp_tests import common_cuda, inductor_utils
+from torch_fsdp_tests.common_device_type import OpDTypes, instantiate_device_type_tests, ops
+from torch_fsdp_tests.common_utils import (
+    TestCase,
+    decorateIf,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+)
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 
@@ -107,6 +114,16 @@ class DeviceTypeTest(TestCase):
         cls = made_for(FOO, {"test_if": test})["TestXFOO"]
         self.assertEqual([why for _, why in run_on(cls, FOO).skipped], ["by device"])
 
+    def test_compilers_are_those_of_the_device_under_test(self):
+        for kind in ("cuda", "xpu", "foo"):
+            device = accelerator.Accelerator(kind, "gloo", 1, 1)
+            with (
+                unittest.mock.patch.object(accelerator, "current", lambda device=device: device),
+                unittest.mock.patch.object(inductor_utils, "why_no_device_compiler", lambda: None),
+            ):
+                found = [inductor_utils.HAS_GPU, inductor_utils.HAS_CUDA, inductor_utils.HAS_XPU_AND_TRITON]
+            self.assertEqual(found, [True, kind == "cuda", kind == "xpu"])
+
     def test_cuda_names_are_about_the_device_under_test(self):
         for count, found in ((1, (True, False)), (2, (True, True))):
             cuda = accelerator.Accelerator("cuda", "nccl", count, 2)
@@ -114,6 +131,86 @@ class DeviceTypeTest(TestCase):
                 self.assertEqual((common_cuda.TEST_CUDA, common_cuda.TEST_MULTIGPU), found)
         with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
             self.assertFalse(common_cuda.TEST_CUDA or common_cuda.TEST_MULTIGPU)
+
+
+class Op:
+    """What ``ops`` asks of torch's ``OpInfo``. It is one operator on the device ``foo``, and another one elsewhere."""
+
+    def __init__(self, name: str, forward: set[torch.dtype], backward: set[torch.dtype], *decorators: Any) -> None:
+        self.formatted_name, self.forward, self.backward, self.decorators = name, forward, backward, decorators
+        self.asked: list[tuple] = []
+
+    def supported_dtypes(self, device_type: str) -> set[torch.dtype]:
+        return self.forward if device_type == "foo" else {torch.int8, torch.bool}
+
+    def supported_backward_dtypes(self, device_type: str) -> set[torch.dtype]:
+        return self.backward if device_type == "foo" else set()
+
+    def get_decorators(self, *asked: Any) -> tuple:
+        self.asked.append(asked)
+        return self.decorators
+
+
+class OpsTest(TestCase):
+    """Without it, a test of operators could lose some of them, or run them with other data types than upstream's."""
+
+    def made(self, *op_list: Op, **options: Any) -> type[unittest.TestCase]:
+        def test_y(self, device, op, dtype=None):
+            self.calls.append((op.formatted_name, dtype, device))
+
+        return made_for(FOO, {"test_y": ops(op_list, **options)(test_y)})["TestXFOO"]
+
+    def test_names_arguments_and_decorators(self):
+        add = Op("add", {torch.float32, torch.int8}, set())
+        sin = Op("sin", {torch.float32}, set(), unittest.skip("by its own decorator"))
+        cls: Any = self.made(add, sin)
+        names = ["test_y_add_foo_float32", "test_y_add_foo_int8", "test_y_sin_foo_float32"]
+        self.assertEqual(tests_of(cls), names)
+        with unittest.mock.patch.object(torch, "device", lambda kind, index=None: f"{kind}:{index}"):
+            result = run_on(cls, FOO)
+        self.assertEqual([reason for _, reason in result.skipped], ["by its own decorator"])
+        self.assertEqual(cls.calls, [("add", torch.float32, "foo:0"), ("add", torch.int8, "foo:0")])
+        (asked,) = sin.asked
+        arguments = {"op": sin, "dtype": torch.float32, "device": "foo"}
+        self.assertEqual(asked, ("TestX", "test_y", "foo", torch.float32, arguments))
+
+    def test_rules_for_data_types(self):
+        op = Op("x", {torch.float32, torch.float16, torch.int8, torch.bool}, {torch.float16})
+        forward, backward = {"float32", "float16", "int8", "bool"}, {"float16"}
+        everything = forward | {"float64", "complex64", "complex128", "bfloat16", "int64", "int32", "int16", "uint8"}
+        rules: list[tuple[Any, set[str]]] = [
+            (OpDTypes.supported, forward),
+            (OpDTypes.unsupported, everything - forward),
+            (OpDTypes.supported_backward, backward),
+            (OpDTypes.unsupported_backward, everything - backward),
+            (OpDTypes.any_one, {"float16"}),
+            (OpDTypes.any_common_cpu_cuda_one, {"int8"}),
+            (OpDTypes.none, {""}),
+            ([torch.int64, torch.float8_e5m2], {"int64", "float8_e5m2"}),
+        ]
+        for rule, dtypes in rules:
+            with self.subTest(rule):
+                names = {"_".join(filter(None, ("test_y_x_foo", dtype))) for dtype in dtypes}
+                self.assertEqual(set(tests_of(self.made(op, dtypes=rule))), names)
+        self.assertEqual(tests_of(self.made(op, allowed_dtypes=[torch.bool, torch.int64])), ["test_y_x_foo_bool"])
+        no_backward = Op("x", {torch.int8, torch.int32}, set())
+        self.assertEqual(tests_of(self.made(no_backward, dtypes=OpDTypes.any_one)), ["test_y_x_foo_int32"])
+
+    def test_no_test_disappears(self):
+        cls = self.made(Op("x", {torch.int8}, set()), allowed_dtypes=[torch.float32])
+        self.assertEqual(tests_of(cls), ["test_y_foo"])
+        reasons = [reason for _, reason in run_on(cls, FOO).skipped]
+        self.assertEqual(reasons, ["none of its 1 operators has one of its data types on foo"])
+        with self.assertRaisesRegex(ValueError, "test_y has no operators, so the test would disappear"):
+            self.made()
+        with self.assertRaisesRegex(RuntimeError, r"test_y needs a device: use instantiate_device_type_tests\(\)"):
+            test = ops([Op("x", set(), set())])(lambda self, device, op: None)
+            test.__qualname__ = "test_y"
+            instantiate_parametrized_tests(type("TestX", (Recording,), {"test_y": test}))
+
+    def test_a_parameter_that_is_a_data_type_ends_the_name(self):
+        test = parametrize("dtype", [torch.int8])(lambda self, device, dtype: None)
+        self.assertEqual(tests_of(made_for(FOO, {"test_y": test})["TestXFOO"]), ["test_y_int8_foo_int8"])
 
 
 if __name__ == "__main__":

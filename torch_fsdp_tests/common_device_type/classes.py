@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import unittest
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch_fsdp_tests.common_utils.flags import device_type_under_test, privateuse1_name
@@ -122,7 +122,15 @@ def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tupl
         # Decorators may read the arguments, including the device, of which only the type is known here.
         known = {**arguments, "device": device_type} if takes_device else arguments
         with_device = _with_device(variant) if takes_device else variant
-        yield "_".join(filter(None, (name, suffix, device_type))), bound_test(with_device, arguments, decorators(known))
+        made_name = "_".join(filter(None, (name, suffix, device_type, _dtype_suffix(arguments))))
+        yield made_name, bound_test(with_device, arguments, decorators(known))
+
+
+def _dtype_suffix(arguments: Mapping[str, Any]) -> str:
+    """The end of a test's name: the data types among its arguments."""
+    dtypes = arguments.get("dtypes", arguments.get("dtype"))
+    dtypes = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+    return "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None)
 
 
 def _unchanged(test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:

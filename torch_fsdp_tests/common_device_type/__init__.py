@@ -1,0 +1,9 @@
+"""Test classes for the device under test, with upstream's generated names.
+
+Replaces the used parts of ``torch/testing/_internal/common_device_type.py``.
+"""
+
+from __future__ import annotations
+
+from torch_fsdp_tests.common_device_type.classes import instantiate_device_type_tests
+from torch_fsdp_tests.common_device_type.operators import OpDTypes, ops
