@@ -12,16 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     DTensorContinuousTestBase,
+    DTensorConverter,
     DTensorTestBase,
+    MLPModule,
+    MLPStacked,
     ModelArgs,
     Transformer,
+    reduce_local_int,
     skip_if_lt_x_gpu,
     skip_unless_torch_gpu,
     with_comms,
@@ -73,6 +77,17 @@ class TestModels(TestCase):
             gradients.append([param.grad for param in model.parameters()])
         once, twice = gradients
         self.assertEqual(once, twice)
+
+    def test_stacked_layers(self):
+        x = torch.randn(2, 10)
+        once = MLPModule("cpu")
+        for n_layers, expected in ((1, once(x)), (2, once(once(x)))):
+            self.assertEqual(MLPStacked("cpu", n_layers)(x), expected)
+        self.assertEqual(len(MLPStacked("cpu").layers), 2)
+
+    def test_numbers_of_all_ranks(self):
+        value = mock.Mock(**{"node._local_ints": {0: 3, 1: 4}})
+        self.assertEqual(reduce_local_int(value, lambda by_rank: max(by_rank.values())), 4)
 
 
 class TestParallelModels(DTensorTestBase):
@@ -191,6 +206,59 @@ class TestProcesses(DTensorTestBase):
         with self.assertRaises(AssertionError):
             # This is not an elementwise function of the full tensor: it only sees its rank's rows.
             self._test_op_on_dtensor(self._local_sum, x)
+
+    @with_comms
+    def test_op_with_all_placements(self):
+        x, y = torch.arange(8.0).view(2, 4) + 1, torch.tensor(3.0)
+        seen = []
+
+        def recorded(x: torch.Tensor, other: torch.Tensor, both: bool) -> Any:
+            if isinstance(x, DTensor):
+                seen.append(x.placements)
+            return (x + other, x * other) if both else x + other
+
+        self._test_op(self.mesh, recorded, x, other=y, both=True)
+        self._test_op(self.mesh, recorded, x, other=y, both=False)
+        self.assertEqual(seen, [(Replicate(),), (Shard(0),), (Shard(1),)] * 2)
+        for wrong, arguments in ((self._local_sum, [x]), (torch.add, [1, 2]), (torch.neg, [x.to_sparse()])):
+            with self.assertRaises(AssertionError):
+                self._test_op(self.mesh, wrong, *arguments)
+
+    @with_comms
+    def test_converter(self):
+        weight = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        args, kwargs = (weight, [torch.ones(2, dtype=torch.bool), "text"]), {"scale": torch.ones(1, 4), "n": 5}
+        converter = DTensorConverter(self.mesh, args, kwargs)
+        placements = []
+        for (new_weight, (flags, text)), new_kwargs in converter:
+            self.assertIsInstance(new_weight, nn.Parameter)
+            self.assertEqual((new_weight.requires_grad, text), (False, "text"))
+            self.assertEqual([new_kwargs["scale"].full_tensor(), new_kwargs["n"]], [torch.ones(1, 4), 5])
+            tensors = (new_weight, flags, new_kwargs["scale"])
+            placements.append([each.placements[0] for each in tensors])
+        whole = Replicate()
+        pairs = [(first, second) for first in (whole, Shard(0)) for second in (whole, Shard(1))]
+        self.assertEqual(placements, [[first, whole, second] for first, second in pairs])
+        self.assertEqual((converter.hit, converter.miss, converter.successful()), (12, 0, True))
+        self.assertEqual(len(list(DTensorConverter(self.mesh, args, kwargs, replicate_only=True))), 1)
+
+    @with_comms
+    def test_converter_leaves_what_dtensor_does_not_support(self):
+        class Other(torch.Tensor):
+            pass
+
+        strange = [torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.cfloat).conj()]
+        strange += [torch.ones(2).as_subclass(Other), strange[2].imag]
+        self.assertTrue(strange[-1].is_neg())
+        for tensor in strange:
+            converter = DTensorConverter(self.mesh, (tensor, torch.ones(1)), {})
+            ((new, _), _), *_ = converter
+            self.assertIs(new, tensor)
+            self.assertEqual(converter.hit, converter.miss)
+            self.assertFalse(converter.successful())
+        self.assertFalse(DTensorConverter(self.mesh, (), {}).successful())
+        with self.assertRaisesRegex(RuntimeError, "cannot make a DTensor of int: give a tensor"):
+            converter.to_dist_tensor(1, self.mesh, [Replicate()])
 
     def _local_sum(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):

@@ -16,11 +16,13 @@ from .cases import (
     DTensorTestBase,
     DTensorTestMixin,
     num_devices,
+    reduce_local_int,
     skip_unless_torch_gpu,
     with_comms,
 )
+from .converter import DTensorConverter
 from .experts import ExpertLayer, ExpertParallel, Experts
-from .layers import MLPModule, RMSNormPython
+from .layers import MLPModule, MLPStacked, RMSNormPython
 from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
 
 

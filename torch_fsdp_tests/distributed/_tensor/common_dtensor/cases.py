@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,16 +21,24 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.device import accelerator, substitutes
 
+from .converter import DTensorConverter
+
 __unittest = True
 
 MOST_DEVICES = 4  # as upstream: 4 ranks are enough
 
 Test = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 def num_devices() -> int:
     """The default world size of a test: that of the device under test, but at most 4."""
     return min(MOST_DEVICES, accelerator.current().ranks)
+
+
+def reduce_local_int(val: Any, func: Callable[[Mapping[int, int]], Result]) -> Result:
+    """Call ``func`` with the numbers by rank that a ``torch.SymInt`` of torch's local tensors stands for."""
+    return func(val.node._local_ints)
 
 
 def skip_unless_torch_gpu(method: Test) -> Test:
@@ -71,6 +79,15 @@ class DTensorTestMixin(RankTestCase):
         expected = op_call(*tree_map(full, args), **tree_map(full, kwargs))
         results = tree_leaves(op_call(*args, **kwargs))
         self.assertEqual([each.full_tensor() for each in results], tree_leaves(expected))
+
+    def _test_op(self, mesh: DeviceMesh, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Fail unless the operator gives the same for all ways to distribute its arguments over the mesh."""
+        expected = tree_leaves(op_call(*args, **kwargs))
+        converter = DTensorConverter(mesh, args, kwargs)
+        for d_args, d_kwargs in converter:
+            self.assertTrue(converter.successful(), "DTensor does not support the arguments")
+            results = tree_leaves(op_call(*d_args, **d_kwargs))
+            self.assertEqual([each.full_tensor() for each in results], expected)
 
 
 class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):

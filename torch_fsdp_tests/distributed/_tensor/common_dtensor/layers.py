@@ -39,3 +39,16 @@ class MLPModule(nn.Module):
     def reset_parameters(self) -> None:
         for layer in (self.net1, self.net2):
             layer.reset_parameters()
+
+
+class MLPStacked(nn.Module):
+    """``n_layers`` of :class:`MLPModule`, one after the other."""
+
+    def __init__(self, device: torch.device | str | None, n_layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLPModule(device) for _ in range(n_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
