@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import importlib.util
 import io
 import math
@@ -18,6 +19,7 @@ import threading
 import types
 import unittest
 import unittest.mock
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,13 @@ from runs import ROOT, Process
 from torch_fsdp_tests import common_utils, installation, settings
 from torch_fsdp_tests.common_utils import (
     TestCase,
+    check_leaked_tensors,
     device_sleep,
     get_cycles_per_ms,
+    retry_on_connect_failures,
     run_tests,
     set_rng_seed,
+    unMarkDynamoStrictTest,
     vacuous,
     wrapSwapTensorsTest,
 )
@@ -514,6 +519,70 @@ class SmallThingsTest(TestCase):
             self.assertFalse(common_utils.TEST_XPU)
         with self.assertRaises(AttributeError):
             _ = common_utils.TEST_NOTHING
+
+    def test_flags_of_a_build_or_a_ci_follow_the_environment(self):
+        code = "from torch_fsdp_tests.common_utils import flags; print(flags.IS_SANDCASTLE, flags.TEST_WITH_ASAN)"
+        out, _ = self.run_process_no_exception(code, {**os.environ, "SANDCASTLE": "1", "PYTORCH_TEST_WITH_ASAN": "0"})
+        self.assertEqual(out.split(), [b"True", b"False"])
+
+    def test_a_mark_for_the_compiler_changes_nothing(self):
+        cls = type("T", (TestCase,), {})
+        before = dict(vars(cls))
+        self.assertIs(unMarkDynamoStrictTest(cls), cls)
+        self.assertIs(unMarkDynamoStrictTest()(cls), cls)
+        self.assertEqual(dict(vars(cls)), before)
+
+    def test_a_connection_is_tried_again(self):
+        def calls(error: Exception, *decorating: Any, **options: Any) -> int:
+            test = unittest.mock.Mock(__name__="test", side_effect=[error] * 9 + ["done"] + [error] * 9)
+            decorated = retry_on_connect_failures(test, **options) if not options else None
+            decorated = decorated or retry_on_connect_failures(**options)(test)
+            try:
+                self.assertEqual(decorated("argument", key=1), "done")
+            except RuntimeError as raised:
+                self.assertIs(raised, error)
+            test.assert_called_with("argument", key=1)
+            return test.call_count
+
+        in_use, other = RuntimeError("bind: Address already in use"), RuntimeError("shapes differ")
+        self.assertEqual([calls(in_use), calls(other)], [10, 1])
+        self.assertEqual([calls(in_use, connect_errors="timed out"), calls(other, connect_errors=["shapes"])], [1, 10])
+        always = unittest.mock.Mock(__name__="test", side_effect=in_use)
+        with self.assertRaises(RuntimeError) as raised:
+            retry_on_connect_failures(always)()
+        self.assertEqual((raised.exception, always.call_count), (in_use, 10))
+
+    def test_tensors_in_cycles_are_found(self):
+        def cycle(*values: object) -> None:
+            kept: list[object] = [*values]
+            kept.append(kept)
+
+        before, flags = list(gc.garbage), gc.get_debug()
+        with check_leaked_tensors() as garbage, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cycle("no tensor")
+            self.assertEqual(garbage, [])
+        self.assertEqual(garbage, [])
+        with self.assertWarnsRegex(UserWarning, "2 tensors are in reference cycles"):
+            with check_leaked_tensors() as garbage:
+                cycle(torch.ones(1), torch.ones(2))
+        self.assertEqual(sorted(tensor.numel() for tensor in garbage), [1, 2])
+        with self.assertRaises(ZeroDivisionError), check_leaked_tensors() as garbage:
+            cycle(torch.ones(1))
+            _ = 1 / 0
+        self.assertEqual((garbage, gc.garbage, gc.get_debug()), ([], before, flags))
+
+    def test_warnings_that_torch_gives_once(self):
+        for _ in range(2):
+            with self.assertWarnsOnceRegex(UserWarning, ".*deprecated"):
+                _ = torch.ones(3).T
+        self.assertFalse(torch.is_warn_always_enabled())
+        for category, regex in ((UserWarning, "of two"), (DeprecationWarning, "first"), (UserWarning, "other")):
+            with self.assertRaisesRegex(AssertionError, f"no {category.__name__} matches '{regex}'"):
+                with self.assertWarnsOnceRegex(category, regex):
+                    warnings.warn("first of two", stacklevel=1)
+        with self.assertRaises(AssertionError), self.assertWarnsOnceRegex(UserWarning):
+            pass
 
     def test_an_absent_device_is_no_error_at_import(self):
         with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: "nonsense"}):

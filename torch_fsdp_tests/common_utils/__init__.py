@@ -15,15 +15,18 @@ from torch_fsdp_tests.common_utils.flags import (
     FILE_SCHEMA,
     IS_LINUX,
     IS_MACOS,
+    IS_SANDCASTLE,
     IS_WINDOWS,
     MI200_ARCH,
+    TEST_WITH_ASAN,
     TEST_WITH_DEV_DBG_ASAN,
     TEST_WITH_ROCM,
     TEST_WITH_SLOW,
     HardwareClassification,
 )
+from torch_fsdp_tests.common_utils.garbage import check_leaked_tensors
 from torch_fsdp_tests.common_utils.main import run_tests
-from torch_fsdp_tests.common_utils.network import find_free_port
+from torch_fsdp_tests.common_utils.network import find_free_port, retry_on_connect_failures
 from torch_fsdp_tests.common_utils.parametrization import (
     _TestParametrizer,
     decorateIf,
@@ -43,6 +46,7 @@ from torch_fsdp_tests.common_utils.skips import (
     skipIfTorchDynamo,
     skipIfXpu,
     slowTest,
+    unMarkDynamoStrictTest,
     wrapSwapTensorsTest,
     xfailIf,
 )

@@ -24,6 +24,8 @@ IS_WINDOWS = sys.platform == "win32"
 IS_MACOS = sys.platform == "darwin"
 
 
+IS_SANDCASTLE = settings.is_on("SANDCASTLE", os.environ)  # a CI of Meta
+TEST_WITH_ASAN = settings.is_on("PYTORCH_TEST_WITH_ASAN", os.environ)
 TEST_WITH_DEV_DBG_ASAN = settings.is_on("PYTORCH_TEST_WITH_DEV_DBG_ASAN", os.environ)
 TEST_WITH_ROCM = settings.is_on("PYTORCH_TEST_WITH_ROCM", os.environ)
 TEST_WITH_SLOW = settings.is_on(settings.SLOW_VARIABLE, os.environ)

@@ -44,6 +44,11 @@ def skipIfTorchDynamo(msg: str = "") -> Decorator:
     return lambda target: target
 
 
+def unMarkDynamoStrictTest(cls: type | None = None) -> Any:
+    """Change nothing, with and without parentheses, for the same reason as :func:`skipIfTorchDynamo`."""
+    return (lambda decorated: decorated) if cls is None else cls
+
+
 def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Callable[..., Any]:
     """Make a decorator that works with and without parentheses, like upstream's ``skipIf<Platform>``."""
 

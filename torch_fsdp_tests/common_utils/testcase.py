@@ -9,10 +9,12 @@ import re
 import subprocess
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import expecttest
+import torch
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, events, in_one_line
@@ -35,7 +37,7 @@ _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _OPEN_NAMES = frozenset(
     "_run _init_pg _run_test_given_id _current_test_name _spawn_processes _spawn_threads _fork_processes "
     "_start_processes _join_processes _check_return_codes _get_timedout_process_traceback _event_listener "
-    "_check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity _test_op_on_dtensor "
+    "_check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity _test_op _test_op_on_dtensor "
     "_train_for_several_steps _assert_same_parameters".split()
 )
 
@@ -273,6 +275,25 @@ class TestCase(expecttest.TestCase):
     def assertLogs(self, logger: Any = None, level: Any = None) -> Any:
         """unittest's ``assertLogs``. The default logger is ``torch``, because torch's loggers do not reach the root."""
         return super().assertLogs(logging.getLogger("torch") if logger is None else logger, level)
+
+    @contextlib.contextmanager
+    def assertWarnsOnceRegex(self, category: type[Warning], regex: str = "") -> Iterator[None]:
+        """Fail unless the block gives a warning of this category whose text begins with a match of ``regex``.
+
+        torch gives some warnings only once in a process; in the block it gives them each time. All warnings of the
+        block are hidden.
+        """
+        always = torch.is_warn_always_enabled()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.set_warn_always(True)
+            try:
+                yield
+            finally:
+                torch.set_warn_always(always)
+        texts = [str(each.message) for each in caught if issubclass(each.category, category)]
+        if not any(re.match(regex, text) for text in texts):
+            self.fail(f"no {category.__name__} matches {regex!r}: {texts}")
 
     @staticmethod
     def run_process_no_exception(code: str, env: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
