@@ -85,6 +85,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Meeting", "begins_with_all_connected", "ok", S("")),
     ("Flood", "flood", "ERROR", "bytes left out", "\\xff\\xfe"),
     ("Skips", "all", "skipped 'for a reason'"),
+    ("Skips", "stays_for_the_others", "skipped 'for a reason'"),
     ("Skips", "all_by_exit_code", "skipped 'CUDA is not available'"),
     ("Skips", "one", "ERROR", "a skip counts only when every rank skips", "RanksErred: rank 1 of 2 skipped: for a"),
     ("Skips", "one_while_another_waits", "ERROR", only("PT", "RanksErred: rank 1 of 2 skipped: for a reason"),

@@ -46,6 +46,9 @@ logger = logging.getLogger("torch_fsdp_tests.common_distributed")
 
 ANSWER_LIMIT = 3.0  # seconds for ranks past their limit to answer through their pipes
 _SENT_TEXT = 50_000  # characters of a traceback that a rank sends: more could fill the pipe, which nobody reads yet
+# Seconds for which a rank that skips waits for the others, because its exit would break connections that they are still
+# making. If it skips alone, they may wait for its exit.
+SKIP_STAY = 5.0
 
 
 def received(pipe: Connection) -> Any:
@@ -355,6 +358,7 @@ class MultiProcessTestCase(RankTestCase):
             try:
                 self._run_body(test_name)
             except unittest.SkipTest:
+                self._assignment.meet(SKIP_STAY)
                 raise
             except Exception:
                 with contextlib.suppress(OSError):  # a test may have closed it

@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 import torch.distributed as dist
-from meeting import ends_together
+from meeting import WAIT, ends_together
 
 from torch_fsdp_tests.common_distributed import (
     TIMEOUT_OVERRIDE,
@@ -295,6 +296,16 @@ class Meeting(Case):
 
 
 class Skips(Case):
+    def test_stays_for_the_others(self):
+        """Rank 0 skips at once, and does not exit before rank 1 skips too."""
+        self.connect()
+        pids: list = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if self.rank == 1 and sys.platform == "linux":
+            with open(os.pidfd_open(pids[0])) as rank_0:
+                self.assertEqual(select.select([rank_0], [], [], WAIT)[0], [])
+        raise unittest.SkipTest("for a reason")
+
     def test_all(self):
         raise unittest.SkipTest("for a reason")
 
