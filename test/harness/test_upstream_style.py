@@ -3,6 +3,8 @@
 import ast
 import itertools
 import os
+import unittest
+import unittest.mock
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -11,15 +13,20 @@ import torch
 import torch.distributed as dist
 from sources import PACKAGE, TESTS, TESTS_OF_FSDP, trees
 
+from torch_fsdp_tests import UPSTREAMS
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
     DistributedTestBase,
+    DynamoDistributedMultiProcTestCase,
     MultiProcessTestCase,
     MultiThreadedTestCase,
+    cleanup_temp_dir,
+    initialize_temp_directories,
     requires_nccl,
     requires_nccl_version,
     requires_world_size,
     skip_if_lt_x_gpu,
+    with_dist_debug_levels,
 )
 from torch_fsdp_tests.common_fsdp import get_devtype
 from torch_fsdp_tests.common_utils import (
@@ -27,6 +34,7 @@ from torch_fsdp_tests.common_utils import (
     TestCase,
     run_tests,
 )
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -34,7 +42,6 @@ IMPORTED, TESTED = (
     [line for line in (INPUTS / name).read_text().splitlines() if not line.startswith("#")]
     for name in ("upstream_names.txt", "upstream_tests.txt")
 )
-UPSTREAMS = {name.split(".")[0] for name in IMPORTED}  # the modules and packages that stand for upstream's
 
 
 def defined_and_used() -> tuple[set[str], set[str]]:
@@ -91,6 +98,26 @@ class TestNames(TestCase):
         defined, used = defined_and_used()
         self.assertGreater(len(defined), 200)
         self.assertEqual(defined - used - {name.rpartition(".")[2] for name in IMPORTED} - {"__unittest"}, set())
+
+    def test_what_is_not_offered_is_named_with_its_place(self):
+        self.assertEqual(list(UPSTREAMS), sorted({name.split(".")[0] for name in IMPORTED}))
+        cases = {
+            "import torch_fsdp_tests.opinfo.core": "opinfo",
+            "from torch_fsdp_tests import common_nn": "common_nn",
+            "import torch_fsdp_tests.distributed.rpc.dist_optimizer": "distributed.rpc",
+            "from torch_fsdp_tests.common_utils import TEST_MKL": "common_utils.TEST_MKL",
+        }
+        for statement, missing in cases.items():
+            with self.assertRaises(ModuleNotFoundError) as raised:
+                exec(statement, {})
+            self.assertEqual(
+                str(raised.exception),
+                f"torch_fsdp_tests has no {missing} (it has what tests of FSDP use from {', '.join(UPSTREAMS)}): "
+                f"use torch.testing._internal.{missing}, which torch still has",
+            )
+        with self.assertRaisesRegex(ModuleNotFoundError, "No module named 'json.nothing'"):
+            import_module("json.nothing")
+        self.assertFalse(hasattr(import_module("torch_fsdp_tests.common_utils"), "TEST_MKL"))
 
 
 class TestProcesses(MultiProcessTestCase):
@@ -150,6 +177,80 @@ class TestBase(DistributedTestBase):
         self.assertEqual(total, torch.ones(2, device=device))
 
 
+class TestDebugLevels(DynamoDistributedMultiProcTestCase):
+    """Without it, a test for several levels of torch's checks could run once, or leave a level behind."""
+
+    seen: list
+
+    def setUp(self):
+        self.assertEqual(self.world_size, accelerator.current().ranks)
+        super().setUp()
+
+    @with_dist_debug_levels(["DETAIL", "INFO"])
+    def _run_at_each_level(self, fails: bool = False) -> int:
+        self.seen.append((os.environ["TORCH_DISTRIBUTED_DEBUG"], dist.get_debug_level()))
+        if fails:
+            raise ZeroDivisionError
+        return len(self.seen)
+
+    def _check(self) -> None:
+        self.create_pg(accelerator.current().type)
+        level, variable = dist.get_debug_level(), os.environ.get("TORCH_DISTRIBUTED_DEBUG")
+        self.seen = []
+        with unittest.mock.patch.object(dist, "barrier", side_effect=lambda: self.seen.append("barrier")):
+            self.assertEqual(self._run_at_each_level(), 3)
+        detail, info = ("DETAIL", dist.DebugLevel.DETAIL), ("INFO", dist.DebugLevel.INFO)
+        self.assertEqual(self.seen, [detail, "barrier", info, "barrier"])
+        with self.assertRaises(ZeroDivisionError):
+            self._run_at_each_level(fails=True)
+        self.assertEqual((dist.get_debug_level(), os.environ.get("TORCH_DISTRIBUTED_DEBUG")), (level, variable))
+
+    def test_levels(self):
+        os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
+        self._check()
+        with self.assertRaisesRegex(ValueError, "with_dist_debug_levels has no level"):
+            with_dist_debug_levels([])
+
+    @unittest.mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+    def test_levels_with_one_before(self):
+        self._check()
+
+
+class TestDirectories(MultiProcessTestCase):
+    """Without it, the ranks of an upstream test could have no directory, or each its own, or leave it behind."""
+
+    world_size = 2
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        initialize_temp_directories()
+        cls.directory = os.environ["TEMP_DIR"]
+
+    @classmethod
+    def tearDownClass(cls):
+        initialize_temp_directories("env://")
+        assert not os.path.exists(cls.directory), "the first directory is left"
+        assert os.environ["INIT_METHOD"] == "env://"
+        directory = os.environ["TEMP_DIR"]
+        cleanup_temp_dir()
+        cleanup_temp_dir()
+        assert not os.path.exists(directory), "the second directory is left"
+        assert not {"TEMP_DIR", "INIT_METHOD"} & os.environ.keys()
+        super().tearDownClass()
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_ranks_share_it(self):
+        self.assertEqual(sorted(os.listdir(os.environ["TEMP_DIR"])), ["barrier", "init_dir", "test_dir"])
+        dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=self.rank, world_size=2)
+        directories = [None] * 2
+        dist.all_gather_object(directories, os.environ["TEMP_DIR"])
+        self.assertEqual(len(set(directories)), 1)
+
+
 class TestThreads(MultiThreadedTestCase):
     """Without it, an upstream test in threads could run without ``perThreadSetUp`` or ``assertEqualOnRank``."""
 
@@ -170,6 +271,11 @@ class TestThreads(MultiThreadedTestCase):
         self.assertEqual(ranks, [0, 1])
         self.assertTrue(self.prepared)
         self.assertEqualOnRank(self.rank, 1, rank=1)
+        self.assertNotEqualOnRank(self.rank, 1, rank=0)
+        for differs, rank in ((self.assertEqualOnRank, 1), (self.assertNotEqualOnRank, 0)):
+            if self.rank == rank:
+                with self.assertRaises(AssertionError):
+                    differs(self.rank, 1 - rank if rank else 0, rank=rank)
 
 
 instantiate_device_type_tests(TestBase, globals())

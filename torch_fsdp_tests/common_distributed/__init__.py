@@ -13,8 +13,18 @@ from torch_fsdp_tests.common_distributed.case import (
     get_timeout,
 )
 from torch_fsdp_tests.common_distributed.continuous import DeviceContinuousTest, MultiProcContinuousTest
+from torch_fsdp_tests.common_distributed.environment import (
+    cleanup_temp_dir,
+    initialize_temp_directories,
+    with_dist_debug_levels,
+)
 from torch_fsdp_tests.common_distributed.modules import SaveForwardInputsModel, SaveForwardInputsModule
-from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase, logger
+from torch_fsdp_tests.common_distributed.multi_process import (
+    DistributedTestBase,
+    DynamoDistributedMultiProcTestCase,
+    MultiProcessTestCase,
+    logger,
+)
 from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase
 from torch_fsdp_tests.common_distributed.requirements import (
     TEST_SKIPS,

@@ -423,3 +423,7 @@ class DistributedTestBase(MultiProcessTestCase):
         """
         count = max(torch.get_device_module(device).device_count(), 1)
         return {rank: [rank % count] for rank in range(self.world_size)}
+
+
+class DynamoDistributedMultiProcTestCase(DistributedTestBase):
+    """Upstream's name for tests of compiled models. Its number of ranks is that of the device under test, too."""

@@ -237,3 +237,8 @@ class MultiThreadedTestCase(RankTestCase):
         """
         if self.rank == rank:
             self.assertEqual(x, y, msg)
+
+    def assertNotEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
+        """Like ``assertNotEqual``, but only in this rank."""
+        if self.rank == rank:
+            self.assertNotEqual(x, y, msg)
