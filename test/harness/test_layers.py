@@ -12,7 +12,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 # layers. The longest name that matches a module counts.
 LAYERS = [
     {"processes.messages", "device.capabilities", "verdict"},
-    {"processes", "installation", "reach", "settings", "installed_torch.version_ranges"}
+    {"processes", "installation", "reach", "settings", "installed_torch.version_ranges", "installed_torch.fixes"}
     | {"device.vendors", "device.machine"},
     {"installed_torch", "device"} | {"defects.registry", "defects.known"},
     {"ranks"},

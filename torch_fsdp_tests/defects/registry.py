@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.installed_torch.version_ranges import numbers, version_fits
 
 KNOWN = Path(__file__).parent / "known"
@@ -165,6 +166,12 @@ class Defect:
         after = [at for at in known if at >= version]
         nearest = {known[at] for at in (*sorted(before)[-1:], *sorted(after)[:1])}
         return nearest.pop() if len(nearest) == 1 else Answer.UNDECIDED
+
+    def expected_here(self) -> Answer:
+        """The expected answer of the torch in this process, in which the defect may be fixed."""
+        import torch  # not at import: most of this module does not need it
+
+        return Answer.ABSENT if self.id in fixes.in_force() else self.expected(torch.__version__)
 
 
 def ids() -> list[str]:

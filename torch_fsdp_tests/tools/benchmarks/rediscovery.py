@@ -1,9 +1,8 @@
-"""How soon random programs find each known defect that they can show, and whether its repair makes them pass.
+"""How soon random programs find each known defect that they can show, and whether its fix makes them pass.
 
 The search avoids all other known defects. A defect is found when a program ends otherwise than FSDP promises, and the
 rewriting that avoids the defect makes the program end as expected. Defects with the same rewriting are searched for
-together. If there are repairs of torch for all of them (in ``test/harness/inputs/repaired``), the program runs once
-more with the repairs.
+together. If all of them have a fix for the installed torch, the program runs once more with the fixes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -21,8 +19,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.options import whole_number
 from torch_fsdp_tests.explore import apart
-
-REPAIRED = Path(__file__).parents[3] / "test/harness/inputs/repaired"
+from torch_fsdp_tests.installed_torch import fixes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,8 +32,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--programs", type=whole_number(1, 10**6), default=240, metavar="N", help=words)
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed (default: 0)")
     options = parser.parse_args(argv)
-    if not REPAIRED.exists():
-        parser.error("run this command in the checkout of the suite")
     from torch_fsdp_tests.explore import known, ranks  # torch is imported only after the options are read
 
     named = [id for id in known.present() if id.startswith(tuple(options.only or ("",)))]
@@ -46,13 +41,13 @@ def main(argv: Sequence[str]) -> int:
     for id in named:
         groups.setdefault(known.REWRITINGS[id], []).append(id)
     ranks.prepare()
-    print("| defects | ranks | programs that the rewriting changes | programs until it was found | with the repair |")
+    print("| defects | ranks | programs that the rewriting changes | programs until it was found | with the fix |")
     print("|---|---|---|---|---|", flush=True)
     counts: list[float] = []
     for ids in groups.values():
         row = _search(ids, options.programs, options.seed)
         counts.append(row.count)
-        cells = (", ".join(f"`{id}`" for id in ids), row.world_size, row.able, _shown(row.count), row.repaired)
+        cells = (", ".join(f"`{id}`" for id in ids), row.world_size, row.able, _shown(row.count), row.fixed)
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
     found = sum(each < float("inf") for each in counts)
     print(
@@ -66,7 +61,7 @@ class _Row:
     world_size: int
     able: int  # the programs of the search's seeds that the rewriting changes
     count: float
-    repaired: str = ""
+    fixed: str = ""
 
 
 def _shown(count: float) -> str:
@@ -96,24 +91,23 @@ def _search(ids: Sequence[str], programs: int, seed: int) -> _Row:
     try:
         for finding in search.findings():
             if finding.is_confirmed and explanation(finding.program, finding.result, crew, ids[:1]):
-                repaired = _repaired(ids, finding.program.as_json())
-                return _Row(world_size, able, search.programs, repaired)
+                fixed = _fixed(ids, finding.program.as_json())
+                return _Row(world_size, able, search.programs, fixed)
     finally:
         search.close()
         crew.close()
     return _Row(world_size, able, float("inf"))
 
 
-def _repaired(ids: Sequence[str], program: str) -> str:
-    texts = [(REPAIRED / name).read_text(encoding="utf-8") for name in ("patches.txt", "repairs.py")]
-    if not all(re.search(rf"\b{id}\b", "".join(texts)) for id in ids):
-        return "no repair"
-    paths = [str(REPAIRED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"REPAIRED_DEFECTS": " ".join(ids), "PYTHONPATH": os.pathsep.join(paths)}
+def _fixed(ids: Sequence[str], program: str) -> str:
+    try:
+        found = fixes.requested(ids)
+    except fixes.NotFixed:
+        return "no fix"
     with tempfile.TemporaryDirectory(prefix="rediscovery-") as folder:
         path = Path(folder, "program.json")
         path.write_text(program, encoding="utf-8")
-        status = apart.run(("--replay", str(path)), environment)
+        status = apart.run(("--replay", str(path)), os.environ | fixes.environment(found, os.environ))
     if status == 1:
-        print(f"with the repair this program does not pass: {program}", file=sys.stderr)
+        print(f"with the fix this program does not pass: {program}", file=sys.stderr)
     return "passes" if status == 0 else "does not pass" if status == 1 else "cannot be run"

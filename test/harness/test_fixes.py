@@ -1,0 +1,277 @@
+"""Fixes of torch's defects: how they are read and combined, as a patch, and in memory."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+import unittest
+import unittest.mock
+from pathlib import Path
+
+from runs import LIMIT, ROOT, outputs, run_beside
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.__main__ import main
+from torch_fsdp_tests.dispatch.main import main as run_test
+from torch_fsdp_tests.installed_torch import fixes
+
+SOURCE = """\
+class Unit:
+    def gather(self):
+        self.wait()
+        return self.shards
+
+    @staticmethod
+    def free(shards):
+        for each in shards:
+            each.wait()
+            each.free()
+
+
+def gather(units):
+    return [unit.gather() for unit in units]
+"""
+FIRST, SECOND = (
+    "fsdp2_extension_gets_one_payload",  # both change FSDPParamGroup, in every version so far
+    "fsdp2_late_gradients_are_lost",
+)
+PROBE = """\
+import os, subprocess, sys, unittest
+
+import torch
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.installed_torch import fixes
+
+def is_fixed():
+    import inspect
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+    return "alloc_all_gather_outputs()" in inspect.getsource(module.FSDPParamGroup.wait_for_unshard)
+
+class TestProbe(FSDPTest):
+    world_size = 2
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        assert is_fixed(), "the process of the file"
+
+    def test_ranks(self):
+        self.assertTrue(is_fixed())
+        self.assertEqual(fixes.in_force(), {{"{id}"}})
+
+    def test_interpreter(self):
+        if self.rank == 0:
+            code = "from torch_fsdp_tests.installed_torch import fixes; print(*fixes.in_force())"
+            found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout={limit})
+            self.assertEqual(found.stdout.strip(), "{id}")
+
+    def test_fixed_defect_that_shows(self):
+        with torch_defect("{id}"):
+            self.fail("it shows")
+
+    def test_fixed_defect_that_does_not_show(self):
+        with torch_defect("{id}"):
+            pass
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+class TestFiles(TestCase):
+    """Without it, a defect could lack both a fix and the reason, or a fix could fit no version."""
+
+    def test_each_defect_has_a_fix_or_says_what_it_would_take(self):
+        self.assertEqual(fixes.ids(), registry.ids())
+        for each in map(fixes.fix, fixes.ids()):
+            with self.subTest(each.id):
+                self.assertTrue(each.hunks or each.words.endswith("."), "neither a fix nor what it would take")
+                self.assertEqual(bool(each.tried), bool(each.hunks))
+                self.assertLessEqual({*each.tried}, {*registry.versions()})
+
+    def test_each_fits_and_compiles(self):
+        root, version = fixes.installed()
+        for id in fixes.tried(version):
+            with self.subTest(id):
+                for path in fixes.paths([fixes.fix(id)], version):
+                    text = (root / path).read_text(encoding="utf-8")
+                    after = fixes.edited(path, text, [fixes.fix(id)], version)
+                    self.assertNotEqual(after, text)
+                    compile(after, path, "exec")
+
+    def test_each_is_for_a_defect_of_its_versions(self):
+        for id in fixes.ids():
+            for version in fixes.fix(id).tried:
+                with self.subTest(f"{id} {version}"):
+                    self.assertTrue(registry.defect(id).is_in(version))
+
+
+class TestEdits(TestCase):
+    """Without it, a fix could change another place than it names, or undo another fix."""
+
+    def edited(self, *texts: str, version: str = "2.13.0") -> str:
+        """The source after fixes with these hunks, or the reason why there is none."""
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(fixes, "FOLDER", Path(folder)):
+            for number, text in enumerate(texts):
+                Path(folder, f"fix_{number}.fix").write_text(f"Why.\ntried: 2.13\n\n--- torch/unit.py\n{text}")
+            fixes.fix.cache_clear()
+            self.addCleanup(fixes.fix.cache_clear)
+            try:
+                return fixes.edited("torch/unit.py", SOURCE, map(fixes.fix, fixes.ids()), version)
+            except fixes.NotFixed as error:
+                return str(error)
+
+    def test_lines_of_a_function(self):
+        found = self.edited(
+            "@@ Unit.free\n-            each.wait()\n+            each.wait_long()\n             each.free()\n"
+        )
+        self.assertEqual(found, SOURCE.replace("each.wait()", "each.wait_long()"))
+
+    def test_lines_of_the_file(self):
+        found = self.edited("@@\n+import units\n+\n class Unit:\n")
+        self.assertEqual(found, f"import units\n\n{SOURCE}")
+
+    def test_decorator(self):
+        found = self.edited("@@ Unit.free\n-    @staticmethod\n+    @final\n     def free(shards):\n")
+        self.assertEqual(found, SOURCE.replace("@staticmethod", "@final"))
+
+    def test_lines_that_do_not_occur_once(self):
+        for hunk, count in (
+            ("@@ gather\n-        self.wait()\n", 0),
+            ("@@ Unit.scatter\n-        self.wait()\n", 0),
+            ("@@ Unit\n-    def gather(self):\n-        return self.shards\n", 0),
+        ):
+            with self.subTest(hunk):
+                found = self.edited(hunk)
+                self.assertRegex(found, rf"^the fix of fix_0 does not fit .* {count} times$")
+        twice = SOURCE.replace("each.free()", "each.wait()")
+        with unittest.mock.patch.dict(globals(), SOURCE=twice):
+            self.assertIn(" 2 times", self.edited("@@ Unit.free\n-            each.wait()\n"))
+
+    def test_versions(self):
+        hunks = "@@ gather [<2.14]\n+    # old\n     return [unit.gather() for unit in units]\n"
+        hunks += hunks.replace("<2.14", ">=2.14").replace("old", "new")
+        for version, word in (("2.13.1", "old"), ("2.14.0+cu130", "new")):
+            with self.subTest(version):
+                self.assertEqual(
+                    self.edited(hunks, version=version), SOURCE.replace("    return [", f"    # {word}\n    return [")
+                )
+
+    def test_fixes_of_one_file(self):
+        """Each finds its lines in torch's own source, also beside those that another one changes."""
+        first = "@@ Unit.free\n         for each in shards:\n-            each.wait()\n+            pass\n"
+        second = "@@ Unit.free\n             each.wait()\n-            each.free()\n+            each.drop()\n"
+        wanted = SOURCE.replace("each.wait()", "pass").replace("each.free()", "each.drop()")
+        self.assertEqual(self.edited(first, second), wanted)
+        self.assertEqual(self.edited(second, first), wanted)
+
+    def test_one_change_of_two_fixes(self):
+        """It is made once."""
+        hunk = "@@ gather\n+    # once\n     return [unit.gather() for unit in units]\n"
+        self.assertEqual(self.edited(hunk, hunk).count("# once"), 1)
+
+    def test_one_line_that_two_fixes_change(self):
+        hunk = "@@ Unit.free\n-            each.free()\n+            each.{}()\n"
+        found = self.edited(hunk.format("a"), hunk.format("b"))
+        self.assertEqual(found, "the fixes of fix_0 and fix_1 change the same lines of torch/unit.py")
+
+    def test_file_that_cannot_be_read(self):
+        with self.assertRaisesRegex(ValueError, "fix_0.fix has a line that belongs to no hunk: '@ Unit'"):
+            self.edited("@ Unit\n")
+
+
+class TestPatch(TestCase):
+    """Without it, a packager could get a patch that does not apply, or one that nobody has tried."""
+
+    def test_patch_is_what_is_imported(self):
+        """``patch`` makes the sources that a process with all fixes imports."""
+        root, version = fixes.installed()
+        if shutil.which("patch") is None or not fixes.tried(version):
+            self.skipTest("needs patch, and fixes for the installed torch")
+        ids = fixes.tried(version)
+        paths = fixes.paths(map(fixes.fix, ids), version)
+        status, diff, _ = outputs(main, "--patch", "all")
+        self.assertEqual(status, 0)
+        with tempfile.TemporaryDirectory() as folder:
+            for path in paths:
+                Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(root / path, Path(folder, path))
+            done = subprocess.run(["patch", "-p1", "-d", folder], input=diff, text=True, capture_output=True)
+            self.assertEqual((done.returncode, done.stdout.count("fuzz"), done.stdout.count("offset")), (0, 0, 0))
+            patched = {path: Path(folder, path).read_text(encoding="utf-8") for path in paths}
+        modules = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
+        code = (
+            "import importlib, inspect, json, sys; sources = {}\nfor path, name in json.loads(sys.argv[1]).items():\n"
+        )
+        code += "    sources[path] = inspect.getsource(importlib.import_module(name))\nprint(json.dumps(sources))"
+        variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
+        ran = run_beside(ROOT, "-W", "ignore", "-c", code, json.dumps(modules), **variables)
+        self.assertEqual(json.loads(ran.stdout or ran.stderr), patched)
+
+    def test_some(self):
+        status, diff, err = outputs(main, "--patch", FIRST, SECOND)
+        self.assertEqual((status, err), (0, ""))
+        self.assertIn("--- a/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py\n", diff)
+        self.assertTrue(diff.startswith(f"# {FIRST}: {registry.defect(FIRST).title}\n# {SECOND}: "))
+
+    def test_reasons(self):
+        """One without a fix, one that was not tried with this version, and one that this version does not have."""
+        without = next(id for id in fixes.ids() if not fixes.fix(id).hunks and registry.defect(id).is_in("2.13"))
+        for id, version, words in (
+            (without, "2.13.0", f"{without} has no fix: {fixes.fix(without).words}"),
+            (FIRST, "2.16.0", f"the fix of {FIRST} was tried with torch .*, and not with 2.16.0"),
+            (
+                "fsdp1_hybrid_shard_leaves_buffers",
+                "2.13.0",
+                "torch 2.13.0 does not have fsdp1_hybrid_shard_leaves_buffers",
+            ),
+        ):
+            with self.subTest(id), unittest.mock.patch.object(fixes, "installed", lambda v=version: (Path(), v)):
+                status, out, err = outputs(main, "--patch", id)
+                self.assertEqual((status, out), (1, ""))
+                self.assertRegex(err, f"^torch_fsdp_tests.defects: {words}\n$")
+
+    def test_unknown_defect(self):
+        status, _, err = outputs(main, "--patch", "fsdp2_late_gradient")
+        self.assertEqual(status, 2)
+        self.assertIn(f"did you mean {SECOND}", err)
+
+
+class TestInARun(TestCase):
+    """Without it, a rank could run a torch that is not fixed, or a fix that does nothing could pass."""
+
+    def test_all_processes(self):
+        """The file, forked and fresh ranks, and an interpreter that a test starts have the fix. The run says so."""
+        for start in ("fork", "spawn"):
+            with self.subTest(start), tempfile.TemporaryDirectory() as folder:
+                Path(folder, "tests").mkdir()
+                Path(folder, "tests", "test_probe.py").write_text(PROBE.format(id=FIRST, limit=LIMIT))
+                command = [ROOT / "run_test.py", "--test-directory", f"{folder}/tests", "--report", f"{folder}/report"]
+                done = run_beside(ROOT, *command, "--with-fixes", FIRST, TORCH_FSDP_TESTS_START=start)
+                report = json.loads(Path(folder, "report", "report.json").read_text())
+                first = done.stdout.splitlines()[0]
+                self.assertTrue(first.endswith(f"with fixes: {FIRST}"), first)
+                self.assertEqual(report["fixes"], [FIRST])
+                outcomes = {test["test"].rpartition(".")[2]: test["outcome"] for test in report["files"][0]["tests"]}
+                wanted = dict.fromkeys(outcomes, "passed") | {"test_fixed_defect_that_shows": "failed"}
+                self.assertEqual(outcomes, wanted, done.stdout)
+                self.assertEqual((len(outcomes), report["known_defects"], report["repaired_defects"]), (4, [], []))
+                self.assertIn(f"--with-fixes {FIRST}", done.stdout)
+
+    def test_id_that_has_no_fix(self):
+        for id, words in (
+            ("fsdp2_late_gradient", f"there is no fix of 'fsdp2_late_gradient'; did you mean {SECOND}?"),
+            ("fsdp2_second_order_gradients_raise", "fsdp2_second_order_gradients_raise has no fix: FSDP2 would"),
+        ):
+            with self.subTest(id):
+                status, out, err = outputs(lambda arguments: run_test(arguments, ROOT), "--with-fixes", id)
+                self.assertEqual((status, out), (2, ""))
+                self.assertIn(f"--with-fixes: {words}", err)
+                self.assertEqual(err.count("\n"), 1)
+
+
+if __name__ == "__main__":
+    run_tests()
