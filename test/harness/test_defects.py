@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -13,14 +13,13 @@ import sys
 import tempfile
 import unittest
 import unittest.mock
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import INPUTS, assert_refused, outputs
+from runs import ROOT, assert_refused, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
@@ -29,15 +28,11 @@ from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
-from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch import fixes, torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
-
-sys.path.insert(0, str(INPUTS / "repaired"))
 
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command
-IS_THIS_SOURCE = torch.__version__.startswith("2.13.")  # which the repairs change
-repairs = importlib.import_module("repairs") if IS_THIS_SOURCE else unittest.mock.Mock(REPAIRS=[])
 Program = Callable[..., tuple[Any, Any]]
 
 
@@ -277,51 +272,43 @@ class TestScripts(TestCase):
         self.assertIn("torchrun --nproc-per-node 2", str(leaving.exception))
 
 
-def remedies(defect: Defect) -> dict[str, Program]:
-    """Programs in which the defect must not show: with the workaround, and after the repair of its cause in memory."""
-    programs: dict[str, Program] = {}
+def has_workaround(defect: Defect) -> bool:
+    """Whether the reproduction has a workaround for the installed torch."""
     later = re.search(r"with torch ([\d.]+) or later", defect.workaround)
-    if later is None or version_fits(torch.__version__, f">={later[1]}"):
-        if "workaround" in inspect.signature(defect.reproduce).parameters:
-            programs["workaround"] = functools.partial(defect.reproduce, workaround=True)
-    if defect.id in repairs.REPAIRS and defect.expected(torch.__version__) is Answer.PRESENT:
-
-        def reproduce_repaired(*of_rank: Any) -> tuple[Any, Any]:
-            repairs.repair(defect.id)
-            return defect.reproduce(*of_rank)
-
-        programs["repair"] = reproduce_repaired
-    return programs
+    if later is not None and not version_fits(torch.__version__, f">={later[1]}"):
+        return False
+    return "workaround" in inspect.signature(defect.reproduce).parameters
 
 
-class Remedies(trial.Reproduction):
-    """Ranks try the remedies of a defect. Each has to lead to what is right."""
+class Workaround(trial.Reproduction):
+    """Ranks use the workaround of a defect. It has to lead to what is right."""
 
     @classmethod
     def program(cls, defect: Defect) -> Program:
-        def try_remedies(rank: int, world_size: int, device: torch.device) -> tuple[Any, Any]:
-            for remedy, program in remedies(defect).items():
-                backend, meeting = dist.get_backend(), f"file://{tempfile.gettempdir()}/{remedy}"
+        def use_workaround(rank: int, world_size: int, device: torch.device) -> tuple[Any, Any]:
+            if has_workaround(defect):
+                backend, meeting = dist.get_backend(), f"file://{tempfile.gettempdir()}/workaround"
                 dist.destroy_process_group()
+                program = functools.partial(defect.reproduce, workaround=True)
                 found, right = launch.run_rank(rank, world_size, meeting, program, device.type, backend)
                 if not launch.same(found, right):
-                    raise AssertionError(f"{remedy}: found {found}, and {right} is right")
+                    raise AssertionError(f"workaround: found {found}, and {right} is right")
             return None, None
 
-        return try_remedies
+        return use_workaround
 
 
-class ReproductionThenRemedies(Remedies):
-    """Ranks reproduce a defect, and then try its remedies: their start, and the first use of FSDP, take longest."""
+class ReproductionThenWorkaround(Workaround):
+    """Ranks reproduce a defect, and then use its workaround: their start, and the first use of FSDP, take longest."""
 
     @classmethod
     def program(cls, defect: Defect) -> Program:
         def reproduce(*of_rank: Any) -> tuple[Any, Any]:
             answer = defect.reproduce(*of_rank)
-            try_remedies(*of_rank)
+            use_workaround(*of_rank)
             return answer
 
-        try_remedies = super().program(defect)
+        use_workaround = super().program(defect)
         return reproduce
 
 
@@ -334,11 +321,11 @@ class TestReproductions(TestCase):
         return list(trial.try_all(ids, 2 * cores(), reproduction))
 
     def test_all_defects(self):
-        """On the torch under test, every answer is the expected one, within its time, and no remedy shows the defect.
+        """On the torch under test, every answer is the expected one, within its time, and its workaround is right.
 
-        A defect may leave something in its process that makes a remedy fail. Then both are tried apart.
+        A defect may leave something in its process that makes the workaround fail. Then both are tried apart.
         """
-        together = self.tried(registry.ids(), ReproductionThenRemedies)
+        together = self.tried(registry.ids(), ReproductionThenWorkaround)
         apart = [finding.defect.id for finding in together if finding.answer is Answer.UNDECIDED]
         findings = [finding for finding in together if finding.answer is not Answer.UNDECIDED]
         findings += self.tried(apart, trial.Reproduction)
@@ -347,16 +334,23 @@ class TestReproductions(TestCase):
         for finding in findings:
             if finding.answer is Answer.PRESENT:
                 self.assertNotEqual(finding.found, finding.right, finding.defect.id)
-        remedied = self.tried(apart, Remedies)
+        remedied = self.tried(apart, Workaround)
         self.assertEqual([texts.line(finding) for finding in remedied if finding.answer is not Answer.ABSENT], [])
         tried = [finding.defect for finding in findings if finding.answer is not Answer.CANNOT_BE_TRIED]
-        counts = Counter(remedy for defect in tried for remedy in remedies(defect))
-        self.assertGreater(counts["workaround"], 60)
-        self.assertGreater(counts["repair"], 40 if IS_THIS_SOURCE else -1)
+        self.assertGreater(sum(map(has_workaround, tried)), 60)
 
-    @unittest.skipUnless(IS_THIS_SOURCE, "needs torch 2.13, whose source the repairs change")
-    def test_repairs_are_of_known_defects(self):
-        self.assertLessEqual(set(repairs.REPAIRS), set(registry.ids()))
+    def test_fixes(self):
+        """With all fixes for the installed torch, every defect that has one is absent."""
+        ids = fixes.tried(torch.__version__)
+        if not ids:
+            self.skipTest(f"no fix was tried with torch {torch.__version__}")
+        variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
+        done = run_beside(ROOT, "-m", "torch_fsdp_tests.defects", "--json", *ids, **variables)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout[-2000:])
+        answers = {each["id"]: each["answer"] for each in json.loads(done.stdout)["defects"]}
+        self.assertEqual(sorted(answers), ids)
+        shown = [id for id, answer in answers.items() if answer not in ("absent", "cannot be tried here")]
+        self.assertEqual(shown, [])
 
     def test_a_rank_stays_until_all_have_reported(self):
         """A rank that left at once would break the connections that a slower one is making."""

@@ -35,7 +35,7 @@ class TestOptions(TestCase):
     ASKED = (
         *("ids fsdp1_*", "--component FSDP1", "--consequence hang", "--exposure rare", "--list", "--find x"),
         *("--using ac", "--html x", "--between 2.9 2.15", f"--show {SHOWN}", f"--issue {SHOWN}", "--json"),
-        *("--fail-on present", "--save-seen"),
+        *("--fail-on present", "--save-seen", "--patch all"),
     )
 
     def test_every_pair(self):

@@ -21,18 +21,19 @@ from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.options import Parser
+from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host
 
 KINDS: tuple[type[enum.Enum], ...] = (Component, Consequence, Exposure)  # facts by which options choose defects
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
-fixed, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing; 2 for
-bad arguments; 3 if something could not be written.
+fixed, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing, or if
+--patch lacks a fix; 2 for bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
 # Options that ask for something else than a check, and what each can be used with.
 CHOICE = tuple(kind.__name__.lower() for kind in KINDS)
-ALONE = ("between", "html", "show", "issue")
+ALONE = ("between", "html", "show", "issue", "patch")
 QUESTIONS: dict[str, Sequence[str]] = dict.fromkeys(ALONE, ()) | dict.fromkeys(("find", "using"), CHOICE)
 QUESTIONS["list"] = ("ids", *CHOICE)
 
@@ -68,6 +69,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
+    parser.add_argument(
+        "--patch",
+        nargs="+",
+        metavar="ID",
+        help="print the fixes of these defects, or all, as a diff: patch -p1 -d SITE_PACKAGES applies it",
+    )
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
     given = parser.parse_args(argv)
@@ -121,6 +128,8 @@ def _answer(options: argparse.Namespace) -> int:
     if options.show is not None:
         print(texts.script(registry.defect(options.show)), end="")
         return 0
+    if options.patch:
+        return _patch(["*"] if options.patch == ["all"] else options.patch, wants_all=options.patch != ["all"])
     if options.issue is not None:
         (finding,) = trial.try_all([registry.defect(options.issue).id], 1)
         print(texts.issue(finding), end="")
@@ -137,6 +146,35 @@ def _answer(options: argparse.Namespace) -> int:
 def _chosen(options: argparse.Namespace, defects: Iterable[Defect]) -> list[Defect]:
     kinds = {kind.__name__.lower() for kind in KINDS}
     return registry.chosen(defects, **{kind: getattr(options, kind) for kind in kinds})
+
+
+def _patch(patterns: Sequence[str], wants_all: bool) -> int:
+    """Print the fixes as one diff for the installed torch. If some are missing, say why and return 1."""
+    root, version = fixes.installed()
+    defects = list(map(registry.defect, registry.matching(patterns)))
+    missing = {defect.id: _why_no_fix(defect, version) for defect in defects}
+    found = [defect for defect in defects if not missing[defect.id]]
+    try:
+        diff = fixes.diff([defect.id for defect in found], root, version)
+    except fixes.NotFixed as error:
+        print(f"torch_fsdp_tests.defects: {error}", file=sys.stderr)
+        return 1
+    for defect in found:
+        print(f"# {defect.id}: {defect.title}")
+    print(diff, end="")
+    if not wants_all:
+        print(f"{len(found)} of {len(defects)} defects have a fix for torch {version}", file=sys.stderr)
+        return 0
+    for why in filter(None, missing.values()):
+        print(f"torch_fsdp_tests.defects: {why}", file=sys.stderr)
+    return 1 if any(missing.values()) else 0
+
+
+def _why_no_fix(defect: Defect, version: str) -> str:
+    """Why there is no fix of a defect for this version of torch, or an empty string."""
+    if defect.expected(version) in (Answer.ABSENT, Answer.CANNOT_BE_TRIED):
+        return f"torch {version} does not have {defect.id}"
+    return fixes.fix(defect.id).why_not(version)
 
 
 def _find(options: argparse.Namespace) -> int:

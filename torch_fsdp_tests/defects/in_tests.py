@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
@@ -34,9 +32,10 @@ class KnownDefect:
     def is_expected(self) -> bool:
         """Whether this torch has the defect, or may have it, and the device under test shows it.
 
-        If nobody knows, a failure shows the defect, and a pass is reported as a fix.
+        If the registry does not know, a failure shows the defect, and a pass is reported as a fix. A defect that
+        ``--with-fixes`` has fixed is not expected.
         """
-        if self._defect.expected(torch.__version__) not in (Answer.PRESENT, Answer.UNDECIDED):
+        if self._defect.expected_here() not in (Answer.PRESENT, Answer.UNDECIDED):
             return False
         if self._defect.place is Place.ANYWHERE:
             return True

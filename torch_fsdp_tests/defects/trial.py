@@ -94,7 +94,7 @@ def try_all(ids: Sequence[str], at_a_time: int, reproduction: type[Reproduction]
             while waiting and len(running) < at_a_time:
                 defect = waiting.pop(0)
                 if why := _obstacle(defect, device):
-                    yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
+                    yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected_here(), why)
                 else:
                     group = RankGroup(reproduction, defect.id, defect.world_size)
                     running[group] = defect
@@ -115,7 +115,7 @@ def try_all(ids: Sequence[str], at_a_time: int, reproduction: type[Reproduction]
 
 def _obstacle(defect: Defect, device: Accelerator) -> str:
     """The reason why the defect cannot be tried here, or an empty string."""
-    if defect.expected(torch.__version__) is Answer.CANNOT_BE_TRIED:
+    if defect.expected_here() is Answer.CANNOT_BE_TRIED:
         return f"torch {torch.__version__} does not have the broken feature, which {defect.since} has"
     if defect.place is Place.HOST and not device.is_host:
         return f"it shows only on the host, and {device.name} is under test"
@@ -130,7 +130,7 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
 
 def _finding(defect: Defect, group: RankGroup) -> Finding | None:
     """The finding of a group that has ended or has reached its limit. None if it runs."""
-    expected = defect.expected(torch.__version__)
+    expected = defect.expected_here()
     try:
         if group.left(LIMIT) > 0:
             return None

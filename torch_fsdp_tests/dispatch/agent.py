@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import child, devices, forkserver
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host, peers
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.processes.launcher import Launch
@@ -39,6 +41,7 @@ class Describe:
 
     test_directory: str
     device: str  # the type of the devices
+    fixes: tuple[str, ...] = ()  # with which test files import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,6 @@ class Agent:
         self._file: Child | None = None
         self._is_ending = False
         self._status = ExitStatus.BROKEN  # if rank 0 leaves without a message
-        children.start_server(["-m", forkserver.__name__], self._environment, root)
         heeded = (signal.SIGINT, *host.ending_signals())
         for number in heeded:  # a signal ends this process while rank 0 does not know it, and may never do
             signal.signal(number, signal.SIG_DFL)
@@ -164,6 +166,7 @@ class Agent:
         for order in self._rank_0.arrived():
             match order:
                 case Describe():
+                    self._prepare(order.fixes)
                     self._rank_0.tell(describe(self._root / order.test_directory, order.device))
                 case StartFile():
                     self._start(order)
@@ -175,6 +178,12 @@ class Agent:
                     self._status = ExitStatus(order.status)
                     self._rank_0.receive()  # until rank 0's process is gone
         return not self._rank_0.closed
+
+    def _prepare(self, ids: Sequence[str]) -> None:
+        """Start the fork server, which imports the torch that files will use."""
+        if ids:
+            self._environment |= fixes.environment(ids, self._environment)
+        self._children.start_server(["-m", forkserver.__name__], self._environment, self._root)
 
     def _start(self, order: StartFile) -> None:
         cwd = self._root / order.test_directory

@@ -66,7 +66,7 @@ class Agents(Site):
 
     def gather(self, run: RunTests, device: str) -> None:
         self.wait_for_all()
-        self._compare(run.default_directory.parent, run.test_directory, device)
+        self._compare(run, device)
 
     def wait_for_all(self) -> None:
         """Wait for all agents. Raises :class:`LaunchFailure`."""
@@ -84,11 +84,11 @@ class Agents(Site):
         for rank, peer in self._peers.of_rank.items():
             children.watch(peer.connection, functools.partial(self.hear, rank))
 
-    def _compare(self, root: Path, test_directory: Path, device: str) -> None:
+    def _compare(self, run: RunTests, device: str) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
-        relative = _relative(root, test_directory)
+        root, test_directory = run.default_directory.parent, run.test_directory
         own = agent.describe(test_directory, device)
-        machines = self._ask(agent.Describe(relative, device))
+        machines = self._ask(agent.Describe(_relative(root, test_directory), device, run.fixes))
         self._machines = {rank: machine.facts for rank, machine in {0: own, **machines}.items()}
         differing: dict[str, list[int]] = {}
         for rank, machine in machines.items():

@@ -24,6 +24,7 @@ from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import told
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, shown, skip_rows
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
@@ -59,6 +60,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     for option, value in options.items():
         if value is not None and value is not False:
             words += [option] if value is True else [option, str(value)]
+    if run.fixes:
+        words += ["--with-fixes", *([] if fixes.are_all(run.fixes) else run.fixes)]
     for path in run.known_failures:
         words += ["--known-failures", installation.short_path(path)]
     if run.arguments:
@@ -138,6 +141,8 @@ class Console:
         about += [f"{name} {known[name]}" for name in ("device", "backend", "ranks") if known.get(name)]
         about += ["devices shared" if known.get("shared") else "devices not shared"] * bool(known.get("backend"))
         about += [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
+        if fixed := self._run.fixes:
+            about.append(f"with all {len(fixed)} fixes" if fixes.are_all(fixed) else f"with fixes: {', '.join(fixed)}")
         self.say(", ".join(about))
 
     def begin_round(self, number: int) -> None:

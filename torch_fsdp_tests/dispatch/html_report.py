@@ -216,6 +216,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         **machine.shown(data.get("machine") or {}),
         "cores": str(data["cores"]),
         "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
+        "fixes": ", ".join(data.get("fixes") or []),
         "seed": str(data["seed"]),
         "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
         "rounds": rounds_in_words(data),

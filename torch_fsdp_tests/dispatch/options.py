@@ -227,6 +227,8 @@ def make_parser() -> Parser:
     words = "the same for a time such as 90s, 20m or 8h: no round begins that would end later"
     add("--for", type=duration, dest="duration", metavar="TIME", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
+    words = "fix these known defects of torch in memory (default: all that have a fix for this version)"
+    add("--with-fixes", nargs="*", action="extend", dest="fixes", metavar="ID", help=words)
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
     words = "fail a test, instead of skipping it, if torch lacks a private name that the test uses"
@@ -320,6 +322,13 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
+    if "fixes" in given:
+        from torch_fsdp_tests.installed_torch import fixes  # few runs need it
+
+        try:
+            given["fixes"] = tuple(fixes.requested(given["fixes"]))
+        except fixes.NotFixed as error:
+            parser.error(f"--with-fixes: {error}")
     fields = {
         "test_directory": default_directory,
         **_from_environment(environment),

@@ -50,6 +50,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "device_count": facts.get("device_count"),
         "capabilities": facts.get("capabilities"),
         "cores": devices.cores(),
+        "fixes": list(run.fixes),
         "seed": run.seed,
         "shard": run.shard,
         "num_shards": run.num_shards,

@@ -26,6 +26,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import Site
+from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.verdict import Scope, State, events
@@ -69,7 +70,8 @@ def _wishes(run: RunTests) -> dict[str, str]:
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
     }
     stated = {name: value for name, value in wishes.items() if value is not None}
-    return {**installation.on_path(os.environ), **stated}
+    wished = {**installation.on_path(os.environ), **stated}
+    return {**wished, **fixes.environment(run.fixes, {**os.environ, **wished})} if run.fixes else wished
 
 
 def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:

@@ -55,6 +55,7 @@ class RunTests:
     repeat: int | None = None  # rounds
     duration: float | None = None  # seconds for all rounds
     fail_on_flaky: bool = False
+    fixes: tuple[str, ...] = ()  # the ids of the known defects that are fixed in memory
     strict_defects: bool = False
     strict_names: bool = False
     check_streams: bool = False

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-import torch
-
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.device import accelerator
@@ -48,7 +46,7 @@ def lacking() -> list[str]:
 def present() -> list[str]:
     """The known defects that the installed torch has, and that programs can show."""
     absent = (Answer.ABSENT, Answer.CANNOT_BE_TRIED)
-    return [id for id in REWRITINGS if registry.defect(id).expected(torch.__version__) not in absent]
+    return [id for id in REWRITINGS if registry.defect(id).expected_here() not in absent]
 
 
 def possible(program: Program) -> Program:

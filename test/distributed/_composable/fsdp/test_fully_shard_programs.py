@@ -168,7 +168,7 @@ class TestPrograms(FSDPTest):
     def test_unit_that_stays_gathered_is_noticed(self):
         """A program says that a unit reshards after forward. One that does not is a difference."""
         keeps = (Unit(("a",), "no"), Unit(("",)))
-        program = TRAINING.but(steps=(Step("evaluate", "no_grad", number=1),))
+        program = TRAINING.but(steps=TRAINING.steps[:1])
         life, reference = Lifecycle(program), Reference(program, self.device.type)
         subject = Subject(program.but(units=keeps), self.rank, self.device.type)
         step = program.steps[0]

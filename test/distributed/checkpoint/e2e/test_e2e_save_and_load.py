@@ -555,8 +555,12 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
     def _evaluate(self, model: nn.Module) -> None:
+        """Run a forward without gradients, and leave all parameters unsharded."""
         with torch.no_grad():
             model(UnevenLayers().get_input().to(self.device))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
         self.assertNotIsInstance(model.net1.weight, DTensor)
 
     @with_comms
