@@ -84,7 +84,7 @@ class TestRegistry(TestCase):
         self.assertGreaterEqual(len(seen), 5)
         decided = {Answer.PRESENT.value, Answer.ABSENT.value}
         for version, answers in seen.items():
-            self.assertEqual(sorted(answers), registry.ids(), version)
+            self.assertLessEqual(set(answers), set(registry.ids()), version)
             self.assertLessEqual(set(answers.values()), decided | {Answer.CANNOT_BE_TRIED.value}, version)
         for version, answers in read.items():
             self.assertLessEqual(set(answers), set(registry.ids()), version)

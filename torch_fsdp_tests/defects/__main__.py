@@ -253,10 +253,14 @@ def _as_json(finding: Finding) -> dict[str, Any]:
 
 
 def _save(findings: Sequence[Finding], version: str) -> None:
-    """Store the answers for this version of torch, without the name of its build, beside those of other defects."""
+    """Store the answers for this version of torch, without the name of its build, beside those of other defects.
+
+    What cannot be tried on this device keeps the answer of another one.
+    """
     recorded, of_version = registry.recorded(), version.partition("+")[0]
     known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}
-    answers = known | {each.defect.id: each.answer.value for each in findings}
+    tried = [each for each in findings if each.answer is not Answer.CANNOT_BE_TRIED or each.defect.id not in known]
+    answers = known | {each.defect.id: each.answer.value for each in tried}
     data = {**recorded, "seen": {**recorded["seen"], of_version: answers}}
     write_text(registry.SEEN, json.dumps(data, indent=1, sort_keys=True) + "\n")
 

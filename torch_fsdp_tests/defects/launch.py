@@ -36,9 +36,11 @@ def run_rank(rank, world_size, meeting, reproduce, device_type="cpu", backend="g
         device = torch.device(device_type, rank % torch.get_device_module(device_type).device_count())
         torch.get_device_module(device_type).set_device(device)
     patience = datetime.timedelta(seconds=LIMIT)
-    # A rank that goes on at once, and destroys the group, breaks the connections that a slower rank is making.
+    # A rank that goes on at once, and destroys the group, breaks the connections that a slower rank is making. The
+    # reproduction does not depend on this variable.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
+    del os.environ["TORCH_DIST_INIT_BARRIER"]
     return reproduce(rank, world_size, device)
 
 

@@ -140,9 +140,15 @@ class Defect:
         return f"{self.title} (arguable)" if self.arguable else self.title
 
     @property
+    def was_seen(self) -> bool:
+        """Whether its reproduction has shown it in any version of torch. Otherwise it was only read in the source."""
+        return any(answers.get(self.id) == Answer.PRESENT.value for answers in recorded()["seen"].values())
+
+    @property
     def headline(self) -> str:
         """The line for it in lists."""
-        return f"{self.id} ({self.consequence.value}, {self.exposure.value}): {self.claim}"
+        kinds = [self.consequence.value, self.exposure.value] + ["not seen yet"] * (not self.was_seen)
+        return f"{self.id} ({', '.join(kinds)}): {self.claim}"
 
     @property
     def message(self) -> str:

@@ -86,7 +86,8 @@ def history(defect: Defect) -> str:
         return f"no version from {versions[0]} to {versions[-1]} has it"
     since = f"since {versions[present[0]]}" + " or earlier" * (present[0] == 0)
     ends = present[-1] + 1
-    return f"{since}, {f'fixed in {versions[ends]}' if ends < len(versions) else f'not fixed in {versions[-1]}'}"
+    until = f"fixed in {versions[ends]}" if ends < len(versions) else f"not fixed in {versions[-1]}"
+    return f"{since}, {until}" + ("" if defect.was_seen else "; read in torch's source, not seen yet")
 
 
 def listing(defects: Sequence[Defect]) -> str:
@@ -95,7 +96,9 @@ def listing(defects: Sequence[Defect]) -> str:
         (each.id, each.component.value, each.consequence.value, each.exposure.value, each.claim)
         for each in registry.worst_first(defects)
     ]
-    return "\n".join([*columns(rows), f"{plural(len(rows), 'known defect')}: {by_exposure(defects)}"])
+    unseen = sum(not each.was_seen for each in defects)
+    also = f"; {unseen} of them not seen yet" * (unseen > 0)
+    return "\n".join([*columns(rows), f"{plural(len(rows), 'known defect')}: {by_exposure(defects)}{also}"])
 
 
 def script(defect: Defect) -> str:

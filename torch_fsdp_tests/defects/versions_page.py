@@ -59,7 +59,7 @@ def _values(kind: type[enum.Enum], used: Collection[enum.Enum]) -> list[str]:
 
 def _head(defects: list[Defect], versions: list[str]) -> str:
     oldest, newest = versions[0], versions[-1]
-    exposures = Counter(defect.exposure for defect in defects if defect.is_in(newest))
+    exposures = Counter(defect.exposure for defect in defects if defect.is_in(newest) and defect.was_seen)
     total = changes.between(oldest, newest)
     boxes = [
         *((str(exposures[exposure]), words, "bad") for exposure, words in WHO_IS_HIT.items()),
@@ -95,7 +95,8 @@ def _defect(defect: Defect, versions: list[str]) -> str:
     marks = "".join(_mark(defect.expected(f"{version}.0"), version) for version in versions)
     component, exposure = defect.component.value, defect.exposure.value
     others = [name for name in names if name != component]
-    about = page.above(page.prose(defect.claim), escape(", ".join([exposure, component, *others])))
+    unseen = ["not seen yet"] * (not defect.was_seen)
+    about = page.above(page.prose(defect.claim), escape(", ".join([exposure, component, *unseen, *others])))
     head = f"<span class=what>{about}</span><span class='versions small'>{marks}</span>"
     upstream = [f'<a href="{escape(url)}">{escape(url.partition("github.com/")[2])}</a>' for url in defect.upstream]
     facts = {

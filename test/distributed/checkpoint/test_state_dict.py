@@ -555,6 +555,8 @@ class TestStateDict(StateDictTest):
         self.assertEqual(found, wanted, **EXACT)
         with torch_defect("dsd_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
             self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
+        model(torch.ones(2, 4, device=self.device, dtype=model[1].weight.dtype))
+        self.assertEqual(model[0].weight is model[1].weight, shared)  # the first forward shares it again
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -52,6 +52,14 @@ class ModelUnusedInput(nn.Module):
         return torch.concat([*(layer(frozen_input, learnable_input) for layer in layers), learnable_input])
 
 
+class Heads(nn.ModuleList):
+    """The sum of the outputs. One of them may be left out after it was computed."""
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        outputs = [head(x) for head in self]
+        return sum(output for number, output in enumerate(outputs) if number != without)
+
+
 class MultiTraversal(nn.Module):
     """Units that run several times in one forward. One is frozen, and another also runs under ``no_grad``."""
 
@@ -233,6 +241,23 @@ class TestFSDPFineTune(FSDPTest):
             self.assertEqual(list(named(model)), names)
         with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
             self.assertEqual(list(model.state_dict()), names)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True], skipped=[0, 1])
+    def test_unit_trains_after_a_step_without_its_output(self, device, sharding_strategy, use_orig_params, skipped):
+        """A unit whose output one loss does not use is trained by the losses that do."""
+        how = {"sharding_strategy": sharding_strategy, "use_orig_params": use_orig_params}
+        model = FSDP(Heads(FSDP(nn.Linear(5, 4, bias=False).to(device), **how) for _ in range(2)), **how)
+        (weight,) = model.module[skipped].parameters()
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        is_lost = sharding_strategy is NO_SHARD and use_orig_params and skipped == 0
+        with torch_defect("fsdp1_skipped_replica_stops_training", when=is_lost):
+            for without in (None, skipped, None, None):
+                before = weight.detach().clone()
+                optim.zero_grad()
+                model(torch.ones(2, 5, device=device), without).sum().backward()
+                optim.step()
+                self.assertEqual(torch.equal(weight, before), without == skipped)
 
     def _check_parity(
         self,

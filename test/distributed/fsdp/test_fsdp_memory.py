@@ -309,10 +309,12 @@ class TestFSDPMemory(FSDPTest):
     def test_readers_of_offloaded_parameters(self):
         """The copy of an offloaded flat parameter is not reused before its readers have run.
 
-        Without sharding, there is no all-gather between the copy and its readers.
+        Without sharding, there is no all-gather between the copy and its readers. With flat parameters the module's views
+        keep the copy.
         """
         layer = nn.Linear(4, 4, device=self.device)
-        model = FSDP(layer, sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(offload_params=True))
+        how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "cpu_offload": CPUOffload(offload_params=True)}
+        model = FSDP(layer, use_orig_params=True, **how)
         flat_param = internals.flat_param_of(model)
         read: list[int] = []
         told: list[tuple[int, Any]] = []

@@ -245,6 +245,24 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
             self.assertEqual(local, wanted, may_be="empty")
 
+    @with_comms
+    @skip_if_lt_x_gpu(6)
+    @with_temp_dir
+    def test_more_rows_can_be_saved(self):
+        """Three FSDP ranks share 7 rows of one tensor-parallel half, and 6 rows of the other."""
+        mesh = make_mesh(3, 2, names=("dp", "tp"))
+        module = nn.Module()
+        whole = torch.arange(13.0, device=self.device).view(13, 1)
+        module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+        fully_shard(module, mesh=mesh["dp"])
+        local = module.weight.to_local().detach()
+        wanted = local.clone()
+        with torch_defect("dtensor_checkpoint_of_uneven_rows_with_tp_raises"):
+            dcp.save(module.state_dict(), checkpoint_id=self.temp_dir)
+            local.fill_(-1)
+            dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
+        self.assertEqual(local, wanted, may_be="empty")
+
 
 class TestLocalMap(DTensorTestBase):
     world_size = 2

@@ -3,6 +3,8 @@
 With asynchronous staging, a thread copies the state dict to the host on a stream of its own. That stream waits for
 nothing. If ``dcp.async_save`` is called while the device still works on the optimizer's step, the checkpoint may have
 values from before the step, or from before and after it. The same holds for what FSDP1 computes for its state dict.
+
+On the CPU it is shown by mocks of streams alone. On a device the reproduction compares the staged values.
 """
 
 from unittest import mock
@@ -26,8 +28,27 @@ DEFECT = Defect(
 )
 
 
+def staged_on(device):
+    """The smallest and the largest staged value, which the device still computes."""
+    weight, factor = torch.zeros(1024, 1024, device=device), torch.eye(1024, device=device)
+    stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False))
+    stager.stage({"weight": weight}).result()  # makes what the first call makes
+    torch.accelerator.synchronize()
+    getattr(torch.get_device_module(device.type), "_sleep", id)(10**9)  # cycles
+    weight.add_((factor @ factor).sum() / 1024)  # the step: all values become 1
+    staged = stager.stage({"weight": weight}).result()["weight"]
+    stager.close()
+    return [staged.min().item(), staged.max().item()], [1.0, 1.0]
+
+
 def reproduce(rank, world_size, device):
-    """Whether anybody waited before the copies ended. The streams are stand-ins, so it shows without a device, too."""
+    if device.type != "cpu":
+        return staged_on(device)
+    return waits_of_stand_ins(device)
+
+
+def waits_of_stand_ins(device):
+    """Whether anybody waited before the copies ended."""
     model = fully_shard(nn.Linear(2, 2, bias=False, device=device))
     state_dict = get_model_state_dict(model)
     waits: list[object] = []

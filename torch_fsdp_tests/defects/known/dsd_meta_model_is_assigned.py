@@ -1,11 +1,13 @@
-"""Loading a full state dict into a model on the meta device changes its dtype and unties its shared parameters.
+"""``set_model_state_dict`` with a full state dict replaces the parameters of a model on the meta device, and their dtype.
 
 If any parameter is on the meta device, ``set_model_state_dict`` passes ``assign=True`` to ``load_state_dict``, although
 the caller did not ask for it. Then each name gets a tensor of its own, in the dtype of the state dict. A model in
-bfloat16 becomes one in float32. A shared weight becomes two parameters, and FSDP knows only one of them. An optimizer
-that is made then gets both, and after its first step DSD cannot take its state (``KeyError``).
+bfloat16 becomes one in float32, and stays so. A shared weight becomes two parameters until FSDP2's first forward shares
+it again. An optimizer that is made before keeps the one that is no longer used, and after its first step DSD cannot take
+its state (``KeyError``).
 """
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +17,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.DSD,
-    consequence=Consequence.SILENTLY_WRONG,
+    consequence=Consequence.STATE_LEFT_CHANGED,
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
     features="fsdp2, state_dict, meta",
@@ -35,5 +37,7 @@ def reproduce(rank, world_size, device, workaround=False):
     if workaround:
         model.to_empty(device=device)
     set_model_state_dict(model, tied(device).state_dict(), options=StateDictOptions(full_state_dict=True))
-    found = (model[0].weight is model[1].weight, str(model[0].weight.dtype))
-    return found, (True, "torch.bfloat16")
+    optim = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 2, device=device, dtype=model[0].weight.dtype))
+    found = (str(model[0].weight.dtype), len(optim.param_groups[0]["params"]))
+    return found, ("torch.bfloat16", 1)

@@ -1,10 +1,12 @@
-"""FSDP1 zeroes dropped gradients on a stream for which nobody waits, so the next reduction may add to them too early.
+"""With ``use_orig_params=True``, FSDP1 zeroes a single gradient set to None on a stream that the reduction does not wait for.
 
-With ``use_orig_params=True``, the user may set the gradient of one parameter to None and keep those of others. Before
-the next all-gather, ``_writeback_orig_params`` zeroes that part of the flat gradient on the pre-unshard stream. It
-returns False, because it has written no parameter, so ``_unshard`` lets no stream wait. The stream of the reduction
-adds the new gradient to the same memory, and the optimizer reads it. The old gradient may survive, or the new one be
-lost.
+The user may set the gradient of one parameter to None and keep those of others. Before the next all-gather,
+``_writeback_orig_params`` zeroes that part of the flat gradient on the pre-unshard stream. It returns False, because it
+has written no parameter, so ``_unshard`` lets no stream wait. The stream of the reduction adds the new gradient to the
+same memory, and the optimizer reads it. The old gradient may survive, or the new one be lost. With offloaded parameters,
+and for inner instances with a ``param_dtype``, a copy on the pre-unshard stream makes the others wait.
+
+The reproduction looks at the order that FSDP1 asks for, and needs no device.
 """
 
 from torch import nn

@@ -20,7 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
     features="fsdp1, strategies, use_orig_params",
     workaround="After the exception make and wrap the model anew, and load its last checkpoint.",
-    arguable="FSDP1 does not document that training can go on after an exception, but with shards it can.",
+    arguable="No documentation says that a model can be used after an exception in forward; but with shards it can, and "
+    "here nothing raises.",
     fails_with=("AssertionError", "RuntimeError"),
 )
 

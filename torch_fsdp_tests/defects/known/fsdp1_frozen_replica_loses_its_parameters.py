@@ -1,11 +1,11 @@
-"""After backward, a frozen unit under NO_SHARD has no parameters, and no state dict can be made.
+"""Under NO_SHARD with ``use_orig_params=True``, ``state_dict()`` raises after a backward with a frozen root.
 
-Before backward FSDP1 replaces the original parameters by views, which are not registered. The hook after backward that
-registers them again does not run if the unit is frozen and its input needs no gradient. Then ``_catch_all_reshard`` has
-to do it. But it takes a unit for resharded if the flat parameter points to the shard, and under NO_SHARD it always
-does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError. The same happens to a unit
-that a step does not use: an optimizer that has its parameters does not change them any more. FSDP1 of one rank, and
-hybrid sharding over one rank, are NO_SHARD, too. Only ``use_orig_params=True`` is affected.
+Before backward FSDP1 replaces the registered parameters by views, which are not registered. The hook after backward
+that registers them again does not run if the root's own parameters are frozen and its input needs no gradient. Then
+``_catch_all_reshard`` has to do it. But it takes an instance for resharded if the flat parameter points to the shard,
+and under NO_SHARD it always does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError.
+With one rank FSDP1 chooses NO_SHARD itself, and so does hybrid sharding over one rank.
+``fsdp1_skipped_replica_stops_training`` has the same cause.
 """
 
 import torch
@@ -33,4 +33,8 @@ def reproduce(rank, world_size, device, workaround=False):
     layers[1] = FSDP(layers[1], **how)
     model = FSDP(layers, **how)
     model(torch.ones(1, 2, device=device)).sum().backward()
-    return len(list(model.parameters())), 2
+    try:
+        state_dict = model.state_dict()
+    except AssertionError as error:
+        return f"AssertionError: {error}", ["0.weight", "1.weight"]
+    return list(state_dict), ["0.weight", "1.weight"]

@@ -1,9 +1,9 @@
-"""A gradient of ``no_sync`` is not reduced if its unit has no part in the backward that synchronizes.
+"""Under NO_SHARD, a gradient of ``no_sync()`` stays unreduced if the next synchronizing backward skips its instance.
 
-``no_sync`` promises that its gradients are synchronized in the first iteration after it. A gradient is only reduced by
-the hook that runs after the unit's own gradient. If the unit was not used, or was frozen meanwhile, its gradient stays
-local. Under NO_SHARD the ranks then take different steps without an error. The other strategies find at the end of
-backward that a gradient was computed but not sharded, and raise an AssertionError about ``_saved_grad_shard``.
+``no_sync`` promises that its gradients are synchronized in the first iteration after it. But a gradient is only reduced
+by the hook that runs after the instance's own gradient. If the instance was not used, or was frozen meanwhile, its
+gradient stays that of this rank. Under NO_SHARD the ranks then take different steps, and nothing raises. The other
+strategies raise: ``fsdp1_gradient_of_no_sync_raises``.
 """
 
 import torch
@@ -18,10 +18,9 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
-    features="fsdp1, accumulation",
-    workaround="Let each unit take part in the backward that synchronizes: ``(loss + 0 * "
-    "output_of_the_unit.sum()).backward()``.",
-    error="All sharded parameters that received a gradient in the post-backward should use `_saved_grad_shard`",
+    features="fsdp1, accumulation, strategies",
+    workaround="Let each instance take part in the backward that synchronizes: ``(loss + 0 * "
+    "output_of_the_instance.sum()).backward()``.",
 )
 
 
@@ -35,22 +34,15 @@ class Branches(nn.Module):
 
 
 def reproduce(rank, world_size, device, workaround=False):
+    def wrap(module):
+        return FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device)
+
     x = torch.full((1, 1), rank + 1.0, device=device)
-    found = {}
-    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
-
-        def wrap(module, strategy=strategy):
-            return FSDP(module, sharding_strategy=strategy, device_id=device)
-
-        model = wrap(Branches(wrap, device))
-        with model.no_sync():
-            model(x, "a").sum().backward()
-        loss = model(x, "b").sum()
-        if workaround:
-            loss = loss + 0 * model(x, "a").sum()
-        try:
-            loss.backward()
-            found[strategy.name] = next(model.module.a.parameters()).grad[0].item()
-        except AssertionError as error:
-            found[strategy.name] = f"{type(error).__name__}: {str(error)[:90]}"
-    return found, dict.fromkeys(found, 1.5)  # the ranks' gradients are 1 and 2
+    model = wrap(Branches(wrap, device))
+    with model.no_sync():
+        model(x, "a").sum().backward()
+    loss = model(x, "b").sum()
+    if workaround:
+        loss = loss + 0 * model(x, "a").sum()
+    loss.backward()
+    return next(model.module.a.parameters()).grad[0].item(), 1.5  # the ranks' gradients are 1 and 2

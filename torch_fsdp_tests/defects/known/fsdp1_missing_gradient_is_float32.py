@@ -1,9 +1,12 @@
-"""``summon_full_params(with_grads=True)`` gathers tensors of different dtypes if a rank has no gradients.
+"""``summon_full_params(with_grads=True)`` aborts in a model that is not of the default dtype if a rank has no gradients.
 
-A rank without a gradient contributes zeros, in torch's default dtype. The other ranks contribute gradients in the dtype
-of their parameters. In a model of another dtype, such as bfloat16, the all-gather then receives messages of the wrong
-size: a rank raises, is aborted, or hangs. A rank has no gradients if its shard of a unit is only padding, or has only
-frozen parameters.
+A rank without a gradient contributes zeros, in torch's default dtype, and not in that of the parameters. The other
+ranks contribute gradients in the dtype of their parameters. In a model of another dtype, such as bfloat16, the
+all-gather then receives messages of the wrong size. Over gloo one rank is aborted, and the others raise that the
+connection was closed. A rank has no gradients if its shard of an instance is only padding, or has only frozen
+parameters.
+
+The reproduction looks at the tensor that a rank contributes, because the exchange would abort it.
 """
 
 import torch
@@ -15,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.FSDP1,
-    consequence=Consequence.HANG,
+    consequence=Consequence.ERROR,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
     features="fsdp1, unshard",

@@ -4,6 +4,8 @@ Between forward and backward, ``summon_full_params`` may change parameters, as i
 writes them to the shards on the current stream. Backward gathers the shards on the unshard stream, or casts them on
 the pre-unshard stream. These streams waited for the current one when forward began, and do not wait again. So
 backward may gather what the shards held before, or a part of it.
+
+The reproduction watches the waits by a mock, and needs no device.
 """
 
 from unittest import mock
@@ -20,7 +22,7 @@ DEFECT = Defect(
     exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
     features="fsdp1, unshard",
-    workaround="Call ``model._wait_unshard_streams_on_current_stream()`` before backward.",
+    workaround="Call ``torch.accelerator.synchronize()`` between ``summon_full_params`` and backward.",
     races=("_writeback_to_local_shard) and ",),
 )
 
@@ -43,6 +45,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
     with mock.patch.object(type(stream), "wait_stream", wait), mock.patch.object(handle, "unshard", gather):
         if workaround:
-            model._wait_unshard_streams_on_current_stream()
+            torch.get_device_module(device.type).synchronize()
+            waiting.append(stream)  # it has nothing left to wait for
         loss.backward()
     return waits_when_gathering, [True]

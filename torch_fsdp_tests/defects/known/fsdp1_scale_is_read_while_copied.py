@@ -5,13 +5,14 @@ the result of the check for infinities to the host with ``non_blocking=True``, a
 makes such copies in pinned memory, so they are asynchronous. The host may multiply gradients by whatever the memory
 held before. It may also note an infinity that the copy then overwrites, so that the step is not skipped.
 ``torch.amp.GradScaler`` does the same with the offloaded gradients of FSDP2.
+
+The reproduction watches the copies by a mock, and needs no device.
 """
 
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
@@ -22,17 +23,17 @@ DEFECT = Defect(
     exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp.sharded_grad_scaler._GeneralMultiDeviceReplicator",
     features="fsdp1, scaler, offload",
-    workaround="Replace `torch.amp.grad_scaler._MultiDeviceReplicator.get` by a function that copies blockingly.",
+    workaround="Train in bfloat16, which needs no scaler, or do not offload.",
     upstream=("https://github.com/pytorch/pytorch/pull/176429",),
     world_size=1,
 )
 
 
-def reproduce(rank, world_size, device, workaround=False):
+def reproduce(rank, world_size, device):
     """Whether the copies are known to have ended when the host unscales."""
     pending: list[torch.Tensor] = []
     seen: list[bool] = []
-    original_to, original_get = torch.Tensor.to, _MultiDeviceReplicator.get
+    original_to = torch.Tensor.to
 
     def to(tensor, *args, **kwargs):
         copy = original_to(tensor, *args, **kwargs)
@@ -43,10 +44,6 @@ def reproduce(rank, world_size, device, workaround=False):
     def unscale(grads, *copies):
         seen.extend(any(copy is each for each in pending) for copy in copies)
 
-    def get(replicator, device):
-        copies = replicator._per_device_tensors
-        return copies.setdefault(device, replicator.master.to(device, copy=True))
-
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
     scaler = ShardedGradScaler(device.type)
@@ -54,7 +51,6 @@ def reproduce(rank, world_size, device, workaround=False):
     with (
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", unscale),
-        mock.patch.object(_MultiDeviceReplicator, "get", get if workaround else original_get),
     ):
         scaler.unscale_(torch.optim.SGD([param]))
     return ["may be on its way" if each else "has arrived" for each in seen], ["has arrived"] * 2

@@ -1,4 +1,4 @@
-"""A second backward through the same unit raises or crashes unless a forward came between.
+"""A second backward through the same FSDP1 instance raises or crashes unless a forward came between.
 
 After the first backward the unit's parameters are sharded and its hooks are gone. The hook that gathers the parameters
 for backward runs only once after a forward. So the second backward, through the graph of an earlier forward or with
@@ -24,7 +24,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/136861",
         "https://github.com/pytorch/pytorch/issues/106637",
     ),
-    arguable="FSDP1's documentation says that it does not work with double backwards, for example of one graph.",
+    arguable="FSDP1's documentation rules out higher-order gradients (``create_graph``); it does not mention a second backward "
+    "through first-order graphs, which FSDP2 supports.",
     fails_with=("RuntimeError",),
 )
 

@@ -18,6 +18,7 @@ DEFECT = Defect(
     features="fsdp1, unshard",
     workaround="Do not call ``_unshard``. Forward gathers the parameters, also ahead with ``forward_prefetch=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/168947",),
+    arguable="``_unshard`` is private.",
 )
 
 

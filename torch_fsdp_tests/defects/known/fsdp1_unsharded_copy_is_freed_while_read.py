@@ -1,13 +1,13 @@
-"""Without sharding, the device's copy of an offloaded flat parameter may be reused while forward or backward reads it.
+"""Under NO_SHARD with ``use_orig_params=True``, the device's copy of an offloaded flat parameter is reused while it is read.
 
 FSDP1 copies the flat parameter to the device on the pre-unshard stream, and the module reads the copy on the current
 stream. After the module has run, FSDP1 drops the copy without a word to the allocator about the current stream
 (``record_stream``). The next copy on the pre-unshard stream may then get the same memory while kernels still read it.
-With shards, an all-gather comes between the two. An inner unit whose group has one rank has no shards either. Torch
-2.15 repaired it.
+With shards, an all-gather comes between the two. An inner instance whose group has one rank has no shards either. With
+``use_orig_params=False`` the module's views keep the copy alive, and no wrong number was seen. Torch 2.15 fixed it.
 
-On an NVIDIA H200 with torch 2.11.0 a loss was -0.80 instead of -1.65
-(``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
+The reproduction looks at what the allocator is told, and needs no device. On an NVIDIA H200 with torch 2.11.0 a loss was
+-0.80 instead of -1.65 (``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
 """
 
 from unittest import mock
@@ -24,9 +24,10 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.HARDWARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
-    features="fsdp1, strategies, offload",
-    workaround="Use DDP, or do not offload what is not sharded.",
+    features="fsdp1, strategies, offload, use_orig_params",
+    workaround="Use DDP, or wrap with ``use_orig_params=False``.",
     world_size=1,
+    upstream=("https://github.com/pytorch/pytorch/pull/194519",),
     races=("memory's next owner, aten::_to_copy,* flat_param_to)",),
 )
 
@@ -37,7 +38,8 @@ def reproduce(rank, world_size, device):
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
         torch.cpu.Stream.synchronize = lambda stream: None
     layer, no_shards = nn.Linear(2, 2, device=device), ShardingStrategy.NO_SHARD
-    model = FSDP(layer, sharding_strategy=no_shards, cpu_offload=CPUOffload(offload_params=True), device_id=device)
+    offload = CPUOffload(offload_params=True)
+    model = FSDP(layer, sharding_strategy=no_shards, cpu_offload=offload, use_orig_params=True, device_id=device)
     read, told = [], []
 
     def look(*_):

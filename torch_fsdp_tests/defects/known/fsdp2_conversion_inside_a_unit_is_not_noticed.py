@@ -21,6 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
     features="fsdp2",
     workaround="Convert the module that ``fully_shard`` got, or call its ``to(device)`` afterwards.",
+    arguable="Only a call on the module that ``fully_shard`` got is documented to work; but nothing raises or warns.",
 )
 
 

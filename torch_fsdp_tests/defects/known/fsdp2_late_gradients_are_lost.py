@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Component, Consequence, Defect, Exposure
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP2,
@@ -23,11 +23,12 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="fsdp2",
-    workaround=NO_WORKAROUND,
+    workaround="Call the backward under ``set_requires_gradient_sync(False)``, and then ``(0 * model(x).sum()).backward()`` "
+    "with it on: this reduces all gradients.",
 )
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (model[0], model):
@@ -43,6 +44,10 @@ def reproduce(rank, world_size, device):
     thread = threading.Thread(target=first_backward)
     thread.start()
     thread.join()
+    model.set_requires_gradient_sync(not workaround)
     (loss + gradients[0].square().sum()).backward()
+    if workaround:
+        model.set_requires_gradient_sync(True)
+        (0 * model(x).sum()).backward()
     model.reshard()
     return model[2].weight.grad is not None, True

@@ -4,6 +4,8 @@ With ``CPUOffloadPolicy()``, the shards are in pinned memory of the host. Forwar
 waiting for the copies, and returns. In training, the host waits for the offloaded gradients before the optimizer
 writes. After an evaluation nothing waits. If the host then loads a state dict, or takes an average, before it reads a
 result of the forward, the copies may bring a part of the new values.
+
+On the CPU it is shown by mocks alone. On a device the reproduction compares what the forward computes.
 """
 
 from unittest import mock
@@ -27,7 +29,31 @@ DEFECT = Defect(
 )
 
 
+def output_on(device, world_size, workaround):
+    """What a forward computes that the device begins late."""
+    model = nn.Linear(1024, 1024, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), offload_policy=CPUOffloadPolicy())
+    x = torch.ones(1, 1024, device=device)
+    with torch.no_grad():
+        model(x)
+        torch.accelerator.synchronize()
+        getattr(torch.get_device_module(device.type), "_sleep", id)(10**9)  # cycles
+        output = model(x)
+        if workaround:
+            torch.accelerator.synchronize()
+        model.reshard()
+        model.weight.to_local().zero_()  # as a load does, on the host
+    return [output.min().item(), output.max().item()], [1024.0, 1024.0]
+
+
 def reproduce(rank, world_size, device, workaround=False):
+    if device.type != "cpu":
+        return output_on(device, world_size, workaround)
+    return copies_of_stand_ins(device, world_size, workaround)
+
+
+def copies_of_stand_ins(device, world_size, workaround):
     """What is known about the copies when the host may write: whether they may still run."""
     model, pending = nn.Linear(2, 2, device=device), []
     original, module = torch.Tensor.to, torch.get_device_module(device.type)

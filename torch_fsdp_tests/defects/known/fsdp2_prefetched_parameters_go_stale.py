@@ -1,9 +1,10 @@
-"""A forward without gradients computes with old parameters if the forward before it has prefetched them.
+"""After ``set_modules_to_forward_prefetch``, forward computes with old parameters if an earlier one did not use them.
 
-With ``set_modules_to_forward_prefetch``, a module may prefetch one that has run already or does not run, such as the
-last one the first one. After a backward FSDP2 drops such a gather. After a forward without gradients, or under a
-transform of ``torch.func``, it stays, and the next forward takes it. An update in between is not seen, and
-``reshard()`` does not drop the gather either.
+An encoder that prefetches the decoder is an example. A forward of the encoder alone under ``no_grad``, as for
+embeddings, gathers the decoder's parameters and nobody takes them. After a backward FSDP2 drops such a gather. After a
+forward without gradients, or under a transform of ``torch.func``, it stays, and the decoder's next forward takes it. An
+optimizer step or a load in between is not seen, also when this forward trains. ``reshard()`` does not drop the gather
+either.
 """
 
 import torch
@@ -19,23 +20,26 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
     features="fsdp2, communication",
-    workaround="After the evaluation, take the gather and drop it: ``module.unshard()``, then ``module.reshard()``.",
+    workaround="After the forward that leaves out a module, call ``module.unshard()`` and then ``module.reshard()``.",
 )
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=device) for _ in range(2)))
-    for layer in model:
-        nn.init.ones_(layer.weight)
+    encoder, decoder = (nn.Linear(2, 2, bias=False, device=device) for _ in range(2))
+    model = nn.Sequential(encoder, decoder)
     mesh = init_device_mesh(device.type, (world_size,))
-    for module in (*model, model):
+    for module in (encoder, decoder, model):
+        for param in module.parameters():
+            nn.init.ones_(param)
         fully_shard(module, mesh=mesh)
-    model[1].set_modules_to_forward_prefetch([model[0]])
+    encoder.set_modules_to_forward_prefetch([decoder])
+    optim = torch.optim.SGD(model.parameters(), lr=0.25)
     x = torch.ones(1, 2, device=device)
+    model(x).sum().backward()
     with torch.no_grad():
-        model(x)
-        if workaround:
-            model[0].unshard()
-            model[0].reshard()
-        model[0].weight.mul_(0.5)
-        return model(x).tolist(), [[2.0, 2.0]]
+        encoder(x)
+    if workaround:
+        decoder.unshard()
+        decoder.reshard()
+    optim.step()  # halves all weights
+    return model(x).tolist(), [[1.0, 1.0]]

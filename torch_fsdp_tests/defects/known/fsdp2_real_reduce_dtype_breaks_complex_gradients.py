@@ -1,9 +1,9 @@
-"""Complex gradients raise, or lose their imaginary parts, if the ``reduce_dtype`` is real.
+"""A real ``reduce_dtype`` makes backward raise for complex parameters, and since 2.15 it drops imaginary parts.
 
 A parameter that is not of a floating-point dtype ignores ``param_dtype``, but not ``reduce_dtype``. Until 2.14 the copy
 of its gradient into the input of the reduce-scatter raises. Since 2.15 each gradient is converted before, which drops
-the imaginary part with a warning of torch. So a policy with a ``reduce_dtype`` cannot be used for a model that also has
-complex parameters.
+the imaginary part with a warning of torch ("Casting complex values to real"). So a policy with a ``reduce_dtype`` cannot
+be used for a model that also has complex parameters.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.FSDP2,
-    consequence=Consequence.SILENTLY_WRONG,
+    consequence=Consequence.ERROR,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs",
     features="fsdp2, mixed_precision",

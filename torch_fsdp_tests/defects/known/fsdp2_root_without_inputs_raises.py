@@ -26,16 +26,16 @@ DEFECT = Defect(
 
 
 class Root(nn.Module):
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.weight = nn.Parameter(torch.ones(2, 2, device=device))
 
     def forward(self, ignored=None):
         return self.weight.sum()
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    model = fully_shard(Root().to(device), mesh=init_device_mesh(device.type, (world_size,)))
+    model = fully_shard(Root(device), mesh=init_device_mesh(device.type, (world_size,)))
     try:
         found = model(0).item() if workaround else model().item()
     except IndexError as error:

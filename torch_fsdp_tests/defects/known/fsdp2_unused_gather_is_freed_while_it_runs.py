@@ -4,6 +4,8 @@ If several forwards are followed by as many backwards, each backward but the las
 part, which it does not reach. At its end, ``finalize_backward`` lets the current stream wait for that all-gather, and
 drops its buffer. The buffer belongs to the stream of the copy-in, which does not wait: it does so only when a forward
 begins. So the next backward's copy-in may write into memory into which the all-gather still writes.
+
+The reproduction watches the waits by mocks, on a device too. No wrong number was seen yet.
 """
 
 from unittest import mock

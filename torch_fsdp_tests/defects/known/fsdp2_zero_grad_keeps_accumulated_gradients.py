@@ -19,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
     features="fsdp2, accumulation, mixed_precision",
-    workaround="Leave ``reduce_dtype`` unset; from torch 2.15 on, ``reset_iter_state()`` drops these gradients too.",
+    workaround="Leave ``reduce_dtype`` unset.",
 )
 
 

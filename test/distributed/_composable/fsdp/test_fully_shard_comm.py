@@ -1107,6 +1107,25 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             self.assertEqual(model(inp), ref_model(inp))
 
     @skip_if_lt_x_gpu(2)
+    @subtests(prefetches=[False, True])
+    def test_update_after_a_forward_of_the_encoder(self, prefetches):
+        """A step between a forward of the encoder alone and a whole forward counts, also for a prefetched decoder."""
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        ref_model = copy.deepcopy(model)
+        shard_each((*model, model))
+        if prefetches:
+            model[0].set_modules_to_forward_prefetch([model[1]])
+        inp = torch.ones(2, 4, device=self.device)
+        for each in (ref_model, model):
+            optim = torch.optim.SGD(each.parameters(), lr=0.5)
+            each(inp).sum().backward()
+            with torch.no_grad():
+                each[0](inp)
+            optim.step()
+        with torch_defect("fsdp2_prefetched_parameters_go_stale", when=prefetches):
+            self.assertEqual(model(inp), ref_model(inp))
+
+    @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
     def test_set_modules_to_backward_prefetch(self, depth):
         forward = "Uf root, Uf 0, Rf 0, Uf 1, Rf 1, Uf 2, Rf 2, Uf 3, Rf 3, Rf root"
