@@ -309,8 +309,8 @@ class TestFSDPMemory(FSDPTest):
     def test_readers_of_offloaded_parameters(self):
         """The copy of an offloaded flat parameter is not reused before its readers have run.
 
-        Without sharding, there is no all-gather between the copy and its readers. With flat parameters the module's views
-        keep the copy.
+        Without sharding, there is no all-gather between the copy and its readers. Without ``use_orig_params`` the
+        module's views keep the copy.
         """
         layer = nn.Linear(4, 4, device=self.device)
         how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "cpu_offload": CPUOffload(offload_params=True)}

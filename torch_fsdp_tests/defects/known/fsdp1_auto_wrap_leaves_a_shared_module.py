@@ -3,8 +3,8 @@
 FSDP1 puts its instance into the place where it meets the module first. It does not come to the module again, neither
 under another name nor in another parent. So the second place keeps the plain module, whose parameters nothing gathers.
 With original parameters it computes with this rank's shard, which is flat. Without them it raises, because the memory
-is freed. A policy that is a function wraps the module once more in another parent, in an instance without parameters.
-A model in which one instance is put into both places by hand works.
+is freed. A policy that is a function wraps the module once more in another parent, in an instance without parameters. A
+model in which one instance is put into both places by hand works.
 """
 
 import torch
@@ -23,7 +23,8 @@ DEFECT = Defect(
     workaround="Wrap by hand, and put one instance into all places, or keep shared modules out of the policy.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
     fails_with=("AssertionError", "RuntimeError"),
-    arguable="FSDP1 documents that shared parameters have to be in the same instance; but here the policy separates them.",
+    arguable="FSDP1 documents that shared parameters have to be in the same instance; but here the policy separates "
+    "them.",
 )
 
 

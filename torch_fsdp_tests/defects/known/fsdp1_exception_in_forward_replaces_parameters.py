@@ -20,8 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
     features="fsdp1, strategies, use_orig_params",
     workaround="After the exception make and wrap the model anew, and load its last checkpoint.",
-    arguable="No documentation says that a model can be used after an exception in forward; but with shards it can, and "
-    "here nothing raises.",
+    arguable="No documentation says that a model can be used after an exception in forward; but with shards it can, "
+    "and here nothing raises.",
     fails_with=("AssertionError", "RuntimeError"),
 )
 

@@ -1,4 +1,4 @@
-"""``summon_full_params(with_grads=True)`` aborts in a model that is not of the default dtype if a rank has no gradients.
+"""``summon_full_params(with_grads=True)`` aborts if a rank has no gradients and the dtype is not the default dtype.
 
 A rank without a gradient contributes zeros, in torch's default dtype, and not in that of the parameters. The other
 ranks contribute gradients in the dtype of their parameters. In a model of another dtype, such as bfloat16, the

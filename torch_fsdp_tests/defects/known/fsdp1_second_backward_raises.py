@@ -2,8 +2,8 @@
 
 After the first backward the unit's parameters are sharded and its hooks are gone. The hook that gathers the parameters
 for backward runs only once after a forward. So the second backward, through the graph of an earlier forward or with
-``retain_graph``, computes with views of memory that was freed. That raises an error about ``setStorage``, or
-kills the process. FSDP2 gathers its parameters again.
+``retain_graph``, computes with views of memory that was freed. That raises an error about ``setStorage``, or kills the
+process. FSDP2 gathers its parameters again.
 """
 
 import torch
@@ -24,8 +24,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/136861",
         "https://github.com/pytorch/pytorch/issues/106637",
     ),
-    arguable="FSDP1's documentation rules out higher-order gradients (``create_graph``); it does not mention a second backward "
-    "through first-order graphs, which FSDP2 supports.",
+    arguable="FSDP1's documentation rules out higher-order gradients (``create_graph``); it does not mention a "
+    "second backward through first-order graphs, which FSDP2 supports.",
     fails_with=("RuntimeError",),
 )
 

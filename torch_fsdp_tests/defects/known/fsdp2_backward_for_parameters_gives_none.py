@@ -20,8 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_unsharded",
     features="fsdp2",
     workaround="Leave out ``inputs``, and freeze the parameters that should get no gradient.",
-    arguable="``inputs`` takes leaves of the graph, and a sharded parameter is none; but a plain model trains, and nothing raises or "
-    "warns.",
+    arguable="``inputs`` takes leaves of the graph, and a sharded parameter is none; but a plain model trains, and "
+    "nothing raises or warns.",
 )
 
 

@@ -21,8 +21,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.free_unsharded_param",
     features="fsdp2",
     workaround="Change parameters outside of forward, where they are sharded. For ``max_norm``: "
-    "``weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))`` under ``no_grad`` (``renorm_`` raises on "
-    "a DTensor).",
+    "``weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))`` under ``no_grad`` (``renorm_`` "
+    "raises on a DTensor).",
     upstream=("https://github.com/pytorch/pytorch/issues/157391",),
     arguable="each rank changes its own copy, so with different inputs there is no single result to write back; but "
     "nothing refuses or warns",

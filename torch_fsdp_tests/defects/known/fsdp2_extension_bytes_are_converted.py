@@ -21,8 +21,8 @@ DEFECT = Defect(
     features="fsdp2, extensions",
     workaround="Send each payload as bytes: ``payload.view(torch.uint8)``.",
     world_size=1,
-    arguable="The extension changes the dtype of what it sends from one all-gather to the next, which no documentation allows; "
-    "but with more ranks it works.",
+    arguable="The extension changes the dtype of what it sends from one all-gather to the next, which no "
+    "documentation allows; but with more ranks it works.",
 )
 
 

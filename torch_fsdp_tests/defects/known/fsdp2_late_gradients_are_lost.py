@@ -23,8 +23,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="fsdp2",
-    workaround="Call the backward under ``set_requires_gradient_sync(False)``, and then ``(0 * model(x).sum()).backward()`` "
-    "with it on: this reduces all gradients.",
+    workaround="Call the backward under ``set_requires_gradient_sync(False)``, and then ``(0 * "
+    "model(x).sum()).backward()`` with it on: this reduces all gradients.",
 )
 
 

@@ -2,8 +2,8 @@
 
 A parameter that is not of a floating-point dtype ignores ``param_dtype``, but not ``reduce_dtype``. Until 2.14 the copy
 of its gradient into the input of the reduce-scatter raises. Since 2.15 each gradient is converted before, which drops
-the imaginary part with a warning of torch ("Casting complex values to real"). So a policy with a ``reduce_dtype`` cannot
-be used for a model that also has complex parameters.
+the imaginary part with a warning of torch ("Casting complex values to real"). So a policy with a ``reduce_dtype``
+cannot be used for a model that also has complex parameters.
 """
 
 import torch

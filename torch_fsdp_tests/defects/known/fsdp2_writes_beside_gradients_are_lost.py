@@ -20,9 +20,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._register_post_backward_hook",
     features="fsdp2",
-    workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, tuples, dicts, "
-    "sets and dataclasses are rebuilt.",
-    arguable="FSDP2 documents no support for outputs through arguments; but the same module works without it, and nothing warns.",
+    workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, "
+    "tuples, dicts, sets and dataclasses are rebuilt.",
+    arguable="FSDP2 documents no support for outputs through arguments; but the same module works without it, and "
+    "nothing warns.",
 )
 
 

@@ -20,10 +20,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.utils._apply_to_tensors",
     features="fsdp2, mixed_precision",
-    workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, tuples, dicts, "
-    "sets and dataclasses are rebuilt.",
-    arguable="FSDP2 documents no support for outputs through arguments, and ``cast_forward_inputs=False`` keeps them; but nothing "
-    "warns.",
+    workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, "
+    "tuples, dicts, sets and dataclasses are rebuilt.",
+    arguable="FSDP2 documents no support for outputs through arguments, and ``cast_forward_inputs=False`` keeps "
+    "them; but nothing warns.",
 )
 
 

@@ -2,8 +2,8 @@
 
 Adafactor squares the norms of a gradient's rows and columns in place. The norm along the sharded dimension of a DTensor
 is not reduced yet, and DTensor rejects an in-place operation that has to reduce it. That happens in the first step of
-every model that has a matrix, with ``foreach`` as well. Torch 2.9 does not raise: it computes wrong steps from norms that
-are not reduced, as later versions do for vectors (``optimizer_adafactor_takes_norms_of_shards``).
+every model that has a matrix, with ``foreach`` as well. Torch 2.9 does not raise: it computes wrong steps from norms
+that are not reduced, as later versions do for vectors (``optimizer_adafactor_takes_norms_of_shards``).
 """
 
 import torch
