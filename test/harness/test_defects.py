@@ -23,6 +23,7 @@ from runs import ROOT, assert_refused, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
+from torch_fsdp_tests.defects import __main__ as defects_main
 from torch_fsdp_tests.defects import launch, registry, texts, trial
 from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
@@ -120,6 +121,25 @@ class TestRegistry(TestCase):
                     defect = dataclasses.replace(registry.defect(SHOWN), id=id, since=since)
                     found = "".join(mark[defect.expected(version)] for version in versions)
                     self.assertEqual(found, wanted)
+
+    def test_defect_that_was_only_read(self):
+        """It is marked in lists and counted apart, and a run on another device does not forget what was seen."""
+        defect = registry.defect(SHOWN)
+        words = "not seen yet"
+        self.assertNotIn(words, "".join((defect.headline, texts.history(defect), texts.listing([defect]))))
+        recorded = {"read": {"2.9": {SHOWN: "present"}}, "seen": {"2.9.1": {SHOWN: "cannot be tried here"}}}
+        with unittest.mock.patch.object(registry, "recorded", lambda: recorded):
+            for text in (defect.headline, texts.history(defect), texts.listing([defect])):
+                self.assertIn(words, text)
+        seen = {"read": {}, "seen": {"2.9.1": {SHOWN: "present"}}}
+        finding = trial.Finding(defect, Answer.CANNOT_BE_TRIED, Answer.PRESENT)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            unittest.mock.patch.object(registry, "recorded", lambda: seen),
+            unittest.mock.patch.object(registry, "SEEN", Path(folder, "seen.json")),
+        ):
+            defects_main._save([finding], "2.9.1+cpu")
+            self.assertEqual(json.loads(registry.SEEN.read_text()), seen)
 
 
 class TestCommand(TestCase):

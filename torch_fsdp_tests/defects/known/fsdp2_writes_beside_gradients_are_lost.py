@@ -1,4 +1,4 @@
-"""In training, what a module writes into a list or a dict is lost if that also holds a tensor with a gradient.
+"""In training, what a module writes into a list or dict argument is lost if that also holds a tensor with a gradient.
 
 To run its post-backward, FSDP2 puts the inputs that require gradients through a function of autograd, and rebuilds the
 lists, tuples and dicts that hold them. The module gets a copy. Of the layers that fill a common cache, only the first
@@ -21,7 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._register_post_backward_hook",
     features="fsdp2",
     workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, "
-    "tuples, dicts, sets and dataclasses are rebuilt.",
+    "tuples, dicts and, in later versions, dataclasses are rebuilt.",
     arguable="FSDP2 documents no support for outputs through arguments; but the same module works without it, and "
     "nothing warns.",
 )

@@ -1,8 +1,8 @@
 """Under mixed precision, what a module writes into a list or a dict among its inputs is lost.
 
-FSDP2 casts the inputs of each module, and for that rebuilds every list, tuple and dict among them. It does so even if
-they hold no tensor, or none that changes its dtype. The module gets a copy. A cache that one layer fills for the next
-ones stays empty.
+FSDP2 casts the inputs of each module, and for that rebuilds every list, tuple, dict, set and dataclass. It does so even
+if they hold no tensor, or none that changes its dtype. The module gets a copy. A cache that one layer fills for the
+next ones stays empty.
 """
 
 from collections import UserDict
@@ -22,8 +22,8 @@ DEFECT = Defect(
     features="fsdp2, mixed_precision",
     workaround="Pass an object of a class that FSDP does not rebuild, such as a ``collections.UserDict``. Lists, "
     "tuples, dicts, sets and dataclasses are rebuilt.",
-    arguable="FSDP2 documents no support for outputs through arguments, and ``cast_forward_inputs=False`` keeps "
-    "them; but nothing warns.",
+    arguable="FSDP2 documents no support for outputs through arguments, and ``cast_forward_inputs=False`` turns the "
+    "cast off; but nothing warns.",
 )
 
 
