@@ -1,9 +1,9 @@
-"""``torch.compile`` with a warm cache runs another rank's graph over unevenly sharded DTensors, and raises.
+"""With a warm cache, ``torch.compile`` over unevenly sharded DTensors loads another rank's graph and raises.
 
 ``DTensor._stable_hash_for_caching`` gives AOTAutograd's cache the global shape and the placements, but not the shape of
-the local shard. Ranks whose shards differ in shape have the same key in a cache that they share, as the ranks of a
-machine do by default. The first run is right, because each rank compiles its own graph. In later runs a rank finds the
-graph of another one first, and raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
+the local shard. So ranks whose shards differ in shape have the same key, in a cache that the ranks of a machine share
+by default. The first run is right, because each rank compiles its own graph. In a later run a rank can find the graph
+of another one, and raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
 """
 
 import torch.distributed as dist

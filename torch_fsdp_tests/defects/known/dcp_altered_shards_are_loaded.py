@@ -1,7 +1,7 @@
-"""A checkpoint whose file was altered is loaded without an error.
+"""``dcp.load`` accepts a shard file with flipped bits, because ``torch.load`` does not compare checksums.
 
-``torch.save`` writes a checksum (CRC-32) for each tensor of a shard file. The file is read with ``torch.load``, which
-ignores the checksum. If a disk or a network flips a bit, a weight changes.
+``torch.save`` writes a checksum (CRC-32) for each tensor of a shard file. ``torch.load``, with which DCP reads the
+file, ignores it. If a disk or a network flips a bit, a weight changes without an error.
 """
 
 import os
@@ -23,7 +23,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data, and torch.load",
     features="fsdp2, checkpoint",
     workaround="Store a checksum of each file beside the checkpoint, and compare it before the load.",
-    arguable="torch.load is known not to look at checksums, and file systems have their own",
+    arguable="``set_crc32_options`` documents that ``torch.load`` reads files without checksums, and file systems "
+    "have checksums of their own.",
 )
 
 

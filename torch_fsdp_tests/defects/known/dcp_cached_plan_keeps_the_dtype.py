@@ -1,8 +1,8 @@
-"""With cached plans a checkpoint names the dtype of an earlier one, and its conversion rounds the values to that dtype.
+"""``enable_plan_caching`` keeps the dtypes of an earlier save, so ``dcp_to_torch_save`` rounds the values to them.
 
 ``DefaultSavePlanner(enable_plan_caching=True)`` writes the metadata of the last save again if the new plan equals the
-cached one. The comparison looks at names and sizes, but not at dtypes. So the metadata of weights in float32 may say
-bfloat16. ``dcp_to_torch_save`` makes tensors of that dtype and reads the values into them.
+cached one. The comparison covers names and sizes, but not dtypes. So the metadata of float32 weights may say bfloat16,
+and ``dcp_to_torch_save`` reads the values into bfloat16 tensors.
 """
 
 import os

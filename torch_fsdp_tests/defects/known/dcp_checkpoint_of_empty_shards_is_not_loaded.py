@@ -1,8 +1,8 @@
-"""A sharded optimizer state can be saved but not loaded when a rank has no row of a parameter.
+"""``dcp.load`` of FSDP1's sharded optimizer state raises if a rank has no rows of a parameter.
 
-``DefaultLoadPlanner`` leaves out each sharded tensor that has no local shard on its rank. It then misses the tensor's
-name, assumes that torch 2.3 wrote the checkpoint with its different names, and reports that those names are missing.
-``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
+``DefaultLoadPlanner`` leaves out a sharded tensor without a local shard on its rank. Because its name is then missing,
+the planner assumes that torch 2.3 wrote the checkpoint, and reports the names that torch 2.3 gave to ``param_groups``
+as missing.
 """
 
 import tempfile
@@ -25,6 +25,8 @@ DEFECT = Defect(
     workaround="Load with ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.",
     error="in create_local_plan ... Missing key in checkpoint state_dict: ... .param_groups.",
     upstream=("https://github.com/pytorch/pytorch/issues/102821",),
+    documented="``dcp.load``: 'When loading ``ShardedTensor`` or ``DTensor`` instances, each rank only reads data for "
+    "their local shards'.",
 )
 
 

@@ -1,8 +1,8 @@
-"""Scalars become zero in the safetensors files that HuggingFaceStorageWriter consolidates.
+"""``HuggingFaceStorageWriter(enable_consolidation=True)`` writes zero for a tensor without dimensions.
 
-With ``save_distributed`` and ``enable_consolidation`` each rank writes its shards, and these are then put together in
-new files. A tensor without dimensions has one element. But the function that should copy it takes a tensor without
-dimensions for one without elements, and copies nothing. So a learned temperature or scale is lost.
+With ``save_distributed`` and ``enable_consolidation`` each rank writes its shards, which are then copied into files of
+full tensors. The copy takes a tensor without dimensions, which has one element, for one without elements, and copies
+nothing. So a learned temperature or scale is zero in these files.
 """
 
 import os
@@ -19,12 +19,13 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.DCP,
-    consequence=Consequence.LOST_DATA,
+    consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint._consolidate_hf_safetensors._write_sub_tensor_to_file_optimized",
     features="fsdp2, checkpoint",
     workaround="Give such a buffer one dimension.",
     package="safetensors",
+    documented="``HuggingFaceStorageWriter``: with ``enable_consolidation`` 'the full tensors will be saved to path'.",
 )
 
 

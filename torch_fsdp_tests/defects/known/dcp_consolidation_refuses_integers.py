@@ -1,8 +1,7 @@
-"""A model with a buffer of integers cannot be saved by HuggingFaceStorageWriter with consolidation.
+"""``HuggingFaceStorageWriter(enable_consolidation=True)`` raises for tensors of integers or booleans.
 
-The consolidation asks ``torch.finfo`` for the size of an element, which raises for integers and booleans. The shards
-have been written by then, but the files that the program asked for have not. Each ``BatchNorm`` layer has such a
-buffer, in which it counts its batches.
+The consolidation asks ``torch.finfo`` for the size of an element, which raises for these dtypes. Each ``BatchNorm``
+layer has such a buffer, ``num_batches_tracked``. The shards are written by then, but the files of full tensors are not.
 """
 
 import os
@@ -26,6 +25,7 @@ DEFECT = Defect(
     workaround="Save without consolidation, or convert such buffers to a floating-point dtype.",
     error="TypeError: torch.finfo() requires a floating point input type",
     package="safetensors",
+    documented="``HuggingFaceStorageWriter``: with ``enable_consolidation`` 'the full tensors will be saved to path'.",
     fails_with=("CheckpointException",),
     upstream=("https://github.com/pytorch/pytorch/issues/192485",),
 )

@@ -1,8 +1,8 @@
-"""With several writer threads a checkpoint is reported as saved although one of its files could not be written.
+"""With ``FileSystemWriter(thread_count=2)``, ``dcp.save`` succeeds although a thread could not write its file.
 
-``FileSystemWriter(thread_count=2)`` writes one file in the calling thread and one in another. An exception of the other
-thread is only printed. The metadata then lacks that file's contents, and replaces the metadata of an older checkpoint.
-Loading fails with a ``KeyError``.
+The writer writes one file in the calling thread and one in another, and only prints an exception of the other thread.
+The metadata then lacks that file's contents, and replaces the metadata of an older checkpoint. Loading fails with a
+``KeyError``.
 """
 
 import os
@@ -24,6 +24,7 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     features="fsdp2, checkpoint",
     workaround="Use ``thread_count=1``, which is the default.",
+    documented="``StorageWriter.finish``: 'Write the metadata and marks the current checkpoint as successful'.",
 )
 
 

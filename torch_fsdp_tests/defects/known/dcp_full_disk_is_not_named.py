@@ -1,8 +1,8 @@
-"""If the disk becomes full in the middle of a large tensor, the error of ``dcp.save`` does not say so.
+"""If the disk becomes full within a large tensor, ``dcp.save`` raises "unexpected pos" without the cause.
 
 The system's error is raised inside ``torch.save``, which then ends its archive and raises "unexpected pos" instead. The
-first error is the context of the second one, and is lost when ``CheckpointException`` carries the second one to the
-ranks. So the user does not see the cause.
+first error is only the context of the second one, and is lost when ``CheckpointException`` carries the second one to
+the ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.filesystem._write_item, and torch.save",
     features="fsdp2, checkpoint",
-    workaround='If the error names an "unexpected pos", look whether the disk is full.',
+    workaround='If the error names an "unexpected pos", check whether the disk is full.',
     error="in save ... unexpected pos",
 )
 

@@ -1,8 +1,8 @@
-"""``load_sharded_optimizer_state_dict`` shards the state of ignored parameters, and the next step raises.
+"""``load_sharded_optimizer_state_dict`` shards the state of FSDP1's ignored parameters, so ``step()`` raises.
 
-It makes a sharded tensor for each state of more than one element that is in the checkpoint, whether FSDP shards the
-parameter or not. ``FSDP.optim_state_dict_to_load`` gathers only the states of parameters that FSDP manages. So an
-ignored parameter gets a ``ShardedTensor`` as its state. ``set_optimizer_state_dict`` does not use this function.
+It makes a ``ShardedTensor`` for each state of more than one element in the checkpoint, whether FSDP1 shards the
+parameter or not. ``FSDP.optim_state_dict_to_load`` gathers only the states of parameters that FSDP1 manages, so an
+ignored parameter gets a ``ShardedTensor`` as its state.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
-"""``dcp.load`` puts values that were saved under an integer key under a string, and keeps the old ones.
+"""``dcp.load`` restores non-tensor values under ``str(key)`` when the key is an int.
 
-The path to a value in a state dict is made of its keys as strings. Tensors are loaded in place. Another value is set at
-the end of its path, where the string stands in place of the integer. So the value under the integer is the old one.
-This happens to numbers in the state dict of an optimizer itself, and to the milestones of ``MultiStepLR``. The next
-``dcp.save`` of the state raises "duplicated flatten key".
+The path to a value in a state dict is made of its keys as strings. Tensors are loaded in place, but another value is
+set at the end of its path, so the value under the integer stays the old one. This affects numbers in
+``optimizer.state_dict()`` and the milestones of ``MultiStepLR``. The next ``dcp.save`` of the state raises "duplicated
+flatten key".
 """
 
 import os
@@ -26,6 +26,8 @@ DEFECT = Defect(
     features="fsdp2, checkpoint, optimizer_state",
     workaround="Use ``get_optimizer_state_dict`` for optimizers, and strings as keys otherwise.",
     upstream=("https://github.com/pytorch/pytorch/issues/153842",),
+    documented="``dcp.load``: 'All non-tensor data is loaded using ``torch.load()`` and modified in place on "
+    "state_dict'.",
 )
 
 

@@ -1,9 +1,8 @@
-"""An interrupted save over an older checkpoint leaves a mixture of both, which is loaded without an error.
+"""An interrupted ``dcp.save`` over an older checkpoint leaves a mixture of both that ``dcp.load`` accepts.
 
-``FileSystemWriter`` overwrites by default, and each rank writes over its old file. The metadata of the old checkpoint
-stays until all ranks have written. If one of them fails or is killed before that, the old metadata describes new files
-and old ones, which have the same layout. A file does not say which checkpoint it belongs to, so the mixture can be
-loaded.
+``FileSystemWriter`` overwrites by default: each rank writes over its old file, and the old metadata stays until all
+ranks have written. If a rank fails or is killed before that, the old metadata describes new files and old ones, which
+have the same layout. A file does not say which checkpoint it belongs to.
 """
 
 import os
@@ -24,7 +23,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
     features="fsdp2, checkpoint",
     workaround="Save each checkpoint to a folder of its own.",
-    arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",
+    arguable="The docstring of ``FileSystemWriter`` assumes 'an empty or non-existing directory', and the writer "
+    "warns that it overwrites.",
 )
 
 

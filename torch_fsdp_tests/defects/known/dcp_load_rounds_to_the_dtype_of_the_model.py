@@ -1,7 +1,7 @@
 """``dcp.load`` of a float32 checkpoint into bfloat16 parameters rounds the values without a warning.
 
-The loader copies each part of the file into the tensors of the given state dict, and ``copy_`` converts. So a run that
-resumes with a model in bfloat16 continues with rounded weights, although the checkpoint has the exact ones.
+``dcp.load`` copies each part of the file into the tensors of the given state dict, and ``copy_`` converts. A run that
+resumes with a bfloat16 model continues with rounded weights.
 """
 
 import tempfile

@@ -1,9 +1,8 @@
-"""The metadata of a checkpoint is synced to the disk before it is written, so a machine that stops can lose it.
+"""``dcp.save`` syncs the metadata file before it is flushed, so that a power cut can leave an empty one.
 
-``FileSystemWriter`` syncs each file by default. It syncs the metadata file while the last kilobytes are still in
-Python's buffer, which is everything for a small model. Then it closes and renames the file. After a power cut the
-directory can have an empty metadata file, and no other, for a checkpoint that was reported as saved. 2.14 flushes the
-buffer first.
+``FileSystemWriter`` syncs the file while the last kilobytes are still in Python's buffer, which is everything for a
+small model. Then it closes and renames the file. After a power cut the directory can have an empty metadata file, and
+no other, for a checkpoint that was reported as saved. 2.14 flushes the buffer first.
 """
 
 import os
@@ -25,6 +24,7 @@ DEFECT = Defect(
     features="fsdp2, checkpoint",
     workaround="Call ``os.sync()`` on rank 0 after ``dcp.save``.",
     upstream=("https://github.com/pytorch/pytorch/pull/183877",),
+    documented="``FileSystemWriter``: 'sync_files : force files to be synced to permanent storage'.",
 )
 
 

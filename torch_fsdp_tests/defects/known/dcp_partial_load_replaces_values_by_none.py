@@ -1,9 +1,8 @@
-"""With ``allow_partial_load``, ``dcp.load`` replaces some values that the checkpoint lacks by None.
+"""``dcp.load`` with ``allow_partial_load`` sets a dtype, set or NumPy array that the checkpoint lacks to None.
 
-The option keeps what the checkpoint does not have. But before it loads, ``dcp.load`` visits all values and replaces
-tensors on the meta device. The function that visits them returns tensors, numbers, strings, lists, tuples and dicts.
-For a value of another type, such as a dtype, a set or an array of numpy, it returns None, which replaces the value.
-Dicts in the state dict are changed in place, so None stays in them even if the load is refused.
+Before it loads, ``dcp.load`` visits all values and replaces tensors on the meta device. The function that visits them
+returns tensors, numbers, strings, lists, tuples and dicts. For a value of any other type it returns None, which
+replaces the value. Dicts in the state dict are changed in place, so None stays in them even if the load raises.
 """
 
 import os

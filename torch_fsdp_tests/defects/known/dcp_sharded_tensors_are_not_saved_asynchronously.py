@@ -1,8 +1,8 @@
-"""``dcp.async_save`` raises for the sharded state dict of FSDP1 without a device mesh.
+"""``dcp.async_save`` raises for the sharded state dict of FSDP1 without a ``device_mesh``.
 
-Such a state dict has ShardedTensors. The default stager takes them for tensors with one storage and asks for their
-``data_ptr``, which a ShardedTensor does not have. A storage writer that stages by itself, as ``FileSystemWriter`` does,
-copies the local shards.
+Such a state dict has ``ShardedTensor`` values. ``DefaultStager`` takes them for tensors with one storage and asks for
+their ``data_ptr``, which a ``ShardedTensor`` does not have. A storage writer that stages by itself, as
+``FileSystemWriter`` does, copies the local shards.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     workaround="Wrap with a ``device_mesh``, so that the state dict has DTensors, or pass "
     "``storage_writer=FileSystemWriter(path)``.",
     error="in _offload_tensor ... torch function 'data_ptr' ... not supported for ShardedTensor!",
+    documented="``async_save``: 'Asynchronous version of ``save``', which 'handles ``ShardedTensor``, and "
+    "``DTensor``'.",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""A scalar DTensor in a staged state dict is the live tensor, so an asynchronous checkpoint may get later values.
+"""``FileSystemWriter.stage`` does not copy a scalar DTensor, so ``dcp.async_save`` may write later values.
 
-``FileSystemWriter.stage`` copies a state dict to the host, so that training can go on while the copy is written. First
-it allocates memory for each tensor, and then it copies the values. For a DTensor without dimensions it allocates none,
-and takes the tensor itself. The program may change this tensor before it is written. A plain scalar tensor is copied.
+It copies a state dict to the CPU, so that training can go on while the copy is written. First it allocates memory for
+each tensor, and then it copies the values. For a DTensor without dimensions it allocates none, and returns the live
+tensor. A plain scalar tensor is copied.
 """
 
 import tempfile
@@ -22,6 +22,8 @@ DEFECT = Defect(
     where="torch.distributed._state_dict_utils._create_cpu_state_dict",
     features="fsdp2, checkpoint",
     workaround="Save ``tensor.full_tensor()``.",
+    documented="``AsyncStager.stage``: 'The expectation of the staged copy is that it is inoculated from any updates "
+    "incurred after the stage call'.",
 )
 
 

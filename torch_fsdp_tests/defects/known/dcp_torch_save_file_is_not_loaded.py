@@ -1,10 +1,9 @@
-"""Loading a file of torch.save into a sharded model hangs.
+"""``BroadcastingTorchSaveReader`` hangs when it loads a file of ``torch.save`` into a sharded model.
 
-``BroadcastingTorchSaveReader`` should read the file on one rank, broadcast each tensor, and shard it. That rank
-broadcasts the whole tensor. The others receive it in ``torch.empty_like`` of the entry of their state dict, which is a
-DTensor and only has room for a shard. The ranks wait for each other until the process group times out. Even without the
-hang, each rank would get the first rows: ``DynamicMetaLoadPlanner`` describes the file to each rank as if it had only
-that rank's shard. Sharded tensors of FSDP1 hang as well. Full state dicts can be loaded.
+The coordinator broadcasts the full tensor. The other ranks receive it in ``torch.empty_like`` of the entry of their
+state dict, a DTensor that only has room for a local shard, and all ranks wait until the process group times out. Even
+without the hang each rank would get the first rows: ``DynamicMetaLoadPlanner`` describes the file to each rank as if it
+had only that rank's shard. The ``ShardedTensor`` values of FSDP1 hang as well. Full state dicts can be loaded.
 """
 
 import datetime
@@ -29,6 +28,8 @@ DEFECT = Defect(
     features="fsdp2, checkpoint",
     workaround="``torch.load`` the file on rank 0, and call ``set_model_state_dict`` with ``full_state_dict`` and "
     "``broadcast_from_rank0``.",
+    documented="``BroadcastingTorchSaveReader`` 'will read the entire checkpoint on the coordinator rank, and then "
+    "broadcast and shard each tensor to all ranks'.",
 )
 
 

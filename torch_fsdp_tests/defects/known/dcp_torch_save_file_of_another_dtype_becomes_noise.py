@@ -1,8 +1,8 @@
-"""Loading a file of torch.save with another dtype gives all ranks but one wrong values.
+"""``BroadcastingTorchSaveReader`` loads wrong values on all ranks but one if the file has another dtype.
 
-``BroadcastingTorchSaveReader`` broadcasts each tensor in the dtype of the file, and the other ranks receive its bytes
-in a tensor of the model's dtype. Only the reading rank converts the values. If the file's dtype is the wider one, the
-receiving process is aborted. A checkpoint of ``torch.distributed.checkpoint`` is converted on all ranks.
+The coordinator broadcasts each tensor in the dtype of the file, and the other ranks receive its bytes in a tensor of
+the model's dtype. Only the coordinator converts the values. If the file has the wider dtype, the receiving process is
+aborted. ``dcp.load`` of a checkpoint of ``dcp.save`` converts on all ranks.
 """
 
 import os
@@ -23,6 +23,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
     features="fsdp1, checkpoint",
     workaround="Convert the file to the dtypes of the model first.",
+    documented="``BroadcastingTorchSaveReader`` 'will read the entire checkpoint on the coordinator rank, and then "
+    "broadcast and shard each tensor to all ranks'.",
 )
 
 

@@ -1,8 +1,7 @@
-"""A tuple of sharded tensors is saved by one rank only, and all ranks load this rank's shards.
+"""``dcp.save`` saves a tuple of DTensors on one rank only, and ``dcp.load`` gives its shards to all ranks.
 
-``dcp.save`` looks for tensors in dicts and lists. It takes a tuple, also a named one, for a plain object and pickles
-it. All ranks should have the same plain objects, so only one of them writes its own. What it writes has the shards of
-this rank. The shards of the other ranks are in no file.
+``dcp.save`` looks for tensors in dicts and lists. It takes a tuple, including a named one, for a plain object and
+pickles it. Only one rank writes a plain object, so the shards of the other ranks are in no file.
 """
 
 import os
@@ -24,6 +23,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint._traverse.traverse_state_dict",
     features="fsdp2, checkpoint",
     workaround="Keep tensors in lists or dicts.",
+    documented="``dcp.save``: 'handles ``ShardedTensor`` , and ``DTensor`` by having each rank only save their local "
+    "shards'.",
 )
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint cannot be saved to a file system that does not support fsync.
+"""``dcp.save`` raises on a file system that does not support ``fsync``.
 
-``FileSystemWriter`` syncs each file by default. It is prepared for streams that cannot be synced, which have no file
-descriptor, and does without. A file system that has no fsync, as some in user space, answers with an ``OSError``
-(EINVAL or ENOTSUP). The writer takes it for a failure of the disk, and the save fails after all data was written.
+``FileSystemWriter`` syncs each file by default, and calls ``os.sync`` for a stream without a file descriptor. A file
+system without ``fsync``, such as some in user space, raises an ``OSError`` (EINVAL or ENOTSUP). The writer takes it for
+a failure of the disk, and the save fails after all data was written.
 """
 
 import errno
@@ -26,8 +26,8 @@ DEFECT = Defect(
     workaround="Pass ``storage_writer=FileSystemWriter(path, sync_files=False)`` to ``dcp.save``.",
     error="os.fsync( ... OSError: [Errno ",
     upstream=("https://github.com/pytorch/pytorch/pull/190697",),
-    arguable="a writer that passes over errors of fsync could report a checkpoint as saved that the disk has lost, and "
-    "FileSystemWriter(sync_files=False) does not sync",
+    arguable="A writer that ignores errors of ``fsync`` could report a checkpoint as saved that the disk has lost, "
+    "and ``sync_files=False`` is documented.",
     fails_with=("CheckpointException",),
 )
 
