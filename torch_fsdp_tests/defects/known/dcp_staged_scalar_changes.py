@@ -1,4 +1,4 @@
-"""``FileSystemWriter.stage`` does not copy a scalar DTensor, so ``dcp.async_save`` may write later values.
+"""``FileSystemWriter.stage`` does not copy a scalar DTensor, so ``async_save`` with it may write later values.
 
 It copies a state dict to the CPU, so that training can go on while the copy is written. First it allocates memory for
 each tensor, and then it copies the values. For a DTensor without dimensions it allocates none, and returns the live

@@ -1,8 +1,9 @@
-"""Asking a new optimizer for its state dict changes its later steps.
+"""``get_optimizer_state_dict`` before the first step counts as a step, so the optimizer's later steps differ.
 
-To create states, ``get_optimizer_state_dict`` lets a new optimizer take a step with zero gradients and a learning rate
-of zero. The step is counted, and a weight decay that is added to the gradients goes into the moments. So a training
-that saves before its first step ends with other parameters than a training that does not.
+To create states, it lets a new optimizer take a step with zero gradients and a learning rate of zero. The step is
+counted, so the first real step of ``AdamW`` is a quarter smaller. A weight decay that is added to the gradients goes
+into the moments. So a training that saves before its first step ends with other parameters than a training that does
+not.
 """
 
 import torch
@@ -24,7 +25,7 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/164929",
         "https://github.com/pytorch/pytorch/pull/166362",
     ),
-    arguable="DSD loads into a new optimizer what must be there before, and says that it initializes the states.",
+    arguable="DSD takes the step on purpose, to have states that it can load into, and a load replaces the counts.",
 )
 
 

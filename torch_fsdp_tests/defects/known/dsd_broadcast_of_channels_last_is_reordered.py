@@ -1,8 +1,8 @@
 """``broadcast_from_rank0`` loads reordered weights if rank 0 has them in ``channels_last``.
 
-Rank 0 broadcasts each tensor as it lies in memory. The other ranks receive it into a new tensor in the usual order, and
-do not know the order that rank 0 has. So all ranks but rank 0 have the right values at wrong indices, and cut their
-shards from these. The replicas of a model without FSDP differ.
+Rank 0 broadcasts each tensor as it lies in memory, and the other ranks receive it into a contiguous tensor. So all
+ranks but rank 0 have the right values at wrong indices, and cut their local shards from these. The replicas of a model
+without FSDP differ.
 """
 
 import torch
@@ -24,6 +24,8 @@ DEFECT = Defect(
     features="fsdp2, state_dict",
     workaround="Make each tensor contiguous before loading.",
     upstream=("https://github.com/pytorch/pytorch/issues/62283",),
+    documented="``StateDictOptions.broadcast_from_rank0``: 'Other ranks will receive the tensors and shard according "
+    "to the local shards in the model and optimizer'.",
 )
 
 

@@ -1,9 +1,9 @@
-"""Activation checkpointing that is applied before FSDP1 makes DSD refuse its own optimizer state.
+"""If ``checkpoint_wrapper`` is applied before FSDP1, DSD cannot load its own optimizer state dict.
 
 ``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` uses other names
-for them, and misses their states. In a flat parameter, these names still have the name of the checkpoint wrapper in
-them. Below a checkpoint wrapper around an FSDP instance, they have FSDP's. Checkpointing that is applied after FSDP1,
-to the modules inside, is not affected.
+for them, and raises because it misses their states. In a flat parameter, these names still have the name of the
+checkpoint wrapper in them. Below a checkpoint wrapper around an FSDP1 instance, they have FSDP1's. Checkpointing that
+is applied after FSDP1, to the modules inside, is not affected.
 """
 
 import torch
@@ -23,6 +23,8 @@ DEFECT = Defect(
     workaround="Apply ``checkpoint_wrapper`` after FSDP1, to modules inside the instances.",
     error="in set_optimizer_state_dict ... Missing optimizer state for parameter ' ... _wrapped_module. ... in "
     "checkpoint",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
     fails_with=("RuntimeError", "KeyError"),
 )
 

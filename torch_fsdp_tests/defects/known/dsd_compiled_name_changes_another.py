@@ -1,8 +1,8 @@
-"""The optimizer's state cannot be loaded if the name of a compiled module ends the name of another one.
+"""``set_optimizer_state_dict`` raises ``KeyError`` if a compiled module's name ends the name of another module.
 
-``set_optimizer_state_dict`` puts ``_orig_mod`` into the names of a compiled module's parameters. It replaces such a
-name wherever it occurs in a key, also at the end of a longer name. If ``attn`` is compiled and ``cross_attn`` is not,
-the state of ``cross_attn.weight`` gets the name ``cross_attn._orig_mod.weight``, and the load raises ``KeyError``.
+For FSDP1 it puts ``_orig_mod`` into the names of a compiled module's parameters. It replaces such a name wherever it
+occurs in a key, also at the end of a longer name. If ``attn`` is compiled and ``cross_attn`` is not, the state of
+``cross_attn.weight`` gets the name ``cross_attn._orig_mod.weight``.
 """
 
 import torch
@@ -20,6 +20,8 @@ DEFECT = Defect(
     features="fsdp1, optimizer_state, compile",
     workaround="Compile with ``module.compile()``, which changes no names.",
     error="in _load_optim_state_dict ... KeyError: '",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
     fails_with=("KeyError",),
 )
 

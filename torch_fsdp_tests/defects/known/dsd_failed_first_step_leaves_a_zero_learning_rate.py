@@ -1,4 +1,4 @@
-"""If an optimizer cannot step without a closure, asking for its state dict leaves its learning rate at zero.
+"""If the optimizer needs a closure, ``get_optimizer_state_dict`` raises and leaves its learning rate at zero.
 
 To create states, DSD lets a new optimizer step with gradients and a learning rate of zero. If this step raises, as that
 of ``LBFGS`` does without a closure, neither the learning rate nor the gradients are restored. A program that catches
@@ -19,7 +19,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
     features="fsdp2, optimizer_state",
-    workaround="Ask DSD only after the first step. Before it, use the optimizer's own ``state_dict()``.",
+    workaround="Use DSD only after the first step. Before it, use the optimizer's own ``state_dict()``.",
+    arguable="DSD does not claim to support optimizers that need a closure, and promises nothing after an exception.",
 )
 
 

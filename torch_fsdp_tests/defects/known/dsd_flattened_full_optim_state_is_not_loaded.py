@@ -1,8 +1,7 @@
-"""A flattened full optimizer state dict cannot be loaded.
+"""``set_optimizer_state_dict`` raises ``KeyError`` with ``full_state_dict`` and ``flatten_optimizer_state_dict``.
 
-With ``full_state_dict``, ``set_optimizer_state_dict`` fills in the optimizer's own state dict, which it gets with the
-same options. With ``flatten_optimizer_state_dict`` that state dict is flat, but the loaded one has been unflattened by
-then.
+With ``full_state_dict`` it fills in the optimizer's own state dict, which it gets with the same options. With
+``flatten_optimizer_state_dict`` that state dict is flat, but the loaded one has been unflattened by then.
 """
 
 import torch
@@ -25,6 +24,8 @@ DEFECT = Defect(
     features="fsdp2, optimizer_state",
     workaround="Save and load without ``flatten_optimizer_state_dict``.",
     error="in _load_optim_state_dict ... KeyError: 'param_groups. ... .params.",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
     fails_with=("KeyError",),
 )
 

@@ -1,8 +1,8 @@
-"""After a step, only some ranks load a flattened optimizer state dict, and they wait for the others.
+"""After a step, loading a flattened optimizer state dict hangs if an FSDP1 rank has no elements of a parameter.
 
-With ``use_orig_params``, a rank without elements of a parameter has no state for it, once the optimizer has stepped or
-was loaded. Each rank takes only the states that it has from a flattened state dict, and FSDP gathers these. So some
-ranks take no part in the gathers. The others wait forever, or mistake one tensor for another.
+With ``use_orig_params=True``, such a rank has no state for the parameter, once the optimizer has stepped or was loaded.
+``set_optimizer_state_dict`` takes only the states that the rank has from a flattened state dict, and FSDP1 gathers
+these. So some ranks take no part in the gathers. The others wait forever, or mistake one tensor for another.
 """
 
 from unittest import mock
@@ -25,6 +25,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     features="fsdp1, use_orig_params, optimizer_state",
     workaround="Save and load without ``flatten_optimizer_state_dict``.",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
 )
 
 

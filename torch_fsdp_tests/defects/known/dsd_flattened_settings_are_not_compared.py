@@ -1,7 +1,8 @@
-"""All parameters of a group get the first one's settings, although a flattened state dict has others for them.
+"""``set_optimizer_state_dict`` of a flattened state dict loads only the settings of a group's first parameter.
 
-A flattened optimizer state dict has the settings of each parameter. Loading should refuse parameters of one group that
-were saved with different settings, and has a message for it. But it only reads the first parameter's settings.
+A flattened optimizer state dict has the settings of each parameter, such as the learning rate. Loading should raise for
+parameters of one group that were saved with different settings, and has a message for it. But it reads only the first
+parameter's settings, and all parameters of the group get them.
 """
 
 import torch
@@ -23,6 +24,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     features="fsdp2, optimizer_state",
     workaround="Save and load without ``flatten_optimizer_state_dict``, or with the same groups of parameters.",
+    documented="The message of ``set_optimizer_state_dict``: 'All the parameters in the same parameter group should "
+    "have the same saved param_group value'.",
 )
 
 

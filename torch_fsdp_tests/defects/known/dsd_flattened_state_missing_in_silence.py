@@ -1,8 +1,8 @@
-"""A state that is missing from a flattened optimizer state dict becomes an empty dict, strict or not.
+"""``set_optimizer_state_dict`` loads an empty dict for a state that a flattened state dict lacks, strict or not.
 
-DSD looks for keys below the missing one, as nested states have them. It finds none, and makes an empty dict. This
-replaces a tensor, so the next step fails. The nested form of the same state dict is refused, with a message that names
-the missing state.
+It looks for keys below the missing one, as nested states have them. It finds none, and makes an empty dict. This
+replaces a tensor, so the next step fails. If a state dict that is not flattened has no state of a parameter, the load
+raises and names the parameter.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The optimizer state of a frozen parameter is saved but not loaded.
+"""``set_optimizer_state_dict`` drops the states of frozen parameters without a warning.
 
-``get_optimizer_state_dict`` has the states of all parameters. ``set_optimizer_state_dict`` silently drops the states of
-parameters that are frozen at that moment. A parameter that is trained again later starts without its moments.
+``get_optimizer_state_dict`` has the states of all parameters. Loading drops those of parameters that are frozen at that
+moment. A parameter that is trained again later starts without its moments.
 """
 
 import torch
@@ -23,7 +23,10 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",
     ),
-    arguable="A frozen parameter needs no state as long as it is frozen.",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
+    arguable="The load skips frozen parameters on purpose, and a frozen parameter needs no state as long as it is "
+    "frozen.",
 )
 
 

@@ -1,8 +1,7 @@
-"""A full state dict that lacks a parameter is loaded without an error, although strict is set.
+"""``set_model_state_dict`` with ``full_state_dict`` accepts a state dict that lacks a parameter, strict or not.
 
-With ``full_state_dict`` the model's own values replace missing ones before ``load_state_dict`` checks the keys. It
-finds every key, and the parameter keeps its value. A sharded state dict, and a full one with ``broadcast_from_rank0``,
-is refused.
+The model's own values replace missing ones before ``load_state_dict`` checks the keys. It finds every key, and the
+parameter keeps its value. A sharded state dict, and a full one with ``broadcast_from_rank0``, raises.
 """
 
 import torch
@@ -19,8 +18,10 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
     features="fsdp2, state_dict",
-    workaround="Load with ``broadcast_from_rank0=True``, which refuses it, or compare the keys yourself.",
+    workaround="Load with ``broadcast_from_rank0=True``, which raises, or compare the keys yourself.",
     upstream=("https://github.com/pytorch/pytorch/issues/126285",),
+    documented="``StateDictOptions.strict``: 'the ``strict`` option when ``set_state_dict`` calls "
+    "model.load_state_dict()'; ``set_model_state_dict`` returns 'the missing keys'.",
 )
 
 

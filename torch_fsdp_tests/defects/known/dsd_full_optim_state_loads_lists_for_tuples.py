@@ -1,7 +1,7 @@
-"""Tuples among the settings of an optimizer come back as lists from a full state dict.
+"""``set_optimizer_state_dict`` of a full state dict turns tuples among the settings, such as ``betas``, into lists.
 
-With ``full_state_dict``, ``set_optimizer_state_dict`` rebuilds each sequence among the settings as a list, for example
-``betas`` of Adam. So the settings no longer equal the saved ones.
+With ``full_state_dict`` it flattens the settings, and rebuilds each sequence among them as a list. So the settings no
+longer equal the saved ones.
 """
 
 import torch
@@ -23,6 +23,8 @@ DEFECT = Defect(
     where="torch.distributed._state_dict_utils._unflatten_state_dict",
     features="fsdp2, optimizer_state",
     workaround="Convert it back: ``group['betas'] = tuple(group['betas'])``.",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
 )
 
 

@@ -1,9 +1,9 @@
-"""A full state dict of a module inside an FSDP1 instance has this rank's flat pieces.
+"""``get_model_state_dict`` of a module inside an FSDP1 instance returns flat local shards as a full state dict.
 
-``get_model_state_dict`` looks for FSDP1 instances at and below the module. A module inside an instance has none, so its
-state dict is taken as it is. With ``use_orig_params`` its parameters are flat views of this rank's shard, and
-some are empty. Nothing raises or warns, although a full state dict was asked for. Without ``use_orig_params`` the flat
-parameter is found, and ``get_model_state_dict`` raises. ``Module.state_dict`` of the module never raises.
+It looks for FSDP1 instances at and below the module. A module inside an instance has none, so its state dict is taken
+as it is. With ``use_orig_params=True`` its parameters are flat views of the local shard, and some are empty. Nothing
+raises or warns, although a full state dict was requested. With ``use_orig_params=False`` the flat parameter is found,
+and ``get_model_state_dict`` raises.
 """
 
 from torch import nn
@@ -20,7 +20,9 @@ DEFECT = Defect(
     features="fsdp1, use_orig_params, state_dict",
     workaround="Take the state dict of the FSDP instance, and pick the module's names from it.",
     upstream=("https://github.com/pytorch/pytorch/issues/126310",),
-    arguable="FSDP1 promises state dicts for its instances alone, and with flat parameters this call is refused.",
+    documented="``StateDictOptions.full_state_dict``: 'all the tensors in the returned state_dict will be gathered'.",
+    arguable="The message for flat parameters says that the model has to be the root module, so a module inside an "
+    "instance is not supported.",
 )
 
 

@@ -1,8 +1,8 @@
-"""Loading a full state dict replaces its tensors by shards, with broadcast_from_rank0 by the live parameters.
+"""``set_model_state_dict`` with ``full_state_dict`` replaces the tensors in the caller's dict by local shards.
 
-``set_model_state_dict`` writes this rank's values into the dict that the caller passes. If the caller keeps that dict,
-the full values are gone, and after the next step of training it has the new values. ``nn.Module.load_state_dict`` does
-not change its argument.
+It writes this rank's values into the dict that the caller passes: new DTensors, or with ``broadcast_from_rank0`` the
+live parameters. If the caller keeps that dict, the full values are gone, and after the next step of training it may
+have the new values. ``Module.load_state_dict`` does not change its argument.
 """
 
 import torch

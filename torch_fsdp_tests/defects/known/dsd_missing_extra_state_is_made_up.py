@@ -1,8 +1,8 @@
-"""A module whose extra state is missing from a full state dict gets an internal object of DSD.
+"""``set_model_state_dict`` of a full state dict calls ``set_extra_state`` with an internal object for a missing key.
 
-DSD marks the place of a module's extra state with an internal object, and fills missing values with its marks. Then it
-calls the module's ``set_extra_state`` with such a mark, although it should not call it at all. A load without
-``full_state_dict`` does not.
+DSD marks the place of a module's extra state with an internal object, and fills missing values with its marks. So a
+module whose extra state is missing gets such a mark, although ``set_extra_state`` should not be called at all. A load
+without ``full_state_dict`` does not call it.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""An optimizer state that lacks a parameter's state cannot be loaded, even if ``strict`` is not set.
+"""``set_optimizer_state_dict`` raises a bare ``KeyError`` for a missing state, even with ``strict=False``.
 
-A parameter that has not got a gradient yet, such as that of an expert without tokens, has no optimizer state.
-``set_optimizer_state_dict`` looks up the state of each parameter that requires a gradient, and raises a bare
-``KeyError``.
+A parameter that has not had a gradient yet, such as that of an expert without tokens, has no optimizer state.
+``set_optimizer_state_dict`` looks up the state of each parameter that requires a gradient. Since 2.10 it names the
+parameter, and accepts ``strict=False``.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""StateDictOptions.dsd_fqn_modifiers is used to load a model, but not to get its state dict.
+"""``get_model_state_dict`` ignores ``StateDictOptions.dsd_fqn_modifiers`` and raises, although the load uses it.
 
 The option names the method with which a module tells DSD how its hooks change the names in its state dict. Getters look
-for the method with the default name, and raise.
+for the method with the default name.
 """
 
 from torch import nn

@@ -1,9 +1,8 @@
-"""Loading a full optimizer state dict turns the integer keys of nested states into strings.
+"""``set_optimizer_state_dict`` of a full state dict turns the integer keys of nested states into strings.
 
-``set_optimizer_state_dict`` flattens the states of a full state dict to paths of strings, and builds nested states from
-these paths again. An optimizer that keeps the blocks of a parameter under their numbers, as Shampoo does, finds none of
-them after the load. It raises ``KeyError``, or starts new blocks. ``get_optimizer_state_dict`` keeps the numbers, and
-so does the load of a state dict that is not full.
+It flattens the states to paths of strings, and builds nested states from these paths again. An optimizer that keeps the
+blocks of a parameter under their numbers, as Shampoo does, finds none of them after the load. It raises ``KeyError``,
+or starts new blocks. ``get_optimizer_state_dict`` keeps the numbers, as does the load of a state dict that is not full.
 """
 
 import torch
@@ -25,6 +24,8 @@ DEFECT = Defect(
     where="torch.distributed._state_dict_utils._traverse_state_dict",
     features="fsdp2, optimizer_state",
     workaround="Use a state dict that is not full.",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
 )
 
 

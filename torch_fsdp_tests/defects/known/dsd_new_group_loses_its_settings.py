@@ -1,8 +1,8 @@
-"""A group of the optimizer that a state dict lacks loses all its settings, although strict is False.
+"""``set_optimizer_state_dict`` with ``strict=False`` drops all settings of a group that the state dict lacks.
 
 With ``StateDictOptions(strict=False)`` an optimizer may have parameters that a state dict lacks, such as those of a new
-head. ``set_optimizer_state_dict`` builds each group anew from the saved settings of its parameters. A group of new
-parameters gets none, not even those that the optimizer has for it. The next step raises ``KeyError``.
+head. The load builds each group anew from the saved settings of its parameters. A group of new parameters gets none,
+not even those that the optimizer has for it. The next step raises ``KeyError``.
 """
 
 import torch
@@ -26,6 +26,8 @@ DEFECT = Defect(
     workaround="Save and load with ``full_state_dict``, which keeps the settings of such a group.",
     error="in step ... KeyError: '",
     since="2.10",
+    documented="The message of ``set_optimizer_state_dict`` for a missing state: 'To load anyway, use "
+    "StateDictOptions(strict=False)'.",
     fails_with=("KeyError", "AssertionError"),
 )
 

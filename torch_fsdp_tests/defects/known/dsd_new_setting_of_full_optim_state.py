@@ -1,7 +1,8 @@
-"""A full optimizer state dict with a setting that the optimizer lacks raises, or only rank 0 loads the setting.
+"""``set_optimizer_state_dict`` of a full state dict raises ``KeyError`` for a setting that the optimizer lacks.
 
-A scheduler adds ``initial_lr`` to the groups of an optimizer. If such a dict is loaded with ``full_state_dict`` into an
-optimizer without a scheduler, it raises ``KeyError``. With ``broadcast_from_rank0`` too, only rank 0 gets the setting.
+A scheduler adds ``initial_lr`` to the groups of an optimizer. If such a state dict is loaded with ``full_state_dict``
+into an optimizer without a scheduler, it raises. With ``broadcast_from_rank0`` it does not raise, but only rank 0 gets
+the setting. A plain optimizer loads it.
 """
 
 import torch
@@ -25,6 +26,8 @@ DEFECT = Defect(
     workaround="Make the scheduler before the load, so that the optimizer has the setting.",
     error="in _load_optim_state_dict ... KeyError: 'param_groups.",
     upstream=("https://github.com/pytorch/pytorch/issues/126948",),
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
     fails_with=("KeyError",),
 )
 

@@ -1,7 +1,7 @@
-"""broadcast_from_rank0 with cpu_offload raises KeyError for a key that the model does not have.
+"""``set_model_state_dict`` with ``broadcast_from_rank0`` and ``cpu_offload`` raises ``KeyError`` for an unknown key.
 
-After each tensor its entry is moved to the host, even if there is no such entry. Without ``cpu_offload`` such a key is
-reported as unexpected, or ignored if ``strict`` is False.
+After each tensor the model's entry of this name is moved to the CPU, even if there is none. Without ``cpu_offload``
+such a key is reported as unexpected, or ignored if ``strict`` is False.
 """
 
 import torch
@@ -24,6 +24,7 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/149516",
         "https://github.com/pytorch/pytorch/pull/150239",
     ),
+    documented="``set_model_state_dict`` returns 'a list of str containing the unexpected keys'.",
     fails_with=("KeyError",),
 )
 

@@ -1,8 +1,7 @@
-"""The optimizer's state dict has the names that DDP inside FSDP gives, and cannot be loaded.
+"""``get_optimizer_state_dict`` keeps the names that DDP inside FSDP1 gives, so its state dict cannot be loaded.
 
-``get_state_dict`` promises the names of the plain model. If a submodule of an FSDP1 model is in DDP, this is true for
-the model's state dict, but the optimizer's has ``0.module.weight``. ``set_optimizer_state_dict`` looks for
-``0.weight``, and refuses this state dict.
+If a submodule of an FSDP1 model is in DDP, the model's state dict has ``0.weight``, but the optimizer's has
+``0.module.weight``. ``set_optimizer_state_dict`` looks for ``0.weight``, and raises.
 """
 
 import torch
@@ -20,6 +19,9 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
     features="fsdp1, optimizer_state",
     workaround="Rename the states before you load them: ``name.replace('.module.', '.')``.",
+    documented="``get_state_dict``: 'can process any module that is parallelized by PyTorch FSDP/fully_shard, "
+    "DDP/replicate, tensor_parallel/parallelize_module, and any combination of these parallelisms', and its keys 'are "
+    "the canonical FQNs'.",
 )
 
 

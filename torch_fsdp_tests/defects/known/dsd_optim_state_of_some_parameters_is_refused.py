@@ -1,8 +1,8 @@
-"""An optimizer state that DSD saved before all parameters had one cannot be loaded.
+"""``set_optimizer_state_dict`` raises for a state dict that DSD saved before all parameters had a state.
 
 An optimizer makes a parameter's state in the first step that sees a gradient of it. A branch that was not used yet, or
 a layer that was frozen until now, has none. ``get_optimizer_state_dict`` makes missing states only if the optimizer has
-no state at all. So it saves some, and ``set_optimizer_state_dict`` refuses what it saved, because a state is missing.
+no state at all. So it saves some, and the load raises because a state is missing.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.DSD,
     consequence=Consequence.ERROR,
-    exposure=Exposure.COMMON,
+    exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
     features="fsdp2, optimizer_state",
     workaround="Load with ``StateDictOptions(strict=False)`` (with torch 2.10 or later).",
@@ -29,7 +29,9 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/192202",
         "https://github.com/pytorch/pytorch/pull/192307",
     ),
-    arguable="since 2.10 the message says that strict=False loads such a state",
+    documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
+    "to the optimizers'.",
+    arguable="Since 2.10 the message says that ``strict=False`` loads such a state dict.",
 )
 
 

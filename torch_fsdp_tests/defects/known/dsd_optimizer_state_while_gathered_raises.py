@@ -1,8 +1,8 @@
-"""Getting the optimizer's state dict raises while parameters are gathered, for example after an evaluation.
+"""``get_optimizer_state_dict`` raises ``KeyError: 0`` while the root is unsharded, as after a ``no_grad`` forward.
 
-A forward without gradients leaves the root's parameters gathered. ``get_optimizer_state_dict`` looks for them among the
-optimizer's parameters, which are the sharded ones. It finds none, and raises ``KeyError: 0``. ``get_model_state_dict``
-reshards first. So does ``get_state_dict``, which takes the model's state first.
+A forward under ``no_grad`` leaves the root's parameters unsharded. ``get_optimizer_state_dict`` looks for them among
+the optimizer's parameters, which are the sharded ones, and finds none. ``get_model_state_dict`` reshards first, and
+with it ``get_state_dict``, which takes the model's state dict first.
 """
 
 import torch

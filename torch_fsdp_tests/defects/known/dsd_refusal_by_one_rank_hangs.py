@@ -1,8 +1,8 @@
-"""If rank 0 refuses a full state dict before the broadcast, the other ranks hang.
+"""With ``broadcast_from_rank0``, the other ranks hang if rank 0 raises because its state dict lacks an entry.
 
-With ``broadcast_from_rank0``, rank 0 checks that each parameter has its optimizer state, and in a compiled model that
-each parameter is there. It raises if one is missing. The other ranks have nothing to check, and wait for the broadcast
-until the process group times out.
+Before the broadcast, ``set_optimizer_state_dict`` checks on rank 0 that each parameter has its state, and
+``set_model_state_dict`` that each parameter of a compiled model is there. It raises if one is missing. The other ranks
+have nothing to check, and wait for the broadcast until the process group times out.
 """
 
 import torch

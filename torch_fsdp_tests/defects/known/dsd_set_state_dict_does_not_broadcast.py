@@ -1,8 +1,7 @@
-"""set_state_dict with broadcast_from_rank0 makes rank 0 wait for the other ranks forever.
+"""``set_state_dict`` with ``broadcast_from_rank0`` hangs on rank 0 if the other ranks pass empty state dicts.
 
-Rank 0 has the state dicts and the others have empty ones, as ``StateDictOptions`` says. An empty state dict for the
-model means that only the optimizer is loaded, so only rank 0 goes on to broadcast the model. The two separate functions
-for a model and for optimizers do not have the defect.
+An empty state dict for the model means that only the optimizer is loaded, so only rank 0 goes on to broadcast the
+model. The two separate functions for a model and for optimizers do not have the defect.
 """
 
 from unittest import mock
@@ -27,6 +26,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/157781",
         "https://github.com/pytorch/pytorch/pull/158836",
     ),
+    documented="``StateDictOptions.broadcast_from_rank0``: 'rank0 should receive a full state_dict and will broadcast "
+    "the tensors in the state_dict/optim_state_dict one by one to other ranks'.",
 )
 
 

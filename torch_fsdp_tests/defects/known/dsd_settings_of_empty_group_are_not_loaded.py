@@ -1,8 +1,8 @@
-"""An optimizer whose first group has no parameters cannot be loaded, or keeps its own settings for that group.
+"""``set_optimizer_state_dict`` does not load the settings of a group without parameters, unless it is the last.
 
-To find the saved group for an empty one, DSD uses a loop variable after the loop, which is then the last group. With
-full state dicts the settings of the empty group do not change. With sharded ones they are missing, and loading raises.
-A flattened state dict with an empty group raises wherever the group is.
+To find the saved group for an empty one, it uses a loop variable after the loop, which is then the last group. With a
+full state dict the settings of the empty group do not change. With a sharded one they are missing after the load, and
+the next step raises ``KeyError``. A flattened state dict with an empty group raises wherever the group is.
 """
 
 import torch
@@ -26,6 +26,8 @@ DEFECT = Defect(
     workaround="Make no group without parameters.",
     error="in step ... KeyError: 'betas'",
     upstream=("https://github.com/pytorch/pytorch/issues/143828",),
+    documented="The message of ``set_optimizer_state_dict``: 'DSD only support exactly one param group with zero "
+    "parameters'.",
     fails_with=("KeyError", "IndexError", "AssertionError"),
 )
 

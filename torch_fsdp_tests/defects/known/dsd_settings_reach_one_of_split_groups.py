@@ -1,9 +1,9 @@
-"""If the parameters of a saved group are in two groups now, only the last of them gets the saved settings.
+"""If the parameters of a saved group are in two groups now, DSD loads the settings into the last one only.
 
 ``set_optimizer_state_dict`` finds a parameter's saved group by its name, so a program may form other groups than the
 one that saved, for example to leave biases out of the weight decay. But it remembers one group of the optimizer for
 each saved group. If the state dict is full, the other groups keep their own settings, such as the learning rate.
-Otherwise they lose all settings, and the next step raises ``KeyError``. A flattened state dict is loaded as it should.
+Otherwise they lose all settings, and the next step raises ``KeyError``. A flattened state dict is loaded correctly.
 """
 
 import torch
@@ -25,7 +25,8 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     features="fsdp2, optimizer_state",
     workaround="Set ``flatten_optimizer_state_dict`` for saving and loading.",
-    arguable="a plain optimizer refuses a state dict with another number of groups, and this function could, too",
+    arguable="A plain optimizer rejects a state dict with another number of groups, and this function could do the "
+    "same.",
 )
 
 

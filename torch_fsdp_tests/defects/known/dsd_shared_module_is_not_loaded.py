@@ -1,9 +1,9 @@
-"""A distributed state dict is not loaded into a wrapped model that has one module under two names.
+"""``set_model_state_dict`` raises for a compiled or DDP model that has one module under two names.
 
-``set_model_state_dict`` gives the names in the state dict the prefix of DDP or ``torch.compile``. It visits each module
-once, and so leaves out the second name of a shared module. The load then misses the name with the prefix and does
-not expect the name without. For the same reason the second name of a full state dict is not sharded, and FSDP2 refuses
-it. ``get_model_state_dict`` returns both names.
+It gives the names in the state dict the prefix of ``torch.compile`` or DDP, but visits each module once, and so leaves
+out the second name of a shared module. The load then misses the name with the prefix and does not expect the name
+without. For the same reason the second name of a full state dict is not sharded, and FSDP2 raises.
+``get_model_state_dict`` returns both names.
 """
 
 import torch
@@ -21,6 +21,8 @@ DEFECT = Defect(
     workaround="Load into the module that is wrapped: ``model._orig_mod`` of ``torch.compile``, ``model.module`` of "
     "DDP.",
     error='in set_model_state_dict ... Missing key(s) in state_dict: "_orig_mod. ... Unexpected key(s) in state_dict:',
+    documented="``set_model_state_dict``: 'The counterpart of ``get_model_state_dict`` to set the state_dict to the "
+    "model'.",
     fails_with=("RuntimeError",),
 )
 

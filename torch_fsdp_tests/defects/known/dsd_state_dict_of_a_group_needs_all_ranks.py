@@ -1,8 +1,7 @@
-"""``get_state_dict`` of a model that belongs to some ranks waits for all ranks.
+"""``get_state_dict`` of an FSDP1 model with a ``process_group`` of some ranks waits for all ranks.
 
-An FSDP1 model can have a process group of its own. ``get_state_dict`` and ``set_state_dict`` do not pass it to FSDP,
-which then gathers the names of optimizer states over all ranks of the program. If the other ranks do not call it at the
-same time, the ranks of the model hang.
+``get_state_dict`` and ``set_state_dict`` do not pass the group to FSDP1, which then gathers the names of optimizer
+states over all ranks of the program. If the other ranks do not call it at the same time, the ranks of the model hang.
 """
 
 import torch

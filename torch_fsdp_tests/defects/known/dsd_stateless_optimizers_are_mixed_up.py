@@ -1,8 +1,8 @@
-"""Optimizers without states, such as plain SGD, get each other's settings, or cannot be loaded.
+"""``set_optimizer_state_dict`` gives optimizers without states, such as plain SGD, each other's settings, or raises.
 
-``set_optimizer_state_dict`` checks whether all keys of the states are numbers. Without states there are no keys, so the
-check is true, and the state dict counts as one whose parameters have numbers. Then each optimizer gets the whole state
-dict: all groups of all optimizers, in the order in which they were saved.
+It checks whether all keys of the states are numbers. Without states there are no keys, so the check is true, and the
+state dict counts as one whose parameters have numbers. Then each optimizer gets all groups of all optimizers, in the
+order in which they were saved.
 """
 
 import torch
@@ -24,6 +24,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/133415",
         "https://github.com/pytorch/pytorch/pull/136000",
     ),
+    documented="``set_state_dict``: 'optimizer state_dict cannot contain the parameter IDs; the keys should be the "
+    "canonical FQNs'.",
     fails_with=("AssertionError", "ValueError"),
 )
 

@@ -1,8 +1,8 @@
-"""With ``ignore_frozen_params`` a shared frozen parameter stays in the state dict under its second name.
+"""``get_model_state_dict`` with ``ignore_frozen_params`` keeps a tied frozen parameter under its second name.
 
-``get_model_state_dict`` removes the names that ``named_parameters`` gives to frozen parameters. A parameter that two
-modules share has two names in a state dict, but ``named_parameters`` gives only the first one. So a frozen embedding
-that is tied to the output layer is still saved, under FSDP1, too.
+It removes the names that ``named_parameters`` gives to frozen parameters. A parameter that two modules share has two
+names in a state dict, but ``named_parameters`` gives only the first one. So a frozen embedding that is tied to the
+output layer is still saved. FSDP1 has the same defect.
 """
 
 from torch import nn
@@ -19,6 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._get_model_state_dict",
     features="fsdp2, state_dict, frozen",
     workaround="Remove the frozen parameters, which ``named_parameters(remove_duplicate=False)`` lists.",
+    documented="``StateDictOptions.ignore_frozen_params``: the state dict contains no frozen parameters.",
 )
 
 

@@ -1,7 +1,7 @@
-"""A full state dict is not loaded if FSDP2 and tensor parallelism shard one dimension unevenly.
+"""``set_model_state_dict`` with ``full_state_dict`` raises if FSDP2 and TP shard one dimension unevenly.
 
-With ``full_state_dict`` and without ``broadcast_from_rank0``, ``distribute_tensor`` shards each tensor. It asserts that
-the parts are even if both shard the rows. With ``broadcast_from_rank0`` the same state dict is loaded.
+Without ``broadcast_from_rank0`` it calls ``distribute_tensor``, which asserts that the local shards are even if FSDP2
+and TP shard the same dimension.
 """
 
 import torch
@@ -23,6 +23,9 @@ DEFECT = Defect(
     error="in _distribute_state_dict ... in distribute_tensor ... AssertionError",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/issues/136228",),
+    documented="``distribute_tensor``: 'if you want to shard a tensor on a dimension that is not evenly divisible', "
+    "'we use ``torch.chunk`` semantic'.",
+    arguable="``distribute_tensor`` also documents that 'uneven sharding behavior is experimental'.",
 )
 
 
