@@ -1,4 +1,4 @@
-"""Assigning to the ``data`` of a sharded parameter has no effect.
+"""Assigning to ``param.data`` of an FSDP2 parameter has no effect.
 
 The parameter is a DTensor, which keeps its values in a tensor of its own, ``_local_tensor``. The setter of ``data``
 replaces the storage of the outer tensor, which is empty, and leaves the inner tensor as it is. Nothing raises, not even
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Write in place: ``param.data.copy_(value)``.",
     upstream=("https://github.com/pytorch/pytorch/issues/157391", "https://github.com/pytorch/pytorch/issues/157209"),
-    arguable="a maintainer wants the documentation to say that it does not work; but nothing refuses or warns",
+    arguable="A maintainer wants the documentation to say that it does not work.",
 )
 
 

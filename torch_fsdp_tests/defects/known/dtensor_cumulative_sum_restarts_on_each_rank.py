@@ -1,9 +1,9 @@
 """``cumsum(-1)`` of a sharded vector starts again from zero on each rank.
 
-A cumulative sum along the sharded dimension needs all shards, so DTensor gathers them first. It compares the dimension
-of the sum with the sharded one, and does not count a negative one from the end before. So it takes -1 for another
-dimension, and lets each rank sum its own shard. ``cumprod`` and ``logcumsumexp`` have the same fault. The result for
-dimension 0 is right. A matrix has the fault with -2, or with -1 if its columns are sharded.
+A cumulative sum along the sharded dimension needs all shards, so DTensor gathers them first. But it compares the
+dimension of the sum with the sharded one without counting a negative one from the end. So it takes -1 for another
+dimension, and each rank sums its own local shard. ``cumprod`` and ``logcumsumexp`` have the same defect. The result for
+dimension 0 is right. A matrix has the defect with -2, or with -1 if its columns are sharded.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.tensor._ops._math_ops.scan_strategy",
     features="fsdp2",
     workaround="Pass the dimension as a positive number.",
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
 )
 
 

@@ -1,11 +1,11 @@
-"""The gradient of ``mse_loss`` of a sharded tensor is too large, by the number of ranks.
+"""The gradient of ``F.mse_loss`` of a sharded DTensor is too large by the number of ranks.
 
 DTensor has no rule of its own for ``mse_loss_backward``. It derives one from the operators of which this consists, and
 runs them on the global shapes. There the division by the number of elements is a division by some number, so the rule
-allows each rank to compute with its own shard. But ``mse_loss_backward`` itself then runs on the shard, and divides by
-the number of the shard's elements. The value of the loss is right. This hits penalties on parameters, and losses of
-outputs that tensor parallelism leaves sharded. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and
-``soft_margin_loss`` have the same fault. The sum of the squares has right gradients, as does ``l1_loss``.
+lets each rank compute with its own local shard. But ``mse_loss_backward`` itself then divides by the number of the
+shard's elements. The value of the loss is right. This affects penalties on parameters, and losses of outputs that TP
+leaves sharded. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and ``soft_margin_loss`` have the same
+defect. The sum of the squares has right gradients, as does ``l1_loss``.
 """
 
 import torch
@@ -24,6 +24,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Write the mean out, as in ``(weight - other).square().mean()``.",
     since="2.11",  # 2.9 has no rule for mse_loss
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
 )
 
 

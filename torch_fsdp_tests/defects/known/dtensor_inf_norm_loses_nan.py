@@ -1,7 +1,7 @@
-"""clip_grad_norm_ with an infinite order does not notice another rank's NaN.
+"""``clip_grad_norm_`` with ``norm_type=inf`` over DTensors does not notice another rank's NaN.
 
-The largest magnitudes of all ranks are reduced with MAX, which drops a NaN when it meets a number. Gloo's MAX does
-(which rank's NaN survives depends on its place in the tensor), and so does NCCL's, which is ``fmaxf``. With
+The largest magnitudes of all ranks are reduced with ``ReduceOp.MAX``, which drops a NaN when it meets a number. Gloo's
+MAX does (which rank's NaN survives depends on its place in the tensor), and so does NCCL's, which is ``fmaxf``. With
 ``error_if_nonfinite=True`` no rank raises, and the step is taken with a NaN in the gradient.
 """
 
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.nn.utils.clip_grad_norm_ over DTensors, reduced with ReduceOp.MAX of the backend",
     features="fsdp2, clipping",
     workaround="Use the 2-norm, whose sum keeps a NaN.",
+    documented="``clip_grad_norm_``: with ``error_if_nonfinite`` 'an error is thrown if the total norm of the "
+    "gradients from parameters is nan, inf, or -inf'.",
 )
 
 

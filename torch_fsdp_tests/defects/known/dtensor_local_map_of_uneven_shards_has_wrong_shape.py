@@ -1,4 +1,4 @@
-"""``local_map`` over an unevenly sharded parameter returns a DTensor whose global shape differs by rank.
+"""``local_map`` over an unevenly sharded DTensor returns a DTensor whose global shape differs by rank.
 
 ``local_map`` wraps each rank's result with ``DTensor.from_local``, which multiplies the local size by the number of
 ranks. For five rows on two ranks, rank 0 makes a DTensor with six rows, and rank 1 one with four.
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Call ``DTensor.from_local`` with ``shape`` and ``stride`` on the result of the function.",
     upstream=("https://github.com/pytorch/pytorch/issues/172812",),
-    arguable="``DTensor.from_local`` documents that it assumes even sharding unless it gets ``shape`` and ``stride``.",
+    arguable="``DTensor.from_local`` documents that it assumes even shards unless it gets ``shape`` and ``stride``.",
 )
 
 

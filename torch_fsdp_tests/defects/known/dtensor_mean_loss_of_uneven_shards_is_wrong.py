@@ -1,11 +1,10 @@
-"""``mse_loss`` of a parameter with uneven shards is not the mean.
+"""``F.mse_loss`` of an unevenly sharded DTensor is the average of the local means, and not the mean.
 
 DTensor has no rule of its own for ``mse_loss``, and derives one from the operators of which it consists: squares and a
-mean. Meanwhile it pretends that the mesh has one rank. All shards are even then, so the rule allows each rank to take
-the mean of its own shard, and the average of these means is the loss. That is only right for shards of one size, and
-nothing checks the sizes later. An element of a small shard counts more than one of a large shard. ``huber_loss``,
-``smooth_l1_loss``, ``binary_cross_entropy`` and ``soft_margin_loss`` have the same fault. ``mean`` and ``l1_loss`` are
-right.
+mean. Meanwhile it assumes that the mesh has one rank. All shards are even then, so the rule lets each rank take the
+mean of its own local shard, and averages these means. Nothing checks the sizes later. An element of a small shard
+counts more than one of a large shard. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and
+``soft_margin_loss`` have the same defect. ``mean`` and ``l1_loss`` are right.
 """
 
 import torch
@@ -24,6 +23,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Write the mean out, as in ``(weight - other).square().mean()``.",
     since="2.11",  # 2.9 has no rule for mse_loss
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
 )
 
 

@@ -1,9 +1,9 @@
-"""Muon raises for a matrix with fewer rows than ranks, such as the weight of a layer with one output.
+"""``Muon`` raises for an FSDP2 parameter with fewer rows than ranks, such as the weight of a layer with one output.
 
 Muon gathers the momentum, makes it orthogonal, and adds the result to the parameter in place. An operation in place has
-to keep the parameter's layout, so DTensor would have to shard the result alike. It does not shard a tensor with fewer
-rows than ranks, and accepts such a layout only if the tensor has it already. No layout is left, and it raises. In 2.11
-it worked. Without Muon, ``weight.add_(replicated)`` raises alike.
+to keep the parameter's placements, so DTensor would have to shard the result alike. It does not shard a tensor with
+fewer rows than ranks, and accepts such placements only if the tensor has them already. So it raises. In 2.11 it worked.
+``weight.add_(replicated)`` raises for the same reason.
 """
 
 import torch
@@ -21,6 +21,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Train such parameters with another optimizer, such as AdamW.",
     error="in-place operations that require placement changes are not supported",
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
     fails_with=("RuntimeError",),
 )
 

@@ -1,9 +1,9 @@
-"""Every step of an optimizer over sharded parameters leaves objects behind, for ever.
+"""``clip_grad_norm_`` and ``foreach`` optimizers over DTensors leak objects in every step.
 
 An operator on a list of DTensors makes a new ``OpSchema`` in each call, and compares it with the cached ones by a key.
 The C++ code that computes the key counts one reference too many, so the key is never freed. With ``fused=True`` a new
-``DTensorSpec`` for each parameter stays alive, too. So memory grows with the steps, and the garbage collector takes
-longer and longer. ``nn.utils.clip_grad_norm_`` and ``foreach=True``, the default on accelerators, show it.
+``DTensorSpec`` for each parameter leaks as well. So memory grows with the steps, and the garbage collector takes longer
+and longer. ``foreach=True`` is the default on accelerators.
 """
 
 import gc

@@ -1,10 +1,10 @@
-"""A write to a row or a slice of a sharded parameter is lost, so ``Embedding.reset_parameters`` leaves the padding row.
+"""Writes to a row or slice of an FSDP2 parameter are lost, so ``Embedding.reset_parameters`` leaves the padding row.
 
-An index into the dimension that FSDP2 shards needs all shards, so DTensor gathers the parameter first. The result is a
-view of this temporary copy, and not of the parameter. A write to it, such as ``weight[i].fill_(0)``, changes the copy
-alone. ``nn.Embedding`` and ``nn.EmbeddingBag`` set their padding row to zero in this way. So after ``to_empty`` and
+An index into the sharded dimension needs all shards, so DTensor gathers the parameter first. The result is a view of
+this temporary copy, and not of the parameter. A write to it, such as ``weight[i].fill_(0)``, changes the copy alone.
+``nn.Embedding`` and ``nn.EmbeddingBag`` set their padding row to zero in this way. So after ``to_empty`` and
 ``reset_parameters``, the usual way from the meta device, the padding row has random numbers. For the same reason
-``weight[2:].zero_()`` changes nothing, and ``init.dirac_`` leaves zeros only. ``weight[i] = 0`` changes nothing since
+``weight[2:].zero_()`` changes nothing, and ``init.dirac_`` leaves only zeros. ``weight[i] = 0`` changes nothing since
 2.15, and raises in earlier versions.
 """
 
@@ -25,6 +25,7 @@ DEFECT = Defect(
     workaround="Change a full copy: ``full = weight.full_tensor()``, then ``weight.copy_(distribute_tensor(full, "
     "weight.device_mesh, weight.placements))`` under ``torch.no_grad()``.",
     upstream=("https://github.com/pytorch/pytorch/issues/139735",),
+    documented="``nn.Embedding``: 'the embedding vector at ``padding_idx`` will default to all zeros'.",
 )
 
 

@@ -1,9 +1,9 @@
-"""``max``, ``min``, ``amax``, ``argmax`` and the infinity norm of a sharded parameter hang if a rank has no rows.
+"""``max``, ``min``, ``amax``, ``argmax`` and the infinity norm of a DTensor hang if a local shard is empty.
 
 These reductions run on each rank's local shard, and an all-reduce follows. If a parameter has fewer rows than there are
 ranks, the last ranks have no rows, and a reduction without an identity raises there. The other ranks wait in the
-all-reduce until the process group times out. ``clip_grad_norm_`` with ``norm_type=inf`` takes this way, and so do
-monitors that log ``param.abs().max()``. ``aminmax``, ``mean``, ``std``, ``any`` and ``all`` are right.
+all-reduce until the process group times out. ``clip_grad_norm_`` with ``norm_type=inf`` and monitors that log
+``param.abs().max()`` hang. ``aminmax``, ``mean``, ``std``, ``any`` and ``all`` are right.
 """
 
 import datetime
@@ -24,6 +24,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Give each parameter at least as many rows as there are ranks, or use ``aminmax`` or the 2-norm.",
     error="in clip_grad_norm_ ... on an empty tensor because the operation does not have an identity",
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
     fails_with=("RuntimeError", "IndexError"),
 )
 

@@ -1,9 +1,8 @@
-"""With tensor parallelism the ranks disagree on whether GradScaler skips a step.
+"""``GradScaler`` reduces ``found_inf`` over the first gradient's mesh alone, so TP ranks disagree on skipping a step.
 
-``GradScaler.step`` checks whether any of the optimizer's gradients is infinite, and reduces the answer over the mesh of
-the first gradient. If that gradient is replicated over a dimension of the mesh, or is only on one dimension, ranks
-along the other dimension are not included. An overflow in one of their shards makes them skip the step, but the other
-ranks take it. Their scales differ from then on.
+If the first gradient of the optimizer is replicated over a dimension of the mesh, or is only on one dimension, ranks
+along the other dimension are not included. An overflow in one of their local shards makes them skip the step, but the
+other ranks take it. Their scales differ from then on.
 """
 
 import torch
@@ -23,6 +22,8 @@ DEFECT = Defect(
     features="fsdp2, scaler, tp",
     workaround="Let the optimizer's first parameter be one that is sharded over all dimensions of the mesh.",
     world_size=4,
+    documented="``GradScaler``: 'If infs/NaNs are found, ``scaler.step(optimizer)`` skips the underlying "
+    "``optimizer.step()``'.",
 )
 
 

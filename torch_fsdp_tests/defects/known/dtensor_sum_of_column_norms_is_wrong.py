@@ -1,9 +1,9 @@
-"""The sum of the norms of a sharded parameter's columns is wrong.
+"""``weight.norm(dim=0).sum()`` of an FSDP2 parameter is wrong.
 
 A norm along the sharded dimension leaves each rank with the norms of its part of the columns. DTensor marks them as
 norms that are not reduced yet: their squares have to be added up. The ``sum`` that follows takes them for terms of a
 sum that is not reduced yet. So it adds up the norms of the parts first, and then reduces this sum like a norm. This
-hits the value of penalties such as the group lasso. Their gradients are right.
+affects the value of penalties such as the group lasso. Their gradients are right.
 """
 
 from torch import nn
@@ -20,6 +20,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Compute the norms as ``weight.square().sum(0).sqrt()``.",
     upstream=("https://github.com/pytorch/pytorch/pull/172288",),
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
 )
 
 

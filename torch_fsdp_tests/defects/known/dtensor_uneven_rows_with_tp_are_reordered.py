@@ -1,8 +1,8 @@
-"""FSDP2 and tensor parallelism mix up the rows of a parameter that they shard unevenly along one dimension.
+"""``full_tensor()`` of a parameter that FSDP2 and TP shard unevenly along one dimension returns reordered rows.
 
-``full_tensor()`` returns rows in the wrong order, some of them twice and others not at all. The placement that
-describes such a parameter, ``_StridedShard``, reconstructs the order only if all shards have the same size. Full state
-dicts and checkpoints have the wrong rows as well.
+It returns some rows twice and others not at all. The placement that describes such a parameter, ``_StridedShard``,
+reconstructs the order only if all local shards have the same size. Full state dicts and checkpoints have the wrong rows
+as well.
 """
 
 import torch
@@ -22,6 +22,7 @@ DEFECT = Defect(
     workaround="Pad the rows to a multiple of the number of ranks.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/163843",),
+    documented="``DTensor.full_tensor``: 'Return the full tensor of this DTensor'.",
 )
 
 

@@ -1,9 +1,9 @@
-"""clip_grad_norm_ raises for a model whose parameters are on two meshes.
+"""``clip_grad_norm_`` raises for a model whose parameters are on two device meshes.
 
 It stacks the norms of all gradients to compute the total, and DTensor does not stack tensors of different meshes. A
-model has two meshes if tensor parallelism splits some layers only, if ``fully_shard`` is called with different meshes,
-or if ``shard_placement_fn`` names one for each parameter, as for experts. With ``foreach`` on or off, and for each
-norm, it is the same. Optimizers accept such parameters.
+model has two meshes if TP shards only some layers, if ``fully_shard`` is called with different meshes, or if
+``shard_placement_fn`` names one for each parameter, as for experts. With ``foreach`` on or off, and for each norm, it
+is the same. Optimizers accept such parameters.
 """
 
 import torch
@@ -26,7 +26,10 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/180346",
         "https://github.com/pytorch/pytorch/pull/180501",
     ),
-    arguable="the message says that tensors must have the same mesh, and norms of each mesh can be combined by hand",
+    documented="``clip_grad_norm_``: 'The norm is computed over the norms of the individual gradients of all "
+    "parameters'.",
+    arguable="The message says that all operands must have the same mesh, and norms of each mesh can be combined by "
+    "hand.",
     fails_with=("RuntimeError",),
 )
 

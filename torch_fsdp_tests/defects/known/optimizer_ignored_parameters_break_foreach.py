@@ -1,10 +1,10 @@
-"""clip_grad_norm_ and foreach optimizers raise if a model has sharded parameters beside ignored ones.
+"""``clip_grad_norm_`` and ``foreach`` optimizers raise for an FSDP2 model with ``ignored_params``.
 
-The parameters in ``ignored_params`` stay plain tensors, and the others are DTensors. Optimizers with ``foreach`` and
-``clip_grad_norm_`` put tensors of one device and one dtype into the same call, and DTensor refuses plain tensors beside
-its own. Without ``foreach`` an optimizer works, but ``clip_grad_norm_`` raises: it multiplies plain gradients by a norm
-that is a DTensor. On an accelerator ``foreach`` is the default. It is the same for a model of which ``fully_shard``
-wraps only some modules.
+Ignored parameters stay plain tensors, and the others are DTensors. Optimizers with ``foreach``, the default on
+accelerators, and ``clip_grad_norm_`` put tensors of one device and one dtype into the same call, and DTensor rejects
+plain tensors beside its own. With ``foreach=False`` an optimizer works, but ``clip_grad_norm_`` raises: it multiplies
+plain gradients by a norm that is a DTensor. It is the same for a model of which ``fully_shard`` wraps only some
+modules.
 """
 
 import torch
@@ -27,8 +27,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/183207",
         "https://github.com/pytorch/pytorch/pull/183366",
     ),
-    arguable="the message says that all tensors must be DTensors, and in the experimental implicit_replication() "
-    "DTensor takes plain tensors for replicas",
+    arguable="``DTensor`` documents that it 'requires every Tensor argument of the operator be DTensor', and in the "
+    "experimental ``implicit_replication()`` it takes plain tensors for replicas.",
     fails_with=("RuntimeError",),
 )
 

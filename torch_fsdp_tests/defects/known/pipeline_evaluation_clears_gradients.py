@@ -1,7 +1,7 @@
-"""An evaluation of a pipeline clears the gradients of its FSDP2 stages.
+"""``eval()`` of a pipeline schedule sets the accumulated gradients of FSDP2 stages to None.
 
-If gradients are accumulated over several steps of a schedule, an evaluation in between loses them. When a schedule
-changes from training to evaluation, or back, it prepares its stages again. Afterwards it sets all gradients of FSDP2
+If gradients are accumulated over several steps of a schedule, an ``eval()`` in between loses them. When a schedule
+changes from ``step()`` to ``eval()``, or back, it prepares its stages again. Afterwards it sets all gradients of FSDP2
 modules to None, because the preparation may have left some. It does so even if the shapes of the stages are given, so
 that nothing is computed. Gradients of stages without FSDP2 stay.
 """
@@ -20,7 +20,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
     features="fsdp2, accumulation, pp",
-    workaround="Evaluate after ``optimizer.step``, when there are no gradients to lose.",
+    workaround="Call ``eval()`` after ``optimizer.step()``, when there are no gradients to lose.",
+    documented="``eval``: 'go through the microbatches, calling forward only'.",
 )
 
 

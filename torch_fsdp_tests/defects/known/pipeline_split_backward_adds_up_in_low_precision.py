@@ -1,8 +1,8 @@
-"""A pipeline with a split backward adds up gradients of microbatches in low precision.
+"""Pipeline schedules with a split backward accumulate gradients in ``param_dtype`` instead of ``reduce_dtype``.
 
-With a ``reduce_dtype`` of float32 the gradients of microbatches should be added up in float32. FSDP2 converts a group's
-gradients to float32 when the gradient of the group's input is computed. A schedule that computes the gradients of
-parameters separately may do so for several microbatches in a row. Autograd then adds them in bfloat16.
+FSDP2 converts a group's gradients to ``reduce_dtype`` when the gradient of the group's input is computed. A schedule
+that computes the gradients of parameters separately may do so for several microbatches in a row. Autograd then adds
+them in bfloat16.
 """
 
 import torch
@@ -21,6 +21,8 @@ DEFECT = Defect(
     features="fsdp2, accumulation, mixed_precision, pp",
     workaround="Use a schedule without a split backward, such as ``Schedule1F1B`` or ``ScheduleInterleaved1F1B``.",
     since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
+    documented="``MixedPrecisionPolicy.reduce_dtype``: without gradient sync, 'FSDP will accumulate gradients using "
+    "``reduce_dtype``'.",
 )
 
 

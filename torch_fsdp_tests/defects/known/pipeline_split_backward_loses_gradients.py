@@ -1,9 +1,9 @@
-"""A pipeline with a split backward loses the gradients of parameters that FSDP2 reshards after forward.
+"""Zero-bubble pipeline schedules lose the gradients of parameters that FSDP2 reshards after forward.
 
-A zero-bubble schedule first computes the gradients of a stage's inputs, and those of its parameters later. Before the
-first part it asks the stage for its parameters. If FSDP2 has resharded after forward, which is the default below the
-root, the schedule gets the shards. They are not in the autograd graph, so no gradients are computed for them, and there
-is no warning. Depending on the schedule, this happens in all microbatches or in some.
+Such a schedule first computes the gradients of a stage's inputs, and those of its parameters later. Before the first
+part it asks the stage for its parameters. If FSDP2 has resharded after forward, which is the default below the root,
+the schedule gets the sharded parameters. They are not in the autograd graph, so no gradients are computed for them, and
+there is no warning. Depending on the schedule, this happens in all microbatches or in some.
 """
 
 import torch
@@ -22,7 +22,9 @@ DEFECT = Defect(
     features="fsdp2, pp",
     workaround="Wrap the modules of a stage with ``reshard_after_forward=False``.",
     since="2.10",  # in 2.9 the stages fail to exchange shapes in a group of their own
-    arguable="pipelines usually run with reshard_after_forward=False, which avoids it; nothing requires it or warns",
+    documented="``fully_shard``: after ``reshard_after_forward=True`` it 're-all-gathers them in backward before "
+    "gradient computation'.",
+    arguable="FSDP2's authors advise ``reshard_after_forward=False`` for pipelines, which avoids it.",
 )
 
 
