@@ -21,8 +21,8 @@ DEFECT = Defect(
     workaround="Take the state dict of the FSDP instance, and pick the module's names from it.",
     upstream=("https://github.com/pytorch/pytorch/issues/126310",),
     documented="``StateDictOptions.full_state_dict``: 'all the tensors in the returned state_dict will be gathered'.",
-    arguable="The message for flat parameters says that the model has to be the root module, so a module inside an "
-    "instance is not supported.",
+    arguable="For flat parameters the function raises and gives as a reason that 'the model is not the root module', "
+    "so a module inside an instance is not supported.",
 )
 
 

@@ -18,8 +18,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.state_dict._iterate_valid_model_state",
     features="fsdp2, state_dict, frozen",
-    workaround="Load into the module that is wrapped: ``model._orig_mod`` of ``torch.compile``, ``model.module`` of "
-    "DDP.",
+    workaround="Load into the module that was passed to ``torch.compile`` or DDP.",
     error='in set_model_state_dict ... Missing key(s) in state_dict: "_orig_mod. ... Unexpected key(s) in state_dict:',
     documented="``set_model_state_dict``: 'The counterpart of ``get_model_state_dict`` to set the state_dict to the "
     "model'.",
@@ -29,9 +28,10 @@ DEFECT = Defect(
 
 def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(1, 1, device=device)
-    model = torch.compile(nn.Sequential(layer, nn.Tanh(), layer), backend="eager")
+    plain = nn.Sequential(layer, nn.Tanh(), layer)
+    model = torch.compile(plain, backend="eager")
     try:
-        found = str(set_model_state_dict(model._orig_mod if workaround else model, get_model_state_dict(model)))
+        found = str(set_model_state_dict(plain if workaround else model, get_model_state_dict(model)))
     except RuntimeError as error:
         found = "RuntimeError: " + " ".join(str(error).split())
     return found, "<All keys matched successfully>"
