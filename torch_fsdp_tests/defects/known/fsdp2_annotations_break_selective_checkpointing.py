@@ -1,10 +1,10 @@
-"""Selective activation checkpointing fails, because FSDP2 annotates a recomputation more often than the forward.
+"""Backward under selective activation checkpointing raises if the block contains ``fully_shard`` modules.
 
-``create_selective_checkpoint_contexts`` numbers the calls of each operator in the forward, and finds them again in the
-recomputation. It counts the profiler's annotations, too. FSDP2 takes the first recomputed module for a root, because no
-forward is under way, and adds annotations: one on the host, and another one for inputs on a device. If the parameters
-were prefetched, the annotation of their all-gather is missing, so that two ranks of the host have as many as in the
-forward. A single rank has one too many, and so has any device.
+``create_selective_checkpoint_contexts`` counts the calls of each operator in forward, and raises if the recomputation
+has more. It also counts the profiler's annotations. In the recomputation no forward of FSDP2 is running, so each
+``fully_shard`` module inside the block is taken for a root and adds an annotation, and on an accelerator another one
+for its inputs. An all-gather that was prefetched has none. Whether the recomputation has more of them depends on the
+device and on the number of ranks and of modules. On the CPU, eight modules raise with one rank and with two.
 """
 
 import functools
@@ -23,8 +23,8 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.utils.checkpoint.SAC_IGNORED_OPS",
     features="fsdp2, activation_checkpointing",
-    workaround="Add ``torch.ops.profiler._record_function_enter_new.default`` and "
-    "``torch.ops.profiler._record_function_exit._RecordFunction`` to ``torch.utils.checkpoint.SAC_IGNORED_OPS``.",
+    workaround="Shard a checkpointed block as one parameter group: call ``fully_shard(block)``, and not on modules "
+    "inside it.",
     error="profiler._record_function_enter_new.default invocation index ... encountered during backward but not found",
     world_size=1,
     upstream=(
@@ -41,10 +41,10 @@ class Block(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
 
 
-def reproduce(rank, world_size, device):
+def reproduce(rank, world_size, device, workaround=False):
     block = Block(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
     mesh = init_device_mesh(device.type, (world_size,))
-    for module in (block[0], block):
+    for module in (block,) if workaround else (block[0], block):
         fully_shard(module, mesh=mesh)
     output = block(torch.ones(1, 2, device=device))
     try:
