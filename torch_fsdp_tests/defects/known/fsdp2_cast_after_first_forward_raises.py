@@ -1,9 +1,8 @@
-"""A model that is cast after its first forward cannot run any more.
+"""``model.to(dtype)`` after the first forward makes the next forward raise.
 
-``model.to(dtype)`` converts the shards of the parameters, and FSDP2 takes the new ones. The buffers into which it
-gathers, and the gathered parameters, are made in the first forward only. They keep the old dtype, so that the next
-forward raises. Where nothing is gathered, with one rank and under ``replicate``, the model computes with the parameters
-of the old dtype, and their gradients reach nobody.
+The conversion replaces the local shards, and FSDP2 records the new ones. The all-gather buffers and the unsharded
+parameters are allocated in the first forward only, and keep the old dtype. With one rank and under ``replicate``
+nothing is all-gathered: forward computes in the old dtype without an error, and backward raises before 2.15.
 """
 
 import torch
@@ -21,7 +20,8 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Cast the model before its first forward, or load its state dict into a new model of the other dtype.",
     error="in split_with_sizes_copy ... Expected out tensor to have dtype",
-    arguable="Nothing says that a model may be cast between steps. Before the first forward it may.",
+    arguable="a comment in the source allows a change of dtype before the first forward, and nothing promises it "
+    "afterwards",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""FSDP2 divides gradients twice if a shard group has one rank.
+"""``set_gradient_divide_factor`` divides twice with one rank per shard group and a forced sum or a float16 reduction.
 
-With one rank in a shard group there is nothing to reduce-scatter, so FSDP2 copies the gradient and divides the copy by
-the whole divide factor. A forced sum, or a reduction in float16, has already divided by the factor. The gradient is too
-small by this factor, without a warning.
+Without a reduce-scatter, FSDP2 copies the gradient and divides the copy by the whole factor. With
+``set_force_sum_reduction_for_comms(True)``, or if gradients are reduced in float16, it divides by the factor before or
+after the reduction as well. HSDP with one rank in each shard group and ``replicate`` have the same error.
 """
 
 import torch
@@ -18,9 +18,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     features="fsdp2, communication",
-    workaround="Where a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
+    workaround="If a shard group has one rank, do not force a sum, and reduce in a dtype other than float16.",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/167178",),
+    documented="``set_gradient_divide_factor``: 'Sets a custom divide factor for the gradient reduction'",
 )
 
 

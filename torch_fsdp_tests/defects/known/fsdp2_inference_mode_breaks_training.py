@@ -1,8 +1,9 @@
-"""An evaluation in inference mode before the first step makes training raise.
+"""A forward in inference mode before the first training step makes the next training forward raise.
 
 The first forward of FSDP2 allocates the unsharded parameters. In inference mode they become inference tensors, and
-FSDP2 keeps them. The next forward outside of inference mode copies into them, which torch forbids. A plain module and
-DDP can be trained after such an evaluation, and so can FSDP2 after an earlier training step.
+FSDP2 keeps them. The next forward outside of inference mode copies into them, which torch forbids. Modules that do not
+reshard after forward, such as the root by default, are not affected. A plain module and DDP train after such a forward,
+as does FSDP2 after an earlier training step.
 """
 
 import torch
@@ -18,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_all_gather_outputs",
     features="fsdp2",
-    workaround="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    workaround="Use ``torch.no_grad()`` until the model has run once outside of inference mode.",
     error="in foreach_all_gather_copy_out ... Inplace update to inference tensor outside InferenceMode is not allowed",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",

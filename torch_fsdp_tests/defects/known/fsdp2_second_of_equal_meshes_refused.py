@@ -1,8 +1,8 @@
-"""fully_shard refuses the mesh of the parameters if an equal mesh was used before.
+"""``fully_shard`` with ``dp_mesh_dims`` rejects the mesh of the parameters if an equal mesh was used before.
 
-``nn.Parameter(dtensor)`` makes a DTensor whose mesh comes from a cache of specifications. The cache keeps the first of
-several equal meshes. With ``dp_mesh_dims``, ``fully_shard`` compares meshes by identity, so it refuses the mesh on
-which the parameters were just placed as a different one.
+``nn.Parameter(dtensor)`` makes a DTensor whose mesh comes from a cache of specifications, which keeps the first of
+several equal meshes. With ``dp_mesh_dims``, ``fully_shard`` compares meshes by identity, so it rejects the mesh on
+which the parameters were just placed.
 """
 
 from torch import nn
@@ -16,17 +16,18 @@ DEFECT = Defect(
     component=Component.FSDP2,
     consequence=Consequence.ERROR,
     exposure=Exposure.RARE,
-    where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharding_spec_spmd",
     features="fsdp2",
     workaround="Make the mesh once, and use it everywhere.",
     error="Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects",
     since="2.12",
+    documented="``fully_shard``: with ``dp_mesh_dims`` 'parameters should be DTensors on this mesh', as they are here",
     fails_with=("ValueError",),
 )
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
+    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.12
 
     found: list[str] = []
     for _ in range(2):
