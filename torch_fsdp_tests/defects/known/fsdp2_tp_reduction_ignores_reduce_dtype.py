@@ -1,9 +1,9 @@
-"""Gradients of a parameter that tensor parallelism replicates are summed in ``param_dtype``, not in ``reduce_dtype``.
+"""Gradients of a parameter that TP replicates are summed over TP ranks in ``param_dtype``, not in ``reduce_dtype``.
 
-With sequence parallelism each rank has the gradient of its part of the sequence for the weights of a norm. FSDP sums
-them over the ranks of tensor parallelism before its own reduction. Until then a gradient has the dtype in which it was
-computed, such as bfloat16, and the sum is rounded although ``reduce_dtype`` is float32. It is the same with
-``dp_mesh_dims``. Gradients that are accumulated without synchronization are cast first, and their sum is right.
+With sequence parallelism, each rank has the gradient of its part of the sequence for the weights of a norm. FSDP2 sums
+them over the TP ranks before its own reduction, in the dtype in which they were computed. In bfloat16 the sum is
+rounded, although ``reduce_dtype`` is float32. It is the same with ``dp_mesh_dims``. Gradients that are accumulated
+without synchronization are cast first, and their sum is right.
 """
 
 import torch
@@ -20,9 +20,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
     features="fsdp2, mixed_precision, tp",
-    workaround="Wrap the replicated layers by themselves, without a ``param_dtype``.",
-    upstream=("https://github.com/pytorch/pytorch/issues/190626",),
-    arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
+    workaround="Shard the replicated layers by themselves, without a ``param_dtype``.",
+    upstream=("https://github.com/pytorch/pytorch/issues/190626", "https://github.com/pytorch/pytorch/pull/190627"),
+    documented="``MixedPrecisionPolicy.reduce_dtype``: 'the dtype for gradient reduction (i.e. reduce-scatter or "
+    "all-reduce)'",
 )
 
 
