@@ -1,8 +1,8 @@
-"""The end of one root's backward breaks the backward of another root with the same communication context.
+"""With ``share_comm_ctx``, the end of one root's backward makes the backward of another root raise an ``IndexError``.
 
-``share_comm_ctx`` lets several roots, such as the stages of a pipeline, share their streams. They also share the list
-of forwards in which a backward finds the group to gather next. The end of any root's backward clears this list. If
-another root has run its forward but not its backward yet, its backward then raises an ``IndexError``.
+Roots that share a communication context also share the list of forwards in which a backward finds the group to
+prefetch. The end of any root's backward clears this list. The backward of another root that has already run its forward
+then raises.
 """
 
 import torch
@@ -21,8 +21,9 @@ DEFECT = Defect(
     workaround="Call ``set_is_last_backward(False)`` on all roots but the one whose backward comes last.",
     error="in _backward_prefetch ... IndexError: list index out of range",
     since="2.10",
-    arguable="it can be avoided: by set_is_last_backward(False) for all but the last of the roots' backwards, or by a "
-    "backward of each root before the next one's forward",
+    documented="``share_comm_ctx``: 'Share cuda streams for multiple FSDPModules'",
+    arguable="``set_is_last_backward`` is documented to clear the data 'for backward prefetching', so all roots but "
+    "the last can be set to False",
     fails_with=("IndexError",),
 )
 

@@ -1,11 +1,11 @@
-"""What is done with the root's parameters after an evaluation is lost in the steps that follow.
+"""After a ``no_grad`` forward the root stays unsharded: ``step()`` and ``zero_grad()`` act on the wrong tensors.
 
-A forward without gradients leaves the root's parameters gathered, as for a backward. No backward follows, so
-``model.parameters()`` stay the gathered ones. They are not the parameters that have the gradients, or get them in the
-next backward. An optimizer that steps now changes the shards, and the next forward still uses the old weights.
-``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them. An optimizer
-that is made now finds no gradients, and trains nothing of the root. The next backward undoes ``requires_grad_``.
-Modules below the root are right, unless their ``reshard_after_forward`` is False or a number.
+By default the root does not reshard after forward, because backward follows. Under ``no_grad`` none follows, and
+``model.parameters()`` stay the unsharded parameters. These do not have the gradients of the last step, nor get those of
+the next one. An optimizer that steps now updates the local shards, but the next forward uses the old weights.
+``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them. A new optimizer
+finds no gradients of the root's parameters. The next backward undoes ``requires_grad_()``. Modules below the root are
+affected if their ``reshard_after_forward`` is False or an int.
 """
 
 import torch
@@ -21,10 +21,10 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
     features="fsdp2",
-    workaround="Call ``model.reshard()`` after the evaluation, or shard the root with ``reshard_after_forward=True``.",
-    upstream=("https://github.com/pytorch/pytorch/issues/149029",),
-    arguable="the documentation says that the gathered parameters are registered after forward if a module does not "
-    "reshard; it does not say that this lasts after an evaluation, or what is lost then",
+    workaround="Call ``model.reshard()`` after the forward, or shard the root with ``reshard_after_forward=True``.",
+    upstream=("https://github.com/pytorch/pytorch/issues/149029", "https://github.com/pytorch/pytorch/issues/144289"),
+    arguable="``fully_shard`` documents that without resharding the unsharded parameters stay registered after "
+    "forward, and that ``reshard()`` is to be called before they are modified",
 )
 
 

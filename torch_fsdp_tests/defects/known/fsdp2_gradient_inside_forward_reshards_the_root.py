@@ -1,8 +1,8 @@
-"""A forward raises if it computes a gradient of an inner FSDP module and then uses the root's parameters.
+"""``autograd.grad`` through an inner module inside forward reshards the root, and the rest of the forward raises.
 
 A model of forces differentiates an energy in its forward. At the end of this inner backward, FSDP2 ends the backward of
-the root and of all modules below it, also of those that are in the middle of their forward. It reshards the root's
-parameters, which the rest of the forward needs. Without inner FSDP modules the same forward runs.
+the root and of all modules below it, including those in the middle of their forward, and reshards parameters that the
+rest of the forward needs. Without inner ``fully_shard`` modules the same forward runs.
 """
 
 import torch
@@ -18,8 +18,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="fsdp2, wrapping",
-    workaround="Put the parameters that are used after the gradient into an FSDP module of their own.",
+    workaround="Call ``fully_shard`` on a module with the parameters that are used after the gradient.",
     error="in forward ... got mixed torch.Tensor and DTensor",
+    arguable="FSDP2 takes each backward for one of the whole model, and nothing promises that a forward may contain a "
+    "backward",
     fails_with=("RuntimeError",),
 )
 

@@ -1,9 +1,8 @@
-"""A hook that ``register_hook`` puts on a parameter never runs.
+"""``register_hook`` on a parameter has no effect under ``fully_shard``.
 
-Autograd computes the gradient of a gathered parameter, which is a tensor of its own. FSDP2 reduces it, and sets
-``grad`` of the sharded parameter, which has the hook, without autograd. It calls the hooks of
-``register_post_accumulate_grad_hook`` itself, but not these. A hook that masks, clips or records a gradient has no
-effect, and nothing refuses it.
+Autograd computes the gradient of the unsharded parameter. FSDP2 reduces it and sets ``grad`` of the sharded parameter,
+which has the hook, outside of autograd. It calls the hooks of ``register_post_accumulate_grad_hook`` itself, but not
+these. A hook that masks, clips or records a gradient does nothing, without an error.
 """
 
 import torch
@@ -20,10 +19,11 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     features="fsdp2",
     workaround="Use ``register_post_accumulate_grad_hook``, which may change ``param.grad`` in place.",
-    upstream=(
-        "https://github.com/pytorch/pytorch/pull/122719",
-        "https://github.com/meta-pytorch/torchrec/pull/4268",
-    ),
+    upstream=("https://github.com/pytorch/pytorch/pull/129450", "https://github.com/meta-pytorch/torchrec/pull/4268"),
+    documented="``Tensor.register_hook``: 'will be called every time a gradient with respect to the Tensor is "
+    "computed'",
+    arguable="by design sharded parameters take no part in autograd, and post-accumulate-grad hooks are the supported "
+    "way",
 )
 
 

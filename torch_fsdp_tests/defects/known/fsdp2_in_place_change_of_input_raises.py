@@ -1,8 +1,8 @@
-"""A module under ``fully_shard`` raises if its first operation changes its input in place, such as an in-place ReLU.
+"""An in-place operation on a module's input, such as a leading ``ReLU(inplace=True)``, raises under ``fully_shard``.
 
 To find the end of a module's backward, ``fully_shard`` passes the inputs that require gradients through an
-``autograd.Function``, whose outputs are views of them. Autograd refuses an in-place operation on such a view. The plain
-module runs. A module that gets its input from the root's caller is affected only if that input requires a gradient.
+``autograd.Function`` whose outputs are views of them. Autograd rejects an in-place operation on such a view. The plain
+module runs. The input of the root is affected only if it requires a gradient.
 """
 
 import torch
@@ -20,6 +20,9 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Set ``inplace=False``, or move the operation into the module before.",
     error="is a view and is being modified inplace ... inside a custom Function",
+    upstream=("https://github.com/pytorch/pytorch/issues/61519",),
+    arguable="``register_full_backward_hook`` documents that in-place modification of inputs raises with backward "
+    "hooks, and ``fully_shard`` documents that it uses such hooks",
     fails_with=("RuntimeError",),
 )
 

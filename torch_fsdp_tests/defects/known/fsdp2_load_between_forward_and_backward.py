@@ -1,8 +1,8 @@
-"""Loading a state dict between forward and backward gives wrong gradients without an error.
+"""``load_state_dict`` between forward and backward gives wrong gradients without an error.
 
-Backward gathers the parameters again. So it computes with the new weights, while the forward computed with the old
-ones. The gradients are right for neither model. A plain module and DDP raise, because autograd notices the in-place
-change of a weight. FSDP2 gathers the weights into new tensors, so autograd notices nothing.
+Backward all-gathers the parameters again. So it computes with the new weights, while forward computed with the old
+ones, and the gradients are right for neither. A plain module and DDP raise, because autograd detects the in-place
+change of a weight. FSDP2 hides its writes to unsharded parameters from autograd.
 """
 
 import torch
@@ -20,8 +20,8 @@ DEFECT = Defect(
     features="fsdp2, state_dict",
     workaround="Load state dicts before forward or after backward.",
     upstream=("https://github.com/pytorch/pytorch/issues/117421",),
-    arguable="changing weights between forward and backward is a misuse, which FSDP2 does not promise to detect; an "
-    "optimizer step or a write in place there has the same effect",
+    arguable="``fully_shard`` documents how to modify parameters between forward and backward, so this is allowed and "
+    "not to be detected",
 )
 
 

@@ -1,4 +1,4 @@
-"""A loss of activations from inside a ``fully_shard`` module, and not of its output, loses gradients or raises.
+"""A loss of activations from inside a ``fully_shard`` module, but not of its outputs, loses gradients or raises.
 
 ``fully_shard`` prepares backward in a hook on the module's output. A loss over activations that a forward hook has
 collected, or that ``forward()`` has stored on ``self``, reaches the module's parameters by another way. The gradients
@@ -22,8 +22,9 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Return the activations from ``forward()`` of each ``fully_shard`` module around them.",
     error="setStorage ... are out of bounds for storage of size 0",
+    arguable="``fully_shard`` prepares backward in hooks on a module's outputs, so a module is expected to return "
+    "what the loss uses",
     fails_with=("AssertionError", "RuntimeError", "SIGSEGV"),
-    arguable="Modules are expected to return what the loss uses.",
 )
 
 

@@ -1,9 +1,9 @@
-"""A model with a group of modules cannot be trained any more after FSDPMemTracker has tracked it.
+"""``FSDPMemTracker`` leaves hooks on the modules of ``fully_shard([a, b])``, and later training raises.
 
-The modules of ``fully_shard([a, b])`` share a pair of hooks. The tracker replaces it by separate hooks for each module,
-and stores the handles in the state that the modules share. At the end it removes only those of the last module. The
-others stay and continue to track, until the tracker refuses a second iteration. In torch 2.9 such a model cannot even
-run under the tracker, because it computes with its shards.
+The modules of a group share a pair of hooks. The tracker replaces it by separate hooks for each module, and stores the
+handles in the state that the modules share. At the end it removes only those of the last module. The others continue to
+track, until the tracker rejects a second iteration. In torch 2.9 such a model raises under the tracker, because it
+computes with its local shards.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     features="fsdp2, wrapping, memory",
     workaround="Track a second model of the same kind, and train the first one.",
     error="FSDPMemTracker does not support memory tracking for multiple iterative calls",
+    upstream=("https://github.com/pytorch/pytorch/issues/164663",),
+    arguable="``torch.distributed._tools`` is a private package",
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

@@ -1,8 +1,8 @@
-"""FSDPMemTracker keeps a gradient alive that it counts.
+"""``FSDPMemTracker`` keeps an unsharded gradient of each parameter group alive and reports it.
 
-Before an FSDP2 group reduces its gradients, the tracker looks at each of them in a loop. The loop variable still exists
-while the original method runs, so it keeps the gradient of the group's last parameter alive. Without the tracker it is
-freed before the reduction. With it, the tracker reports it among the remaining unsharded gradients.
+Before a parameter group reduces its gradients, the tracker visits each of them in a loop. The loop variable still
+exists while the group's own method runs, so it keeps the gradient of the last parameter alive. Without the tracker this
+gradient is freed before the reduction.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
     features="fsdp2, memory",
     workaround=NO_WORKAROUND,
+    arguable="``torch.distributed._tools`` is a private package",
 )
 
 

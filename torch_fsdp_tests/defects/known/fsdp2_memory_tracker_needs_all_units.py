@@ -1,8 +1,8 @@
-"""FSDPMemTracker raises in backward if a unit of the model has not run.
+"""``FSDPMemTracker`` raises in backward if a ``fully_shard`` module of the model has not run.
 
-At the end of backward FSDP2 ends it for all units below the root, even for those that did not run in this iteration.
-The tracker then asks for each unit's statistics and unsharded parameters, but a unit that has not run has none. A model
-with layers that are only used sometimes can be trained, but not tracked.
+At the end of backward FSDP2 calls the post-backward method of all parameter groups, including those that did not run.
+The tracker then asks for the statistics and the unsharded parameters of each, but a group that has not run has none. A
+model with layers that are only used sometimes can be trained, but not tracked.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
     features="fsdp2, memory",
-    workaround="Track an iteration that uses each unit.",
+    workaround="Track an iteration that uses each ``fully_shard`` module.",
     error="in inner ... AttributeError: 'FSDPParam' object has no attribute '_unsharded_param'",
+    arguable="``torch.distributed._tools`` is a private package",
     fails_with=("AttributeError", "KeyError"),
 )
 

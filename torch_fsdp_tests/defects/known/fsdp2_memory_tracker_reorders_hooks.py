@@ -1,8 +1,8 @@
-"""FSDPMemTracker moves FSDP2's hooks behind later hooks.
+"""``FSDPMemTracker`` registers FSDP2's hooks again, behind the forward hooks of the user.
 
-The tracker removes FSDP2's hooks and registers them again when it ends. A user's forward hook that was registered after
-``fully_shard`` used to run after FSDP2's hook, and saw a resharded module. Afterwards it runs first, and sees an
-unsharded module with other parameters.
+The tracker removes FSDP2's hooks and registers them again when it ends. A forward hook that was registered after
+``fully_shard`` used to run after FSDP2's hook, and saw the sharded parameters. Afterwards it runs first, and sees the
+unsharded ones.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
     features="fsdp2, memory",
     workaround="Register your own hooks after the tracker has ended.",
+    arguable="``torch.distributed._tools`` is a private package",
 )
 
 

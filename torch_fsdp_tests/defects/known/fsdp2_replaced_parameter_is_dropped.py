@@ -1,9 +1,8 @@
-"""A parameter that replaces a sharded one after the first forward is dropped, and the old one comes back.
+"""A parameter assigned to a module after the first forward is dropped, and the old one comes back.
 
-FSDP2 sets the gathered and the sharded parameter as attributes of the module, in turns. It looks for a parameter that
-the user has set in the lazy initialization of the first forward, and after a load or a conversion, but not in a later
-forward. Such a forward computes with the old values, and afterwards the module has the old parameter again. Before the
-first forward the same assignment works.
+FSDP2 registers the unsharded and the sharded parameter of the module in turns. It looks for a parameter that the user
+has assigned in the lazy initialization of the first forward, and after a load or a conversion, but not in a later
+forward. Such a forward computes with the old values, and afterwards the module has the old parameter again.
 """
 
 import torch
@@ -21,8 +20,8 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Copy into the parameter in place, or call ``model.to(device)`` of the sharded module afterwards.",
     upstream=("https://github.com/pytorch/pytorch/issues/157391",),
-    arguable="a maintainer says that parameters may be registered anew before the first forward; but the documentation "
-    "does not say so, and nothing refuses or warns",
+    arguable="a comment in the source allows parameters to change before the first forward, and nothing promises it "
+    "afterwards",
 )
 
 

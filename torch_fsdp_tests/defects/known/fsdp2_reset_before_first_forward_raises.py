@@ -1,8 +1,7 @@
-"""reset_iter_state raises before the first forward.
+"""``reset_iter_state`` raises before the first forward.
 
-The root's first forward creates the state that ``reset_iter_state`` resets, and ``reset_iter_state`` does not check for
-it. If a training loop resets after every error, this hides the error of a step that failed before its forward, for
-example while it fetched its data.
+The root's first forward creates the state that ``reset_iter_state`` resets. If a training loop resets after every
+error, this hides the error of a step that failed before its forward, for example while it fetched its data.
 """
 
 import torch
@@ -21,7 +20,8 @@ DEFECT = Defect(
     workaround="Call ``reset_iter_state`` only if a forward has run.",
     error="in reset_iter_state ... 'FSDPCommContext' object has no attribute 'all_gather_state'",
     since="2.13",
-    arguable="there is nothing to reset before the first forward",
+    arguable="it is documented for a forward or backward that raised, and before the first forward there is nothing "
+    "to reset",
     fails_with=("AttributeError",),
 )
 

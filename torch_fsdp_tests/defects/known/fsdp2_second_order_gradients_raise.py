@@ -1,9 +1,9 @@
-"""A gradient cannot be differentiated again, because FSDP2 has freed the parameters.
+"""A gradient computed with ``create_graph=True`` cannot be differentiated, because FSDP2 has freed the parameters.
 
-A gradient penalty computes the gradient of the input with ``create_graph``, and then its gradient. FSDP2 frees the
-gathered parameters after the first backward. The second one uses them before it passes an output at which FSDP2 would
-gather again, and raises because their memory is gone. ``reshard_after_forward=False`` changes nothing. Two nested calls
-of ``torch.func.grad`` raise in the same way.
+A gradient penalty computes the gradient of the input with ``create_graph=True``, and then its gradient. FSDP2 frees the
+unsharded parameters after the first backward. The second one uses them before it passes an output at which FSDP2 would
+unshard them again. ``reshard_after_forward=False`` changes nothing. Two nested calls of ``torch.func.grad`` raise in
+the same way.
 """
 
 import torch
@@ -25,7 +25,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/172543",
         "https://github.com/pytorch/pytorch/pull/172770",
     ),
-    arguable="torch's maintainers advise to call set_reshard_after_backward(False), which keeps the parameters",
+    arguable="a maintainer closed pytorch/pytorch#172770 because ``set_reshard_after_backward(False)`` keeps the "
+    "parameters",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""fully_shard refuses annotated parameters if a dimension of the mesh, other than FSDP's, has one rank.
+"""``fully_shard`` rejects spmd-types annotations if a mesh dim other than FSDP's has one rank.
 
-It requires a type of the package spmd-types for each dimension of the mesh that is not FSDP's own. The package keeps no
-types for axes of one rank: ``assert_type`` leaves them out. So a model that is annotated for tensor parallelism cannot
-be wrapped on a mesh with a ``tp`` of 1, and the error asks for an annotation that is already there.
+``fully_shard`` requires a type of the package spmd-types for each dim of the mesh that is not FSDP's own. The package
+keeps no types for axes of one rank: ``assert_type`` drops them. So a model that is annotated for TP cannot be sharded
+on a mesh with a ``tp`` of 1, and the error asks for an annotation that was given.
 """
 
 from torch import nn
@@ -20,7 +20,8 @@ DEFECT = Defect(
     workaround="Leave dimensions of one rank out of the mesh.",
     since="2.14",
     package="spmd_types",
-    arguable="Leave dimensions of one rank out of the mesh.",
+    arguable="a docstring in the source requires an annotation for each axis that is not FSDP's, and a caller can "
+    "leave an axis of one rank out of the mesh",
     fails_with=("ValueError",),
 )
 
