@@ -1,8 +1,8 @@
-"""A backward without synchronization raises if a part of the model was not used yet and a reduce_dtype is set.
+"""``set_requires_gradient_sync(False)`` with a ``reduce_dtype`` makes backward raise if a module has not run yet.
 
-At the end of each backward FSDP2 visits all groups, also those that did not run. Without synchronization it casts their
-gradients to ``reduce_dtype``, and asks for the gathered parameter, which a group gets in its first forward. A group
-that never ran has none, and an AttributeError ends the backward. With synchronization FSDP2 leaves such groups out.
+At the end of backward FSDP2 visits all parameter groups, including those that did not run. Without synchronization it
+casts their gradients to ``reduce_dtype`` and reads the unsharded parameter, which a group gets in its first forward. A
+group that never ran has none, and an AttributeError ends the backward. With synchronization FSDP2 skips such groups.
 """
 
 import torch
@@ -18,9 +18,11 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
     features="fsdp2, accumulation, mixed_precision",
-    workaround="Run each part of the model once under ``torch.no_grad()`` before the first step.",
+    workaround="Run each ``fully_shard`` module once under ``torch.no_grad()`` before the first step.",
     error="in to_accumulated_grad_if_needed ... 'FSDPParam' object has no attribute '_unsharded_param'",
     upstream=("https://github.com/pytorch/pytorch/pull/194058",),
+    documented="``MixedPrecisionPolicy.reduce_dtype``: if reduction is disabled with ``set_requires_gradient_sync``, "
+    "'FSDP will accumulate gradients using ``reduce_dtype``'",
     fails_with=("AttributeError",),
 )
 

@@ -1,9 +1,9 @@
-"""Gradient accumulation raises if a later microbatch is the first to use a parameter.
+"""Gradient accumulation with a ``reduce_dtype`` raises if the last microbatch is the first to use a parameter.
 
-With a ``reduce_dtype``, FSDP2 accumulates gradients in that dtype while it does not reduce them. A parameter that only
-the last microbatch uses has a gradient in the dtype of computation. FSDP2 does not cast it before it compares the
-dtypes of the group. With ``set_reduce_scatter_unused_params``, a parameter that no microbatch uses raises as well: the
-zeros that FSDP2 reduces for it have the dtype of computation, too.
+While FSDP2 does not reduce gradients, it accumulates them in ``reduce_dtype``. A parameter that only the last
+microbatch uses has a gradient in ``param_dtype``. FSDP2 does not cast it before it compares the dtypes of the group.
+With ``set_reduce_scatter_unused_params``, a parameter that no microbatch uses raises as well: the zeros that FSDP2
+reduces for it have ``param_dtype``.
 """
 
 import torch
@@ -25,6 +25,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/196996",
         "https://github.com/pytorch/pytorch/pull/160279",
     ),
+    documented="``MixedPrecisionPolicy.reduce_dtype``: if reduction is disabled with ``set_requires_gradient_sync``, "
+    "'FSDP will accumulate gradients using ``reduce_dtype``'",
 )
 
 

@@ -1,8 +1,9 @@
-"""A loss of an output of ``torch.func.vjp`` has no backward, because FSDP2 does not gather the parameters for it.
+"""Backward from an output of ``torch.func.vjp`` raises because ``fully_shard`` does not unshard the parameters for it.
 
-Under the transform, the hook that gathers for backward is registered on a tensor that exists only inside the transform.
-A backward from outside does not pass this tensor. It uses parameters that were freed after forward, and raises because
-their memory is gone. The gradients that ``vjp`` itself computes are right, and so is backward through ``jvp``.
+Under the transform, the pre-backward hook is registered on a tensor that exists only inside the transform. A backward
+from outside does not pass this tensor, uses parameters that were freed after forward, and raises. The gradients that
+the function returned by ``vjp`` computes are right, as is backward through ``jvp``. Before 2.13 the first forward under
+a transform raises.
 """
 
 import torch
@@ -20,7 +21,7 @@ DEFECT = Defect(
     features="fsdp2, transforms",
     workaround="Use the gradients that the function returned by ``vjp`` computes.",
     error="setStorage: sizes ... are out of bounds for storage of size 0",
-    since="2.13",  # before, the first forward under a transform raises
+    since="2.13",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""A module that reshards to a smaller mesh raises if it is told after an evaluation not to reshard.
+"""``set_reshard_after_forward(False)`` after a ``no_grad`` forward raises if ``reshard_after_forward`` was an int.
 
-With an int as ``reshard_after_forward``, parameters are in shards over the smaller mesh after forward. An evaluation
-leaves them there, because no backward follows. ``set_reshard_after_forward(False)`` removes the smaller mesh from the
-settings, but leaves the shards. The next forward gathers these shards, and looks for their mesh.
+With an int, parameters stay sharded over the smaller mesh after a forward that no backward follows.
+``set_reshard_after_forward(False)`` removes the smaller mesh from the settings, but leaves the parameters there. The
+next forward all-gathers them and needs their mesh. ``set_reshard_after_forward(True)`` works.
 """
 
 import torch
@@ -21,6 +21,8 @@ DEFECT = Defect(
     workaround="Call ``module.reshard()`` before ``set_reshard_after_forward``.",
     error="in _all_gather_process_group ... Expected mesh_info to be FSDPMeshInfo",
     world_size=4,
+    documented="``set_reshard_after_forward``: 'can be used to change the ``reshard_after_forward`` FSDP arg at "
+    "runtime', such as to '``False`` for running evals'",
     fails_with=("AssertionError",),
 )
 

@@ -1,9 +1,9 @@
-"""The first forward raises if shard_placement_fn splits the columns of a parameter without rows.
+"""The first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen parameter without rows.
 
-``fully_shard`` takes a shard without elements for one that is missing, and gives it the shape ``(0, 0)`` instead of
-``(0, 2)`` for two of four columns. Before the first forward it compares both, and reports that columns are split
-unevenly. The rows of a parameter without columns have the wrong shape, too, but nothing raises. This is for frozen
-parameters: the backward of a trained one raises in ``torch._chunk_cat``, as in ``fsdp2_rank_without_rows_after_tp``.
+``fully_shard`` gives a shard without elements the shape ``(0, 0)`` instead of, for two of four columns, ``(0, 2)``. The
+lazy initialization compares the two and reports uneven sharding. A parameter with rows but without columns gets the
+same shape, but nothing raises. A parameter that requires gradients raises in backward anyway, as in
+``fsdp2_rank_without_rows_after_tp``.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     features="fsdp2, strategies, frozen",
     workaround="Let ``shard_placement_fn`` return ``Shard(0)`` for parameters without rows.",
     error="in reset_sharded_param ... requires even sharding: local_tensor.size()=torch.Size([0, 0])",
+    documented="``fully_shard``: on a nonzero dim 'the tensor dim size on that dim must be divisible by the FSDP "
+    "shard mesh size', as it is here",
 )
 
 

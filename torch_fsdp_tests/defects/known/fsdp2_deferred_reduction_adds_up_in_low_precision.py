@@ -1,10 +1,9 @@
-"""Gradients that wait for finalize_backward are accumulated in low precision.
+"""Gradients that wait for ``finalize_backward`` are accumulated in ``param_dtype`` instead of ``reduce_dtype``.
 
-With a ``reduce_dtype`` of float32, gradients should be accumulated in float32. If a group's inputs have no gradient,
-such as those of a model's first layer, autograd does not tell FSDP when the group's backward is over. Under manual
-finalization such a group is reduced in ``finalize_backward``, even with synchronization on. Until then its gradient
-keeps the dtype that autograd produced, and the next backward adds to it in bfloat16. With synchronization off, or under
-automatic finalization, it is accumulated in float32.
+If no input of a module requires a gradient, as for the first layer of a model, autograd does not tell FSDP2 when the
+module's backward is over. Under manual finalization, such a module is reduced in ``finalize_backward``, even with
+synchronization on. Until then the next backward adds to its gradient in the dtype in which autograd computed it, such
+as bfloat16. With synchronization off, or under automatic finalization, it is accumulated in ``reduce_dtype``.
 """
 
 import torch
@@ -22,8 +21,8 @@ DEFECT = Defect(
     features="fsdp2, accumulation, mixed_precision",
     workaround="Turn synchronization off for all backwards but the last: ``model.set_requires_gradient_sync(False)``.",
     since="2.15",
-    arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
-    "finalization; nothing refuses or warns otherwise, and the sum is only less precise",
+    arguable="the docstring of ``finalize_backward`` says to disable synchronization if several backwards precede one "
+    "finalization",
 )
 
 

@@ -1,8 +1,8 @@
-"""A state dict that was taken before the first forward does not see the training.
+"""A state dict taken before the first forward keeps the initial values of unevenly sharded parameters.
 
-A state dict refers to the parameters, so a program may take it once and save it after each step. If the rows of a
-parameter do not divide evenly, FSDP copies its shard into new memory in the first forward, although the shard is padded
-already. The state dict keeps the old memory, and each checkpoint has the initial values.
+A program may take a state dict once and save it after each step. If the rows of a parameter do not divide evenly, the
+first forward copies its local shard into new memory, although the shard is padded already. The state dict refers to the
+old memory, and each checkpoint has the initial values.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     features="fsdp2, state_dict",
     workaround="Call ``state_dict()`` anew for each checkpoint.",
     upstream=("https://github.com/pytorch/pytorch/pull/163130", "https://github.com/pytorch/torchtitan/issues/1136"),
+    documented="``nn.Module.state_dict``: 'contains references to the module's parameters and buffers'",
 )
 
 

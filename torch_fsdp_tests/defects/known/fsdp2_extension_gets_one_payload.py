@@ -1,8 +1,8 @@
-"""An all-gather extension that sends two tensors gets only one back if a shard group has one rank.
+"""An all-gather extension that returns two tensors gets only the first one back if a shard group has one rank.
 
 ``fsdp_post_all_gather`` should get as many outputs as ``fsdp_pre_all_gather`` returned inputs. With one rank in a shard
-group, the outputs are made from the first input only. An extension that adds up its outputs, such as a quantised
-all-gather, computes with half of its weight, without an error.
+group, FSDP2 copies the first input only. An extension that adds up its outputs, such as a quantized all-gather,
+computes with a part of its weight, without an error.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""After a forward without gradients, the next backward gathers once more than it needs.
+"""After a ``no_grad`` forward, the next backward runs an all-gather that it does not need.
 
-FSDP2 records the order of forwards, so that backward can gather ahead, and clears it at the end of backward. A forward
-under ``no_grad`` adds to that order, but no backward clears it. So the next backward gathers for a forward that is long
-over.
+FSDP2 records the order of forwards for prefetching in backward, and clears the record at the end of backward. A forward
+under ``no_grad`` adds to it, but has no backward. So the next backward prefetches for the earlier forward.
 """
 
 import torch
@@ -20,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
     features="fsdp2",
-    workaround="Call ``model.reset_iter_state()`` after the evaluation (with torch 2.13 or later).",
+    workaround="Call ``model.reset_iter_state()`` after the forward (with torch 2.13 or later).",
 )
 
 

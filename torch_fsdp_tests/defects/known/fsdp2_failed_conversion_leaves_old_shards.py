@@ -1,9 +1,9 @@
-"""After a conversion that raised half way, FSDP2 computes with old parameters and ignores their updates.
+"""After a conversion such as ``model.half()`` raised, FSDP2 computes with old local shards and ignores their updates.
 
-``Module.half()`` and similar methods replace the shards by new tensors, one after the other, and FSDP2 records the new
-tensors at the end. If one parameter cannot be converted, because memory runs out or because a weak reference to it
-exists, FSDP2 does not record those that were converted before it. From then on it gathers their old shards, whatever an
-optimizer writes to the new ones. After the first forward, nothing raises.
+``Module._apply`` replaces the parameters one after the other, and FSDP2 records the new ones at the end. If one cannot
+be converted, because memory runs out or a weak reference to it exists, FSDP2 does not record those before it. It goes
+on to all-gather their old local shards, while an optimizer updates the new ones. After the first forward nothing
+raises.
 """
 
 import weakref
@@ -21,9 +21,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
     features="fsdp2",
-    workaround="Remove the cause, and convert the model once more: a conversion that ends records all shards.",
-    arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
-    "own risk",
+    workaround="Remove the cause, and convert the model once more: a conversion that succeeds records all local "
+    "shards.",
+    arguable="the conversion raised, and nothing promises that a model that was converted in part works",
 )
 
 

@@ -1,8 +1,7 @@
-"""A conversion that raises loses the gradients of all parameters that have a separate ``grad_dtype``.
+"""A conversion such as ``model.float()`` that raises loses the gradients of parameters with a separate ``grad_dtype``.
 
-FSDP2 removes these gradients from the parameters, because ``Module.half()`` and similar methods would convert them too.
-It puts them back after the conversion. If the conversion raises, FSDP2 does not put them back, not even those of
-parameters that were not converted.
+FSDP2 removes these gradients from the parameters, because ``Module._apply`` would convert them, and restores them after
+the conversion. If the conversion raises, they are lost, including those of parameters that were not converted.
 """
 
 import weakref

@@ -1,7 +1,7 @@
-"""The first forward of a module raises under ``torch.func.jvp``.
+"""The first forward of a ``fully_shard`` module under ``torch.func.jvp`` raises.
 
-The hooks of FSDP allocate the gathered parameters and write into them. Under a transform of ``torch.func`` that
-includes derivatives, these tensors become wrappers without a storage, which cannot be resized.
+The pre-forward hook allocates the unsharded parameters and writes into them. Under a transform that includes
+derivatives, these tensors become wrappers without a storage, which cannot be resized.
 """
 
 import torch

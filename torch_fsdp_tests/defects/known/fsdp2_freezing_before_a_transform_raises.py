@@ -1,9 +1,8 @@
-"""A forward under a transform of ``torch.func`` raises if a parameter was frozen since the last forward.
+"""A forward under a ``torch.func`` transform raises if a parameter was frozen or unfrozen since the last forward.
 
-FSDP2 steps out of the transform while it gathers. When it shows the gathered parameters, it gives them the
-``requires_grad`` of the shards by ``requires_grad_``. Every transform refuses this call, also while FSDP2 is outside of
-its dispatch. It is made only if the value has changed, so that a model raises that ran before its parameter was frozen,
-or made trainable, and does not raise otherwise.
+FSDP2 leaves the transform while it unshards. When it registers the unsharded parameters, it gives them the
+``requires_grad`` of the local shards with ``requires_grad_()``. Every transform rejects this call, even outside of its
+dispatch. FSDP2 makes it only if the value has changed.
 """
 
 import torch

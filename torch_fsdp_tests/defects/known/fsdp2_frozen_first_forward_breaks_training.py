@@ -1,8 +1,7 @@
-"""A first forward with all parameters frozen makes a later backward raise.
+"""With a ``param_dtype``, a first forward with all parameters frozen makes backward raise after they are unfrozen.
 
-A parameter group determines the dtypes for reducing its gradients when it first runs, from the parameters that require
-a gradient at that moment. If there are none, for example in an evaluation of a model that is unfrozen later, the dtypes
-stay unknown. With ``param_dtype`` the first backward that has gradients then raises.
+A parameter group determines the dtypes for its gradient reduction in its first forward, from the parameters that
+require gradients then. If there are none, the dtypes stay unset, and the first backward that has gradients raises.
 """
 
 import torch
@@ -18,7 +17,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
     features="fsdp2, frozen, mixed_precision",
-    workaround="Run the first forward before you freeze a whole unit, if need be under ``torch.no_grad()``.",
+    workaround="Run the first forward before you freeze all parameters of a module, if need be under "
+    "``torch.no_grad()``.",
     error="in foreach_reduce ... attempting to assign a gradient with dtype",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/186998",

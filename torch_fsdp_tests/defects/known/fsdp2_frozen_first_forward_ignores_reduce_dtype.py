@@ -1,8 +1,9 @@
-"""After a first forward with all parameters frozen, gradients are not reduced in reduce_dtype.
+"""After a first forward with all parameters frozen, gradients are not reduced in ``reduce_dtype``.
 
-A parameter group determines the dtypes for reducing its gradients when it first runs. If it has no parameters to train
-then, the dtypes stay unknown. With ``param_dtype`` the same cause leads to an error. With only a ``reduce_dtype``
-nothing raises, and the gradients are reduced in the dtype of the parameters instead.
+A parameter group determines the dtypes for its gradient reduction in its first forward, from the parameters that
+require gradients then. If there are none, the dtypes stay unset. With a ``param_dtype`` backward raises, as in
+``fsdp2_frozen_first_forward_breaks_training``. With only a ``reduce_dtype`` nothing raises, and gradients are reduced
+in the dtype of the parameters.
 """
 
 import torch
@@ -18,11 +19,13 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
     features="fsdp2, frozen, mixed_precision",
-    workaround="Run the first forward before you freeze a whole unit, if need be under ``torch.no_grad()``.",
+    workaround="Run the first forward before you freeze all parameters of a module, if need be under "
+    "``torch.no_grad()``.",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/186998",
         "https://github.com/pytorch/pytorch/pull/187376",
     ),
+    documented="``MixedPrecisionPolicy.reduce_dtype``: 'specifies the dtype for gradient reduction'",
 )
 
 

@@ -1,9 +1,8 @@
-"""Frozen parameters look trainable between forward and backward if they reshard to a smaller mesh.
+"""With an int ``reshard_after_forward``, frozen parameters have ``requires_grad=True`` between forward and backward.
 
-With a number as ``reshard_after_forward``, FSDP2 registers parameters over a smaller mesh after forward. It makes new
-parameters and does not copy ``requires_grad``, so that each of them claims to require gradients. Who looks for the
-trainable parameters between forward and backward finds all of them. An integer parameter, which cannot require
-gradients, makes the forward raise.
+After forward FSDP2 registers new parameters over the smaller mesh and does not copy ``requires_grad``. A program that
+collects the trainable parameters there gets all of them. A parameter of integers, which cannot require gradients, makes
+forward raise.
 """
 
 import torch
@@ -18,8 +17,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
     features="fsdp2, strategies, frozen",
-    workaround="Use True or False as ``reshard_after_forward``, or look at ``requires_grad`` before forward.",
+    workaround="Use True or False as ``reshard_after_forward``, or read ``requires_grad`` before forward.",
     world_size=4,
+    documented="``fully_shard``: with an int, 'the registered parameters are ... the parameters resharded to the "
+    "smaller mesh'",
 )
 
 

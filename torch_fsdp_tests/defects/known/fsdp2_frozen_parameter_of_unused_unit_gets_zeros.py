@@ -1,9 +1,8 @@
-"""A parameter that was frozen gets a gradient of zeros when its unit has no part in a step.
+"""With ``set_reduce_scatter_unused_params``, a parameter frozen since its module last ran gets a gradient of zeros.
 
-With ``set_reduce_scatter_unused_params``, zeros stand for trainable parameters that a step does not use. Whether a
-parameter is trainable is read from the gathered parameter, which learns of ``requires_grad_(False)`` only when its unit
-is gathered the next time. An optimizer takes the zeros for a gradient, and its weight decay changes the frozen
-parameter.
+FSDP2 reduces zeros for trainable parameters that a backward does not use. It reads ``requires_grad`` from the unsharded
+parameter, which ``requires_grad_(False)`` reaches only when the module is unsharded the next time. An optimizer takes
+the zeros for a gradient, and its weight decay changes the frozen parameter.
 """
 
 import torch
@@ -19,7 +18,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     features="fsdp2, communication, frozen",
-    workaround="Gather the unit once after freezing: ``module.unshard()``, then ``module.reshard()``.",
+    workaround="Unshard the module once after freezing: ``module.unshard()``, then ``module.reshard()``.",
     since="2.13",
 )
 
