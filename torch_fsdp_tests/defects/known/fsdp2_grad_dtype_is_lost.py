@@ -1,9 +1,8 @@
-"""FSDP2 ignores the grad_dtype of a parameter.
+"""``fully_shard`` drops the ``grad_dtype`` of a parameter, so gradients have the parameter's dtype.
 
-A parameter asks for gradients of another dtype with ``grad_dtype``. ``fully_shard`` replaces the parameter by a new
-one, and does not copy this attribute. It casts reduced gradients to the dtype of the parameter, also after a reduction
-in float32. A bfloat16 parameter that asks for gradients in float32 gets them rounded to bfloat16. If ``grad_dtype`` is
-set on the sharded parameter, backward raises.
+``fully_shard`` replaces the parameter by a new one without this attribute, and casts reduced gradients to the
+parameter's dtype. A bfloat16 parameter that asks for gradients in float32 gets them rounded to bfloat16, even after a
+reduction in float32. If ``grad_dtype`` is set on the sharded parameter, backward raises.
 """
 
 import torch
@@ -25,6 +24,7 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/170648",
         "https://github.com/pytorch/pytorch/pull/172074",
     ),
+    documented="``Tensor.grad_dtype``: 'When not None, the autograd engine casts incoming gradients to this dtype'",
     fails_with=("AssertionError", "RuntimeError"),
 )
 

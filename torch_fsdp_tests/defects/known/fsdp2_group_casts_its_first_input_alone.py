@@ -1,8 +1,8 @@
-"""Mixed precision casts the inputs of a group's first module only.
+"""With a ``param_dtype``, ``fully_shard([a, b])`` casts the inputs of the first module only.
 
-``fully_shard([a, b])`` makes one group of two modules. Its hooks cast the inputs when the first module runs and the
-outputs when the last one has run. If the model computes in another dtype between them, as a norm in float32 does, the
-second module gets inputs of another dtype than its parameters, and raises.
+The hooks of a group cast the inputs when its first module runs, and the outputs when its last one has run. If the model
+computes in another dtype between them, such as a norm in float32, the second module gets inputs of another dtype than
+its parameters, and raises.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
     features="fsdp2, wrapping, mixed_precision",
     workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    documented="``MixedPrecisionPolicy.cast_forward_inputs``: 'For grouped ``fully_shard([a, b, ...])``, the cast is "
+    "applied per module' (since 2.13)",
     fails_with=("RuntimeError",),
 )
 

@@ -1,11 +1,10 @@
-"""The backward of a group of modules raises unless a gradient reaches the output of its last module.
+"""Backward of ``fully_shard([a, b])`` raises unless a gradient reaches the output of the module that ends last.
 
-``fully_shard([a, b])`` gathers the parameters of both for backward when a gradient reaches an output. It watches the
-output of the module that ends last, and no other. If that module is frozen and its input needs no gradient, or if the
-loss does not use its output, nobody gathers, and the backward of the other modules raises in setStorage. If the module
-calls another one of the group, such as a head whose logits it keeps, the backward of the head comes too early. With
-``reshard_after_forward=False`` the parameters are still there, unless the head was used again and its later use, which
-is over first in backward, has freed them.
+The hook that unshards the group for backward is registered on the output of the module whose forward ends last, and on
+no other. If the loss does not use this output, or if that module is frozen and its input needs no gradient, the
+backward of the other modules uses parameters that were freed after forward. It is the same if the last module calls
+another one of the group, such as a head, and the loss uses that one's output. With ``reshard_after_forward=False`` this
+raises only if the called module runs twice, because the backward of the later run frees the parameters.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Hooks on parameters with offloaded gradients run before the gradients have reached the host.
+"""Post-accumulate-grad hooks run before offloaded gradients have reached the CPU.
 
-With ``CPUOffloadPolicy()``, FSDP2 copies each reduced gradient to pinned memory of the host without waiting for the
-copy. It waits at the end of the backward. But it calls the hooks of ``register_post_accumulate_grad_hook`` right after
-it has asked for the copy, so an optimizer that runs in the backward may step with what the memory held before.
+With ``CPUOffloadPolicy()``, FSDP2 copies each reduced gradient to pinned memory without waiting for the copy, and waits
+at the end of backward. But it calls the hooks of ``register_post_accumulate_grad_hook`` right after it has started the
+copy, so an optimizer that steps in a hook may read what the memory held before.
 """
 
 from unittest import mock
@@ -22,6 +22,8 @@ DEFECT = Defect(
     features="fsdp2, offload",
     workaround="Use ``CPUOffloadPolicy(pin_memory=False)``, or synchronize the device in the hook.",
     upstream=("https://github.com/pytorch/pytorch/pull/180666",),
+    documented="``register_post_accumulate_grad_hook``: called 'after all gradients for a tensor have been "
+    "accumulated, meaning that the .grad field has been updated'",
 )
 
 

@@ -27,6 +27,7 @@ DEFECT = Defect(
     upstream=(
         "https://github.com/pytorch/pytorch/issues/181832",
         "https://github.com/pytorch/pytorch/pull/181850",
+        "https://github.com/pytorch/pytorch/pull/197154",
     ),
     fails_with=("AssertionError", "RuntimeError"),
 )

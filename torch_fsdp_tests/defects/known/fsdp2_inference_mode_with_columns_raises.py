@@ -1,8 +1,7 @@
-"""The first evaluation in inference mode raises if parameters are not sharded along their first dimension.
+"""The first forward in inference mode raises if ``shard_placement_fn`` returns ``Shard(1)``.
 
-FSDP2 preserves the version counter of an unsharded parameter while it puts the columns of all ranks together. A
-parameter that was allocated in inference mode has no version counter, so the very first forward in inference mode
-raises.
+FSDP2 preserves the version counter of an unsharded parameter while it concatenates the columns of all ranks. A
+parameter that was allocated in inference mode has no version counter.
 """
 
 import torch
@@ -19,7 +18,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
     features="fsdp2, strategies",
-    workaround="Evaluate under ``torch.no_grad()``.",
+    workaround="Use ``torch.no_grad()`` instead of inference mode.",
     error="in foreach_all_gather_copy_out ... Inference tensors do not track version counter",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("RuntimeError",),

@@ -1,8 +1,7 @@
-"""The first evaluation in inference mode raises if a shard group has one rank.
+"""The first forward in inference mode raises if a shard group has one rank.
 
 FSDP2 preserves the version counter of an unsharded parameter while it copies into it. A parameter that was allocated in
-inference mode has no version counter, so the very first forward in inference mode raises. With more ranks in a shard
-group it works.
+inference mode has no version counter. With more ranks in a shard group it works.
 """
 
 import torch
@@ -18,7 +17,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
     features="fsdp2",
-    workaround="Evaluate under ``torch.no_grad()``.",
+    workaround="Use ``torch.no_grad()`` instead of inference mode.",
     error="in wait_for_unshard ... Inference tensors do not track version counter",
     world_size=1,
     upstream=(

@@ -1,10 +1,9 @@
-"""The gradient that an all-reduce hook reads is freed while the hook may still run.
+"""The gradient that a hook of ``set_all_reduce_hook`` reads is freed while the hook's stream may still read it.
 
-An all-reduce hook reduces the gradients of a group further, on a stream of its own. It gets the output of the
-reduce-scatter. If the gradients are reduced in another dtype than that of the parameters, they are cast after the hook,
-and nothing refers to the hook's input anymore. The same holds if they are added to gradients of an earlier backward. On
-a device its memory can be used for the next group while the hook's collective still reads it. The native all-reduce of
-HSDP keeps its input until the next group is reduced.
+The hook gets the output of the reduce-scatter and reduces it further, on a stream of its own. If the gradients are then
+cast from ``reduce_dtype``, or added to those of an earlier backward, nothing refers to the hook's input after the hook.
+On an accelerator its memory can be used for the next parameter group while the hook's collective still reads it. For
+its own all-reduce of HSDP, FSDP2 keeps the input until the next group is reduced.
 """
 
 import weakref

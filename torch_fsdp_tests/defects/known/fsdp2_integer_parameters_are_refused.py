@@ -1,7 +1,7 @@
-"""A frozen parameter of integers is refused.
+"""``fully_shard`` raises for a frozen parameter of integers.
 
-A parameter of integers cannot require a gradient. FSDP makes the sharded parameter with the default of
-``nn.Parameter``, which is to require one, and sets it to that of the original parameter only afterwards. So quantised
+A parameter of integers cannot require a gradient. ``fully_shard`` makes the sharded parameter with the default of
+``nn.Parameter``, ``requires_grad=True``, and sets the value of the original parameter only afterwards. So quantized
 weights cannot be sharded, although they are frozen.
 """
 

@@ -1,8 +1,7 @@
 """The profiler's label of the root's wait for a reduce-scatter ends in empty parentheses.
 
-The labels of FSDP2 in a profiler's trace end in the name of the module. For the root, which has no name, they have no
-such ending. The label of the wait for the previous reduce-scatter is built in another way: it has parentheses around
-the empty name.
+Labels of FSDP2 in a profiler's trace end in the name of the module in parentheses. For the root, which has no name,
+they have no parentheses, except for this label.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""FSDP shards a dimension over two axes in the order of the mesh, even if its partition spec has another order.
+"""``fully_shard`` ignores the order of axes in a partition spec, so ``full_tensor()`` has rows in a wrong order.
 
 The package spmd-types lets two mesh axes shard one dimension, and the first axis of the partition spec is the outer
-one. ``fully_shard`` makes a DTensor of the parameter, and only reads from the spec which axes there are. The DTensor
-always has the first axis of the mesh as the outer one. If the spec has the other order, ``full_tensor`` and checkpoints
-have the rows of the parameter in a wrong order. Training on the same mesh does not show it.
+one. ``fully_shard`` makes a DTensor of the parameter, and reads from the spec only which axes there are. The DTensor
+always has the first axis of the mesh as the outer one. If the spec has the other order, ``full_tensor()`` and
+checkpoints are wrong. Training on the same mesh does not show it.
 """
 
 import torch
@@ -21,8 +21,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
     features="fsdp2, spmd_types",
     workaround="Name the axes of a partition spec in the order of the mesh.",
-    since="2.14",
     world_size=4,
+    since="2.14",
     package="spmd_types",
 )
 

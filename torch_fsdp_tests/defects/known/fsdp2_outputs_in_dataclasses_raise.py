@@ -1,8 +1,7 @@
-"""Backward raises if a module returns its outputs in a dataclass.
+"""Backward raises if a ``fully_shard`` module returns its outputs in a dataclass.
 
-FSDP registers hooks on the outputs of a module, which gather the parameters before their gradients are computed. It
-looks for tensors in tuples, lists and dicts, but not in dataclasses. Without the hooks backward uses parameters that
-were freed after forward.
+FSDP2 unshards parameters for backward in hooks on a module's outputs. It looks for tensors in tuples, lists and dicts,
+but not in dataclasses. Without the hooks, backward uses parameters that were freed after forward.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""If the root returns its output in an object, gradients are not reduced, and the optimizer finds none.
+"""If the root returns its output in an object of a custom class, its gradients are not reduced.
 
-FSDP2 notices backward by hooks on the tensors that a module returns. It finds them in tuples, lists, dicts and
-dataclasses, but not in other objects. An inner module then raises, because its parameters are not gathered for
-backward. Those of the root are still gathered, so its backward runs. If no inner module has a hook, nothing ends this
-backward: each rank keeps its own gradient at the gathered parameters.
+FSDP2 prepares backward in hooks on a module's outputs. It looks for tensors in tuples, lists, dicts and (since 2.12)
+dataclasses, but not in other objects. An inner module then raises, because its parameters were freed after forward.
+Those of the root are still unsharded, so its backward runs. If no inner module has a hook either, nothing ends this
+backward: each rank keeps its own gradient on the unsharded parameters, and the optimizer finds none.
 """
 
 import torch
@@ -20,8 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
     features="fsdp2",
     workaround="Return tensors in a tuple, a list or a dict.",
-    arguable="no function can look into every object, and the documentation does not say which containers it finds "
-    "tensors in; but nothing warns or raises",
+    arguable="no function can look into every object, and the documentation does not say in which containers tensors "
+    "are found",
 )
 
 

@@ -1,9 +1,8 @@
-"""The all-gather buffer of a group that runs in part stays in memory after backward.
+"""If a module of a group runs after the root's forward, the group's all-gather buffer stays in memory after backward.
 
-After an all-gather in forward, FSDP keeps the gathered buffer until the next all-gather, or until the root's forward
-ends. If a module of a group runs alone after the root's forward, as the head of a chunked loss does, its all-gather is
-the last one. Nothing frees this buffer before the next forward, so it takes memory during backward and the optimizer
-step.
+After an all-gather in forward, FSDP2 keeps the buffer until the next all-gather, or until the root's forward ends. If a
+module of ``fully_shard([a, b])`` runs after the root's forward, as the head of a chunked loss does, its all-gather is
+the last one. Nothing frees this buffer before the next forward.
 """
 
 import weakref
@@ -22,6 +21,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="fsdp2, wrapping",
     workaround="Run all modules of the group inside the root's forward.",
+    documented="``fully_shard``: with a list, modules may be 'called later in the same iteration', as in chunked-loss "
+    "training",
 )
 
 

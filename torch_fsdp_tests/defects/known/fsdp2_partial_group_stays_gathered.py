@@ -1,8 +1,8 @@
-"""A group of which only some modules run stays gathered after forward.
+"""``fully_shard([a, b])`` stays unsharded after a forward that runs only one of the modules.
 
-A group is resharded when the last of its modules has run. If forward leaves one out, the whole parameters of the group
-stay in memory, as after a forward of a model with an unused head. Without a backward they stay until the group runs
-completely. The outputs of such a group are not cast to ``output_dtype`` either.
+A group is resharded when the last of its modules has run. If forward skips one, such as an unused head, the unsharded
+parameters stay in memory, and without a backward until all modules of the group have run. The outputs of such a group
+are not cast to ``output_dtype`` either.
 """
 
 import torch
@@ -20,6 +20,8 @@ DEFECT = Defect(
     features="fsdp2, wrapping",
     workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),
+    documented="``fully_shard``: with a list, 'the model's forward may run only a subset of the grouped modules' "
+    "(since 2.13)",
 )
 
 

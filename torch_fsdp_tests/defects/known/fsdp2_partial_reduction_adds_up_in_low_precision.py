@@ -1,8 +1,8 @@
-"""HSDP adds up gradients that are not all-reduced yet in low precision.
+"""HSDP with ``set_requires_all_reduce(False)`` accumulates gradients in a low-precision ``reduce_dtype``.
 
-After ``set_requires_all_reduce(False)`` FSDP2 reduces gradients within each shard group, and adds them to a buffer
-until it all-reduces. The buffer has ``reduce_dtype``, although gradients that are all-reduced at once are added to the
-parameter's gradient, in the parameter's dtype. In bfloat16 the sum of many microbatches loses the small ones.
+FSDP2 reduces gradients within each shard group, and adds them to a buffer until it all-reduces. The buffer has
+``reduce_dtype``, although gradients that are all-reduced at once are added to the parameter's gradient, in the
+parameter's dtype. In bfloat16 the sum of many microbatches loses the small ones.
 """
 
 import torch
@@ -21,8 +21,8 @@ DEFECT = Defect(
     workaround="Set ``reduce_dtype=torch.float32``.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/194628",),
-    arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "
-    "not say how they are accumulated between the two halves of the reduction; the sum is only less precise",
+    arguable="``MixedPrecisionPolicy.reduce_dtype`` documents accumulation in ``reduce_dtype`` if synchronization is "
+    "disabled, and a caller who sets bfloat16 gets it",
 )
 
 

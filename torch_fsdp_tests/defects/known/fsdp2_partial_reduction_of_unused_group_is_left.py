@@ -1,8 +1,8 @@
-"""HSDP omits the all-reduce of a group that the last microbatch does not use.
+"""HSDP with ``set_requires_all_reduce(False)`` does not all-reduce groups that the last microbatch does not use.
 
 After a backward without all-reduce, FSDP2 keeps the reduce-scattered gradients. The last microbatch all-reduces only
 the groups that get a gradient from it. The optimizer steps the other groups without the gradient of the earlier
-microbatches, and the next step adds this gradient to its own.
+microbatches, and the next step adds this gradient to its own. ``set_requires_gradient_sync(False)`` has no such effect.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     features="fsdp2, hsdp, accumulation",
     workaround="Accumulate with ``set_requires_gradient_sync(False)`` instead of ``set_requires_all_reduce(False)``.",
+    documented="``set_requires_all_reduce``: for 'gradient accumulation with only reduce-scatter but not all-reduce "
+    "for HSDP'",
 )
 
 

@@ -1,4 +1,4 @@
-"""HSDP adds the partial gradient of one parameter to another one.
+"""HSDP with ``set_requires_all_reduce(False)`` adds the gradient of one parameter to another one of the same size.
 
 After a backward without all-reduce, FSDP2 keeps one flat buffer with the gradients that it has reduce-scattered so far.
 It does not record which parameters are in it, and adds it to whatever the next backward reduces. If that backward uses
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     features="fsdp2, hsdp, accumulation",
     workaround="Accumulate with ``set_requires_gradient_sync(False)`` instead of ``set_requires_all_reduce(False)``.",
+    documented="``set_requires_all_reduce``: for 'gradient accumulation with only reduce-scatter but not all-reduce "
+    "for HSDP'",
     fails_with=("AssertionError", "RuntimeError"),
 )
 
