@@ -1,11 +1,8 @@
-"""Backward raises if tensor parallelism leaves a rank without rows of a parameter.
+"""Backward raises if TP leaves a rank without rows of a parameter.
 
-For a layer with one output, column-wise parallelism over two ranks leaves the second rank without rows. Its FSDP group
-then reduces gradients without elements, and ``torch._chunk_cat`` refuses those. A plain module, DDP, and tensor
-parallelism without FSDP can train such a layer.
-
-On an NVIDIA H200 with torch 2.11.0 it is worse: ``torch.split_with_sizes_copy`` divides by zero, and the process dies
-of SIGFPE in forward.
+``ColwiseParallel`` over two TP ranks leaves the second one without rows of a layer with one output. Its parameter group
+then reduces gradients without elements, which ``torch._chunk_cat`` rejects. A plain module, DDP, and TP without FSDP2
+train such a layer. On CUDA, torch 2.11 dies of SIGFPE in forward: ``torch.split_with_sizes_copy`` divides by zero.
 """
 
 import torch
@@ -23,7 +20,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
     features="fsdp2, tp",
-    workaround="Do not split a layer with fewer outputs than tensor parallelism has ranks.",
+    workaround="Do not split a layer that has fewer outputs than there are TP ranks.",
     error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     world_size=4,
     fails_with=("RuntimeError", "SIGFPE"),

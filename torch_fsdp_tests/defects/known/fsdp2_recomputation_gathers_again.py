@@ -1,8 +1,7 @@
-"""Two forwards before one backward gather a recomputed module once more than they need.
+"""Two forwards before one backward add an all-gather of a module inside a checkpointed block.
 
-If a checkpointed module that contains FSDP modules runs twice before backward, each of its parts is recomputed twice.
-The post-forward hook of the recomputation reshards a module that was gathered for it, just before its gradients are
-computed. They need an all-gather of their own.
+The modules inside the block are recomputed for each of the two forwards. The post-forward hook of the recomputation
+reshards a module just before its gradients are computed, so that backward has to all-gather it again.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Under activation checkpointing, ranks that use different layers run collectives in different orders.
+"""Activation checkpointing with ``set_reduce_scatter_unused_params`` runs collectives in different orders on ranks.
 
-``set_reduce_scatter_unused_params`` is for ranks that use different layers. In a checkpointed block, the first layer
-that needs a saved tensor starts the recomputation, which gathers the layers before it. If a rank does not use the last
-layers, its recomputation starts later, after the reduction of a unit that other ranks reduce later. The ranks then wait
-for each other, or reduce into wrong buffers. Prefetching hides it, unless several forwards come before their backwards.
+In a checkpointed block, the first layer that needs a saved tensor starts the recomputation, which all-gathers the
+layers before it. If a rank does not use the last layers, its recomputation starts later, after the reduction of a
+module that other ranks reduce later. The ranks then wait for each other, or reduce into wrong buffers. Prefetching
+hides it, unless several forwards come before their backwards.
 """
 
 import torch
@@ -21,8 +21,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
     features="fsdp2, communication, activation_checkpointing",
-    workaround="Shard a checkpointed block as one unit: ``fully_shard(block)``, and none of its layers.",
+    workaround="Shard a checkpointed block as one parameter group: call ``fully_shard(block)``, and not on its layers.",
     since="2.13",
+    documented="``set_reduce_scatter_unused_params``: needed 'when different ranks use different parameters', "
+    "'causing mismatched reduce-scatter collectives'",
 )
 
 

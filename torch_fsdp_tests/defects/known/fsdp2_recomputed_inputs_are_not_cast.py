@@ -1,8 +1,8 @@
-"""Backward raises if an FSDP module with mixed precision is recomputed.
+"""Backward through ``checkpoint`` around a ``fully_shard`` module with a ``param_dtype`` raises.
 
-``checkpoint`` around an FSDP module runs the module again in backward, with the inputs that it had saved before the
-module cast them. In the recomputation FSDP's hook returns early, so it casts neither the inputs nor the outputs. The
-recomputed tensors have another dtype, which ``checkpoint`` refuses.
+``checkpoint`` runs the module again in backward, with the inputs that it saved before the module cast them. In the
+recomputation FSDP2's hook returns early and casts neither the inputs nor the outputs. The recomputed tensors have
+another dtype, which ``checkpoint`` rejects.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     workaround="Call ``checkpoint`` inside the forward of the FSDP module, or cast the inputs before ``checkpoint``.",
     error="Recomputed values for the following tensors have different metadata ... torch.bfloat16",
     upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
+    documented="``MixedPrecisionPolicy.cast_forward_inputs``: 'FSDP should cast the forward's floating-point input "
+    "tensors to ``param_dtype``'",
     fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
 )
 

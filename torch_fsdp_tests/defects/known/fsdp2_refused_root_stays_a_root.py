@@ -1,7 +1,7 @@
-"""After a group was refused as the root, the model with the right root is refused as well.
+"""After ``fully_shard([a, b])`` raised as the root, wrapping the whole model, as the error suggests, raises as well.
 
 A group of several modules cannot be the root, so its first forward raises if it runs outside of a root. By then it has
-marked itself as the root. Wrapping the whole model, as the error suggests, leads to another error.
+marked itself as the root, and the forward of the whole model reports that it was initialized already.
 """
 
 import torch
@@ -17,7 +17,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     features="fsdp2, wrapping",
-    workaround="Wrap the whole model before the first forward; after the error make it anew.",
+    workaround="Wrap the whole model before the first forward; after the error make the model anew.",
     error="state has already been lazily initialized for",
     fails_with=("RuntimeError",),
 )

@@ -1,8 +1,7 @@
-"""replicate accepts mesh dimensions that shard, although it should refuse them.
+"""``replicate`` accepts ``dp_mesh_dims`` with a shard dim if they have a replicate dim, and shards the parameters.
 
-``replicate`` refuses ``dp_mesh_dims`` with a dimension that shards, and points to ``fully_shard``. The check is for an
-instance of ``DDPMeshInfo``, but ``HSDPMeshInfo`` is a subclass of that. So a dimension that shards is accepted if
-another one replicates. Then ``replicate`` shards the parameters, and they stay gathered after forward.
+``replicate`` rejects other ``dp_mesh_dims`` with a shard dim and points to ``fully_shard``. It checks for an instance
+of ``DDPMeshInfo``, but ``HSDPMeshInfo`` is a subclass of that. The parameters stay unsharded after forward.
 """
 
 import torch
@@ -21,6 +20,7 @@ DEFECT = Defect(
     features="fsdp2, replicate",
     workaround="Use ``fully_shard`` with the same ``dp_mesh_dims``.",
     since="2.12",
+    documented="``replicate``: its error says that it 'requires replicate-only dims (no shard dims)'",
 )
 
 

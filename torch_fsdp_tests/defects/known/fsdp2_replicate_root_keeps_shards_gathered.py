@@ -1,9 +1,9 @@
-"""Sharded modules below a root of replicate stay gathered after their forward.
+"""``fully_shard`` modules below a root of ``replicate`` stay unsharded after their forward.
 
-When a root of ``replicate`` initializes lazily, it only looks for states of ``replicate``. So a module of
-``fully_shard`` below it becomes a root itself, and a root does not reshard after forward by default. All such modules
-are gathered at the same time, between forward and backward, so sharding saves no memory there. A root of
-``fully_shard`` finds both kinds.
+When a root of ``replicate`` initializes lazily, it finds only states of ``replicate``. So a ``fully_shard`` module
+below it becomes a root itself, and a root does not reshard after forward by default. All such modules are unsharded at
+the same time, between forward and backward, so sharding saves no memory there. A root of ``fully_shard`` finds both
+kinds.
 """
 
 import torch
@@ -23,6 +23,7 @@ DEFECT = Defect(
     features="fsdp2, replicate",
     workaround="Pass ``reshard_after_forward=True`` to ``fully_shard``.",
     since="2.11",
+    documented="``fully_shard``: ``reshard_after_forward=None`` 'is set to ``True`` for non-root modules'",
 )
 
 

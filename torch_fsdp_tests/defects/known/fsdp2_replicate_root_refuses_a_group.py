@@ -1,8 +1,7 @@
-"""A group of fully_shard below a root of replicate raises in its first forward.
+"""``fully_shard([a, b])`` below a root of ``replicate`` raises in its first forward.
 
-When a root of ``replicate`` initializes lazily, it only looks for states of ``replicate``. So the state of
-``fully_shard([a, b])`` below it becomes a root itself, but a root must be a single module. Under a root of
-``fully_shard`` the same model runs.
+When a root of ``replicate`` initializes lazily, it finds only states of ``replicate``. So the state of the group
+becomes a root itself, but a root must be a single module. Under a root of ``fully_shard`` the same model runs.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""reset_iter_state keeps the gradients of an interrupted backward.
+"""``reset_iter_state`` keeps the gradients of a backward that raised, and the next backward adds to them.
 
 A backward that raises leaves gradients on the unsharded parameters of the modules that it has reached.
-``reset_iter_state`` is meant for such a case but does not drop them. ``zero_grad`` only sees the sharded parameters,
-and the next backward adds to the old gradients. So those layers get too large gradients, without a warning.
+``reset_iter_state`` does not drop them, and ``zero_grad`` reaches only the sharded parameters. So these modules get too
+large gradients, without a warning.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
     since="2.13",
+    documented="``reset_iter_state``: 'the failed iteration's gradients are lost'",
 )
 
 

@@ -1,7 +1,6 @@
-"""reset_iter_state keeps gradients that were not reduced yet.
+"""``reset_iter_state`` keeps gradients that were accumulated with ``set_requires_gradient_sync(False)``.
 
-The docstring of ``reset_iter_state`` says that gradients which were accumulated without a reduction are lost. In fact
-they stay on the parameter group, and ``zero_grad`` does not see them. The next backward adds them to its own, so the
+They stay on the parameter group, and ``zero_grad`` does not reach them. The next backward adds them to its own, so the
 step includes the gradient of a microbatch that the reset should have discarded.
 """
 
@@ -20,6 +19,8 @@ DEFECT = Defect(
     features="fsdp2, accumulation",
     workaround="After the reset call ``unshard()``, ``zero_grad()`` and ``reshard()`` on each FSDP module.",
     since="2.13",
+    documented="``reset_iter_state``: 'the failed iteration's gradients are lost, including ... ``no_sync`` "
+    "grad-accumulation state'",
 )
 
 

@@ -1,7 +1,7 @@
-"""Backward raises if parameters are not sharded along their first dimension and reshard to a smaller mesh.
+"""Backward raises if ``shard_placement_fn`` returns ``Shard(1)`` and ``reshard_after_forward`` is an int.
 
-With an integer as ``reshard_after_forward``, FSDP2 keeps a flat piece of each parameter after forward. In backward it
-gathers these pieces and puts them together as if they were columns, with a shape that has only one dimension.
+With an int, FSDP2 keeps a flat local shard of each parameter after forward. In backward it all-gathers these shards and
+concatenates them as if they were columns, with a shape of one dimension.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""A parameter that two groups share becomes two parameters, which are trained apart.
+"""A parameter that two ``fully_shard`` groups share becomes two parameters, which are trained apart.
 
-Each call of ``fully_shard`` looks for shared parameters among its own modules only. If two modules with one weight are
-in different groups, each group replaces the weight by a sharded parameter of its own. The two get one gradient each,
-and the optimizer updates them apart. Newer versions refuse such a model in its first forward.
+Each call of ``fully_shard`` looks for shared parameters among its own modules only. If two modules with one weight,
+such as an embedding and a head, are in different groups, each group replaces the weight by a sharded parameter of its
+own. The two get one gradient each, and the optimizer updates them apart. Since 2.12 the first forward of such a model
+raises.
 """
 
 import torch
@@ -18,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     features="fsdp2, frozen",
-    workaround="Put all modules that share a parameter into one group, or wrap only a module that contains them.",
+    workaround="Put all modules that share a parameter into one group, or shard only a module that contains them.",
     upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
 )
 

@@ -1,9 +1,9 @@
-"""After a forward with an int reshard_after_forward, parameters of uneven size show wrong rows.
+"""After a forward with an int ``reshard_after_forward``, unevenly sharded parameters have wrong rows.
 
-With ``reshard_after_forward=n`` the parameters are kept in shards over ``n`` ranks between forward and backward. Those
-shards are chunks of the padded parameter, but the DTensor that is registered for them describes an unpadded one. If the
-ranks do not divide the rows evenly, ``full_tensor()`` and norms of the parameters give wrong values, padding included.
-The state dict and the gradients are right.
+The parameters are sharded over the smaller mesh between forward and backward. Their local shards are chunks of the
+padded parameter, but the DTensor that is registered describes an unpadded one. If the ranks do not divide the rows
+evenly, ``full_tensor()`` and norms of the parameters give wrong values, padding included. The state dict and the
+gradients are right.
 """
 
 import torch
@@ -19,8 +19,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
     features="fsdp2, strategies",
-    workaround="Call ``model.reshard()`` before you look at the parameters.",
+    workaround="Call ``model.reshard()`` before you read the parameters.",
     world_size=4,
+    documented="``fully_shard``: with an int, 'the registered parameters are ... the parameters resharded to the "
+    "smaller mesh'",
 )
 
 

@@ -1,11 +1,8 @@
-"""The backward of a unit raises if one of its parameters has no elements.
+"""Backward of a ``fully_shard`` module raises if one of its parameters has no elements.
 
-FSDP2 gathers such a unit, and reduces its gradients with ``torch._chunk_cat``, which refuses tensors without elements,
-also beside others. A plain model runs. A model has such a unit if, for example, one of its layers is an adapter of rank
-0 or an embedding of no words.
-
-On an NVIDIA H200 with torch 2.11.0 it is worse: the copy out of the gathered memory (``torch.split_with_sizes_copy``)
-divides by zero, and the process dies of SIGFPE in forward.
+FSDP2 reduces gradients with ``torch._chunk_cat``, which rejects a tensor without elements, even among others. A plain
+model runs. Such parameters are, for example, those of an adapter of rank 0 or of an embedding of no words. On CUDA,
+torch 2.11 dies of SIGFPE in forward: ``torch.split_with_sizes_copy`` divides by zero.
 """
 
 import torch

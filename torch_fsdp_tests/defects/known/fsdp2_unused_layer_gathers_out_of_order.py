@@ -1,10 +1,9 @@
-"""If a rank does not use the last layer of a unit, ranks gather the parameters of different units.
+"""If a rank skips a module's last layer, backward with ``set_reduce_scatter_unused_params`` mixes up all-gathers.
 
-``set_reduce_scatter_unused_params`` is for ranks that use different layers. In backward, a unit is gathered when the
-gradient of its output is there. A unit whose last layer is left out returns what an inner unit returned. Then both
-units wait for the gradient of the same tensor, and the inner one, which has asked first, is gathered first. On a rank
-that uses the layer, the outer one is gathered first. Units of equal size get each other's parameters, and the gradients
-are wrong. Units of other sizes make the collective hang or abort.
+In backward, a module is unsharded when the gradient of its output is computed. A module that skips its last layer
+returns what an inner module returned. Then both wait for the gradient of the same tensor, and the inner one, whose hook
+was registered first, is all-gathered first. On a rank that uses the layer, the outer one is first. Groups of equal size
+get each other's parameters, and the gradients are wrong. Groups of other sizes make the collective hang or abort.
 """
 
 import torch
@@ -22,6 +21,8 @@ DEFECT = Defect(
     features="fsdp2, communication",
     workaround="Return a tensor of its own from the outer module: ``return x.clone()``.",
     since="2.13",
+    documented="``set_reduce_scatter_unused_params``: needed 'when different ranks use different parameters', "
+    "'causing mismatched reduce-scatter collectives'",
 )
 
 

@@ -1,11 +1,10 @@
-"""If a rank does not use a layer, ranks exchange the gradients of different groups.
+"""If a rank skips a layer, backward with ``set_reduce_scatter_unused_params`` mixes up gradients of different groups.
 
-``set_reduce_scatter_unused_params`` is for ranks that use different layers. It sends zeros for what a rank did not use,
-so that all ranks reduce the same parameters, but not in the same order. A group is reduced when the gradient of its
-input is there, and a group whose input needs no gradient is reduced at the end of backward, after its root. Whether an
-input needs a gradient depends on the layers before it. So if one rank alone uses the first layer, the next one is
-reduced before the root there, and after it elsewhere. Groups of equal size get each other's gradients. Groups of other
-sizes make the collective hang or abort.
+The option reduces zeros for what a rank did not use, so that all ranks reduce the same parameters, but not in the same
+order. A group is reduced when the gradient of its input is computed, and a group whose input needs no gradient at the
+end of backward, after its root. Whether an input needs a gradient depends on the layers before it. So if one rank alone
+uses the first layer, the next one is reduced before the root there, and after it elsewhere. Groups of equal size get
+each other's gradients. Groups of other sizes make the collective hang or abort.
 """
 
 import torch
@@ -23,6 +22,8 @@ DEFECT = Defect(
     features="fsdp2, communication",
     workaround="Let the inputs require a gradient: ``x.requires_grad_()``.",
     since="2.13",
+    documented="``set_reduce_scatter_unused_params``: needed 'when different ranks use different parameters', "
+    "'causing mismatched reduce-scatter collectives'",
 )
 
 
