@@ -1,4 +1,4 @@
-"""Backward under selective activation checkpointing raises if the block contains ``fully_shard`` modules.
+"""Backward under selective activation checkpointing can raise if the block contains ``fully_shard`` modules.
 
 ``create_selective_checkpoint_contexts`` counts the calls of each operator in forward, and raises if the recomputation
 has more. It also counts the profiler's annotations. In the recomputation no forward of FSDP2 is running, so each

@@ -1,4 +1,4 @@
-"""``model.to(dtype)`` after the first forward makes the next forward raise.
+"""``model.to(dtype)`` after the first forward of a ``fully_shard`` model makes the next forward raise.
 
 The conversion replaces the local shards, and FSDP2 records the new ones. The all-gather buffers and the unsharded
 parameters are allocated in the first forward only, and keep the old dtype. With one rank and under ``replicate``

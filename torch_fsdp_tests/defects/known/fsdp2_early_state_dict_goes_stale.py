@@ -1,4 +1,4 @@
-"""A state dict taken before the first forward keeps the initial values of unevenly sharded parameters.
+"""A ``state_dict()`` before the first forward of FSDP2 keeps the initial values of unevenly sharded parameters.
 
 A program may take a state dict once and save it after each step. If the rows of a parameter do not divide evenly, the
 first forward copies its local shard into new memory, although the shard is padded already. The state dict refers to the

@@ -1,4 +1,4 @@
-"""Post-accumulate-grad hooks run before offloaded gradients have reached the CPU.
+"""With ``CPUOffloadPolicy``, post-accumulate-grad hooks run before the gradients have reached the CPU.
 
 With ``CPUOffloadPolicy()``, FSDP2 copies each reduced gradient to pinned memory without waiting for the copy, and waits
 at the end of backward. But it calls the hooks of ``register_post_accumulate_grad_hook`` right after it has started the

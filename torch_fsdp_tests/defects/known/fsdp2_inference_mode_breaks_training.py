@@ -1,4 +1,4 @@
-"""A forward in inference mode before the first training step makes the next training forward raise.
+"""FSDP2's first forward in inference mode makes the next forward outside of inference mode raise.
 
 The first forward of FSDP2 allocates the unsharded parameters. In inference mode they become inference tensors, and
 FSDP2 keeps them. The next forward outside of inference mode copies into them, which torch forbids. Modules that do not

@@ -1,4 +1,4 @@
-"""The first forward in inference mode raises if ``shard_placement_fn`` returns ``Shard(1)``.
+"""FSDP2's first forward in inference mode raises if ``shard_placement_fn`` returns ``Shard(1)``.
 
 FSDP2 preserves the version counter of an unsharded parameter while it concatenates the columns of all ranks. A
 parameter that was allocated in inference mode has no version counter.

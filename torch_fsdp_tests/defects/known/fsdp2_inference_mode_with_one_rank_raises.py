@@ -1,4 +1,4 @@
-"""The first forward in inference mode raises if a shard group has one rank.
+"""FSDP2's first forward in inference mode raises if a shard group has one rank.
 
 FSDP2 preserves the version counter of an unsharded parameter while it copies into it. A parameter that was allocated in
 inference mode has no version counter. With more ranks in a shard group it works.

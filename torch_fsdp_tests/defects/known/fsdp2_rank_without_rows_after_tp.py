@@ -1,4 +1,4 @@
-"""Backward raises if TP leaves a rank without rows of a parameter.
+"""Backward of ``fully_shard`` with TP raises on a rank without rows of a parameter.
 
 ``ColwiseParallel`` over two TP ranks leaves the second one without rows of a layer with one output. Its parameter group
 then reduces gradients without elements, which ``torch._chunk_cat`` rejects. A plain module, DDP, and TP without FSDP2

@@ -1,4 +1,4 @@
-"""A parameter assigned to a module after the first forward is dropped, and the old one comes back.
+"""A parameter assigned to a ``fully_shard`` module after its first forward is dropped, and the old one comes back.
 
 FSDP2 registers the unsharded and the sharded parameter of the module in turns. It looks for a parameter that the user
 has assigned in the lazy initialization of the first forward, and after a load or a conversion, but not in a later
