@@ -1,9 +1,9 @@
-"""A backward that computes no gradient for a unit drops the gradient that the unit has accumulated.
+"""With ``use_orig_params=False``, a backward that computes no gradient for an instance drops its accumulated one.
 
-Before backward FSDP1 takes the unit's sharded gradient out of ``grad``, to add it to the next one. It puts it back
-only if the unit's parameters got a gradient in this backward. If the unit ran, but its parameters were not used or
-are frozen now, the earlier gradient is gone. Only flat parameters are affected: with ``use_orig_params`` the original
-parameters still have their views of the gradient, from which it is restored.
+Before backward FSDP1 takes the sharded gradient of the flat parameter out of ``grad``, to add the next gradient to it.
+It puts it back only if the flat parameter got a gradient in this backward. If the instance ran, but its parameters were
+not used or are frozen now, the earlier gradient is gone. With ``use_orig_params=True`` the parameters keep their views
+of the gradient, from which it is restored.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
     features="fsdp1, accumulation",
     workaround="Wrap with ``use_orig_params=True``.",
+    documented="FSDP1's limitations exclude gradient accumulation outside ``no_sync()`` only together with CPU "
+    "offloading",
 )
 
 

@@ -1,9 +1,9 @@
-"""A second backward adds up wrong gradients for a flat parameter of one element.
+"""Gradient accumulation outside ``no_sync()`` is wrong for a flat parameter of one element.
 
-The whole of one element, and the shard of each rank, have the same size. FSDP1 tells an accumulated gradient that was
-reduced from one that was not by its size. So it takes the reduced shard for a local gradient: each rank's next
-gradient is added to it, and the sum is reduced again. Only flat parameters are affected: with ``use_orig_params`` the
-flat parameter has at least one element for each rank.
+The unsharded flat parameter and each local shard then have the same size. FSDP1 distinguishes a reduced gradient from
+one that was accumulated in ``no_sync()`` by its size. So it takes the reduced shard for a local gradient, adds the next
+local gradient to it, and reduces the sum again. With ``use_orig_params=True`` the flat parameter has at least one
+element for each rank.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_backward",
     features="fsdp1, accumulation",
     workaround="Wrap with ``use_orig_params=True``.",
+    documented="FSDP1's limitations exclude gradient accumulation outside ``no_sync()`` only together with CPU "
+    "offloading",
 )
 
 

@@ -1,9 +1,8 @@
-"""The second of two forwards in ``no_sync`` raises under tensor parallelism.
+"""With TP and ``use_orig_params=True``, the second of two forwards in ``no_sync()`` raises.
 
-In ``no_sync`` gradients stay unsharded when parameters are sharded again. Their shapes then differ, so FSDP1 sets the
-``data`` of a gradient. Under tensor parallelism it sets the ``data`` of a plain tensor to a DTensor, and the result has
-no storage. Before the next forward FSDP1 asks for the gradient's storage, and torch refuses. This happens with
-``use_orig_params``.
+In ``no_sync()`` gradients stay unsharded when parameters are resharded. Their shapes then differ, so FSDP1 sets the
+``data`` of a gradient. Under TP it sets the ``data`` of a plain tensor to a DTensor, and the result has no storage.
+Before the next forward FSDP1 asks for the gradient's storage, which raises.
 """
 
 import torch
@@ -24,6 +23,7 @@ DEFECT = Defect(
     error="in _pre_forward ... in _writeback_orig_params ... Attempted to access the data pointer on an invalid "
     "python storage",
     world_size=4,
+    documented="``no_sync``: 'gradients will be accumulated in module variables'",
     fails_with=("RuntimeError",),
 )
 

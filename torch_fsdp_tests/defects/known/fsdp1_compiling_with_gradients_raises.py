@@ -1,7 +1,7 @@
-"""A compiled FSDP1 model cannot be compiled again while it has gradients.
+"""``torch.compile`` raises for an FSDP1 model that it compiles again while parameters have gradients.
 
-The forward shows the unsharded flat parameter under the same tensor that still has the sharded gradient of an earlier
-microbatch. Their sizes differ, and only eager code tolerates that. When dynamo compiles the forward again, for example
+In forward the unsharded flat parameter is the same tensor object that still has the sharded gradient of an earlier
+microbatch. Their sizes differ, and only eager code tolerates that. When Dynamo compiles the forward again, for example
 for a microbatch of another shape, it makes fake copies of the parameter and of its gradient, and raises.
 """
 
@@ -19,6 +19,7 @@ DEFECT = Defect(
     features="fsdp1, accumulation, compile",
     workaround="Give all microbatches one shape, so that nothing is compiled while there are gradients.",
     error="InternalTorchDynamoError: RuntimeError: attempting to assign a gradient of size",
+    documented="``use_orig_params``: '``True`` is required to use ``torch.compile()``'",
     fails_with=("InternalTorchDynamoError",),
 )
 

@@ -1,9 +1,9 @@
-"""Gradients that were set to None come back when the module is moved or converted.
+"""With ``use_orig_params=True``, ``Module.to()`` after ``zero_grad()`` brings the old gradients back.
 
-With ``use_orig_params=True`` gradients are views of the flat parameter's gradient. ``zero_grad()`` sets the views to
-None. The flat parameter's gradient stays until the next forward, which notices that the views are gone. ``Module.to()``
-and similar methods create the views again from the flat parameter, even if nothing has to be moved or converted. The
-next backward adds to the gradients of the last step, and an optimizer step in between applies them again.
+Gradients are views of the flat parameter's gradient. ``zero_grad()`` sets the views to None. The flat parameter's
+gradient stays until the next forward, which finds that the views are gone. ``Module.to()`` and similar methods create
+the views again from the flat parameter, even if nothing is moved or converted. The next backward adds to the gradients
+of the last step, and an optimizer step in between applies them again.
 """
 
 import copy

@@ -1,10 +1,10 @@
-"""The conversion of a model that has run is undone, and later writes to its parameters are lost.
+"""After a model has run, ``half()`` and similar conversions are undone, and later updates of parameters are lost.
 
-``Module.half()`` and similar methods give a flat parameter other memory, but FSDP1 keeps a reference to the shard in
-the old memory. After the next forward or backward it makes the flat parameter point to the old shard again. That undoes
-the conversion and every update since then, even if the model was converted there and back and no value has changed.
-With mixed precision the next forward already computes with the old shard. Before the first forward there is no such
-reference. Without mixed precision the next forward raises for a sharded parameter of another dtype.
+Such methods give a flat parameter other memory, but FSDP1 keeps a reference to the local shard in the old memory. After
+the next forward or backward it makes the flat parameter point to the old shard again. That undoes the conversion and
+every update since then, even if the model was converted there and back. With mixed precision the next forward already
+computes with the old shard. Without it, the next forward raises for a sharded parameter of another dtype. Before the
+first forward there is no such reference.
 """
 
 import copy
@@ -22,8 +22,12 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
     features="fsdp1",
     workaround="Convert the model before its first forward, or wrap a converted model and load the state dict into it.",
-    upstream=("https://github.com/pytorch/pytorch/issues/138467",),
-    arguable="FSDP1 does not promise that a model may be converted once it has run",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/138467",
+        "https://github.com/pytorch/pytorch/issues/90838",
+    ),
+    arguable="FSDP1 does not promise that a wrapped model may be converted, and a maintainer advises to convert it "
+    "before wrapping.",
 )
 
 

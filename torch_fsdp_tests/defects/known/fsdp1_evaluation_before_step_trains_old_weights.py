@@ -1,9 +1,9 @@
-"""An evaluation between backward and ``optimizer.step`` makes the next training step use the old weights.
+"""A forward under ``no_grad`` between backward and ``optimizer.step()`` makes the next training step use old weights.
 
-After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance, until a
-backward frees them. No backward follows an evaluation under ``no_grad``. The next forward finds the parameters gathered
-and uses them, although the optimizer has changed the shards. This happens with flat and with original parameters, and
-without any in-place write.
+After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, until a
+backward frees them. No backward follows a forward under ``no_grad``. The next forward finds the parameters unsharded
+and uses them, although the optimizer has changed the local shards. This happens with both values of
+``use_orig_params``.
 """
 
 import copy
@@ -20,7 +20,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
     features="fsdp1",
-    workaround="Evaluate after ``optimizer.step``, and not between backward and step.",
+    workaround="Run the forward under ``no_grad`` after ``optimizer.step()``.",
+    documented="``ShardingStrategy.FULL_SHARD``: 'reshards after the forward'; ``SHARD_GRAD_OP``: 'parameters are "
+    "sharded outside computation'",
 )
 
 
@@ -34,7 +36,7 @@ def losses(model, device, workaround=False):
         if workaround:
             optim.step()
         with torch.no_grad():
-            model(x)  # the evaluation
+            model(x)  # such as an evaluation
         if not workaround:
             optim.step()
         optim.zero_grad()

@@ -1,9 +1,9 @@
-"""With offloaded parameters, an evaluation brings back gradients that were set to None.
+"""With CPU offload and ``use_orig_params=True``, a forward under ``no_grad`` brings back gradients that were None.
 
-FSDP1 makes a buffer on the host for the gradient of each offloaded flat parameter. When a forward without gradients
-reshards, FSDP1 shows this buffer as the gradients of the original parameters, even if they have none: zeros before the
-first backward, and the gradients of the last step after ``zero_grad``. An optimizer step after the evaluation
-uses them. This happens with ``use_orig_params``.
+FSDP1 keeps a buffer on the CPU for the gradient of each offloaded flat parameter. When a forward under ``no_grad``
+reshards, FSDP1 sets views of this buffer as the gradients of the parameters, even if they have none: zeros before the
+first backward, and the gradients of the last step after ``zero_grad()``. An optimizer step after that forward uses
+them.
 """
 
 import torch
@@ -19,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.sharded_grad",
     features="fsdp1, use_orig_params, offload",
-    workaround="Call ``zero_grad()`` once more after the evaluation.",
+    workaround="Call ``zero_grad()`` once more after the forward under ``no_grad``.",
     fails_with=("AssertionError", "InternalTorchDynamoError"),
 )
 

@@ -1,9 +1,10 @@
-"""A parameter that is frozen after its backward loses its gradient at the next forward or backward.
+"""With ``use_orig_params=True``, a parameter that is frozen after its backward loses its gradient.
 
-FSDP1 shows the gradients of original parameters as views of the flat gradient, and shows none for a parameter that
-requires no gradient. The next backward then writes zeros where the gradient was. In a plain module a gradient
-stays until it is cleared, so accumulation goes on when the parameter is trained again, and an optimizer still uses it.
-With flat parameters a frozen unit loses its gradient, too (``fsdp1_accumulated_gradient_is_lost``).
+At the next forward or backward FSDP1 sets the gradients of parameters to views of the flat gradient, and to None for a
+parameter that requires no gradient. The next backward then writes zeros where the gradient was. In a plain module a
+gradient stays until it is cleared, so accumulation goes on when the parameter is trained again, and an optimizer still
+uses it. With ``use_orig_params=False`` an instance that is frozen loses its gradient as well
+(``fsdp1_accumulated_gradient_is_lost``).
 """
 
 import torch
@@ -19,7 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
     features="fsdp1, frozen, use_orig_params, accumulation",
     workaround="Freeze parameters only after ``optimizer.step`` has used their gradients.",
-    arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
+    arguable="A docstring of FSDP1's source says that parameters with ``requires_grad=False`` have their gradients "
+    "set to None.",
 )
 
 

@@ -1,8 +1,8 @@
-"""``summon_full_params(with_grads=True)`` raises if gradients are kept in low precision.
+"""``summon_full_params(with_grads=True)`` raises with ``keep_low_precision_grads=True``.
 
-With ``keep_low_precision_grads`` the shard of the gradient has the dtype in which the unit computes, and the parameter
-has its own. FSDP1 gathers the gradient and assigns it to ``grad``, which takes only the parameter's dtype. Elsewhere
-it assigns such a gradient to ``grad.data``.
+The sharded gradient has the dtype of forward and backward, and the parameter has its own. FSDP1 unshards the gradient
+and assigns it to ``grad``, which takes only the parameter's dtype. Elsewhere it assigns such a gradient to
+``grad.data``.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     features="fsdp1, unshard, mixed_precision",
     workaround="Leave ``keep_low_precision_grads`` off.",
     error="in unshard_grad ... attempting to assign a gradient with dtype",
+    documented="``summon_full_params``: 'If ``True``, gradients are also unsharded with the parameters.'",
     fails_with=("RuntimeError",),
 )
 

@@ -1,7 +1,7 @@
-"""Low-precision gradients that are kept and offloaded make the backward after ``zero_grad`` raise.
+"""With CPU offload and ``keep_low_precision_grads=True``, the backward after ``zero_grad()`` raises.
 
-The host buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
-next backward casts it back only if the parameter still has a gradient, but ``zero_grad`` has set that to None. So a
+The CPU buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
+next backward casts it back only if the parameter still has a gradient, but ``zero_grad()`` has set that to None. So a
 low-precision gradient is assigned to a full-precision parameter.
 """
 
@@ -21,6 +21,8 @@ DEFECT = Defect(
     workaround="Leave ``keep_low_precision_grads`` off.",
     error="in prepare_gradient_for_optim ... attempting to assign a gradient with dtype",
     upstream=("https://github.com/pytorch/pytorch/pull/86495",),
+    documented="``keep_low_precision_grads``: 'If ``True``, then FSDP keeps the gradients in the dtype used for "
+    "gradient reduction'",
     fails_with=("RuntimeError",),
 )
 

@@ -1,10 +1,10 @@
-"""A forward without a backward makes the next backward lose its gradients in mixed precision.
+"""In mixed precision with ``use_orig_params=True``, a backward after an unused forward gives no gradients.
 
 The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
-later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
-replaces the accumulator, so the hook of an unused forward never runs. With ``use_orig_params`` the next backward
-leaves every ``.grad`` None, and the optimizer changes nothing. An evaluation without ``no_grad`` is such a forward.
-All sharding strategies are affected.
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype replaces
+the accumulator, so the hook of an unused forward never runs. The next backward leaves every ``grad`` None, and the
+optimizer changes nothing. Computing a metric without ``no_grad`` is such a forward. All sharding strategies are
+affected.
 """
 
 import copy

@@ -1,10 +1,10 @@
-"""A forward without a backward leaves the next gradient unreduced in mixed precision, so ranks diverge.
+"""In mixed precision, a forward without a backward leaves the next gradient unreduced, so ranks diverge.
 
 The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
-later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
-replaces the accumulator, so the hook of an unused forward never runs. With flat parameters, each rank then keeps its
-own gradient. Under NO_SHARD the optimizer of each rank takes a different step without an error. Under the other
-strategies the gradient is not sharded either, and ``step`` raises.
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype replaces
+the accumulator, so the hook of an unused forward never runs. With ``use_orig_params=False``, each rank then keeps its
+own gradient. With NO_SHARD the optimizers of the ranks take different steps without an error. With the other strategies
+the gradient is not sharded either, and ``step`` raises.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""A unit whose output was not used computes with old weights under SHARD_GRAD_OP.
+"""With SHARD_GRAD_OP, an instance whose output was not used in the loss computes with old weights.
 
-Forward keeps the unit's gathered parameters for backward, and makes the flat parameter point to its shard. If no
-gradient reaches the unit, ``_catch_all_reshard`` has to free it at the end of backward. But it assumes that a flat
-parameter that points to its shard was already freed. The next forward finds the parameters gathered and uses them,
-although the optimizer has changed the shards. Two accumulated microbatches are enough, if the second does not use the
-unit. Momentum is enough, too. Only flat parameters are affected (``use_orig_params=False``).
+Forward keeps the instance's unsharded parameters for backward, and makes the flat parameter point to its local shard.
+If no gradient reaches the instance, ``_catch_all_reshard`` has to reshard it at the end of backward. But it assumes
+that a flat parameter that points to its shard was already resharded. The next forward finds the parameters unsharded
+and uses them, although the optimizer has changed the local shards. Two accumulated microbatches are enough, if the
+second does not use the instance, or an optimizer with momentum. Only ``use_orig_params=False`` is affected.
 """
 
 import copy
@@ -25,6 +25,7 @@ DEFECT = Defect(
     features="fsdp1, strategies",
     workaround="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
+    documented="``ShardingStrategy.SHARD_GRAD_OP``: 'parameters are sharded outside computation'",
 )
 
 

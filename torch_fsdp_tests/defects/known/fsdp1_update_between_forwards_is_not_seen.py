@@ -1,8 +1,9 @@
-"""A forward ignores an update of parameters since the last forward if no backward came in between.
+"""A forward ignores updates of parameters since the last forward if no backward came in between.
 
-After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance, because
-a backward will need them soon. The next forward finds them gathered and uses them, although the shards may have
-changed: by an in-place write, by an optimizer step with other gradients, or by weight averaging.
+After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, because
+a backward will need them soon. The next forward finds them unsharded and uses them, although the local shards may have
+changed: by an in-place write, by an optimizer step with other gradients, or by weight averaging. It happens under
+``no_grad`` as well.
 """
 
 import contextlib
@@ -21,6 +22,9 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
     features="fsdp1",
     workaround="Change parameters inside ``FSDP.summon_full_params``, or after a backward.",
+    documented="``ShardingStrategy.FULL_SHARD``: 'reshards after the forward'",
+    arguable="The documentation says to avoid 'modifying the parameters between forward and backward' outside of "
+    "``summon_full_params``.",
 )
 
 
