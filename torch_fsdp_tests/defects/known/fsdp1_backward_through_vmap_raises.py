@@ -1,8 +1,8 @@
-"""A loss of the output of ``torch.vmap`` over FSDP1 has no backward.
+"""Backward raises through the output of ``torch.vmap`` over an FSDP1 model.
 
-Under ``vmap``, the hook that prepares FSDP1 for backward is registered on a tensor that exists only inside the
-transform. A backward from outside does not call it, so FSDP1 raises at its first gradient, because it still expects
-a forward. The output is right. FSDP2 trains through ``vmap``.
+Under ``vmap`` FSDP1 registers its pre-backward hook on a tensor that exists only inside the transform. A backward from
+outside does not call the hook, so FSDP1 raises at the first gradient, because it does not expect a backward. The output
+is right. FSDP2 trains through ``vmap``.
 """
 
 import torch
@@ -20,7 +20,7 @@ DEFECT = Defect(
     workaround="Use FSDP2, which trains through ``vmap``.",
     error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current "
     "state is TrainingState.IDLE",
-    arguable="FSDP1's documentation does not say that it works with torch.func.",
+    arguable="FSDP1's documentation does not say that it works with ``torch.func``.",
     fails_with=("ValueError", "RuntimeError"),
 )
 

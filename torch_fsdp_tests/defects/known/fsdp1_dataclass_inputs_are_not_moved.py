@@ -1,7 +1,8 @@
-"""FSDP1 and DDP do not move tensors in a dataclass to their device.
+"""FSDP and DDP do not move tensors in a dataclass to their device.
 
-The function that moves inputs only looks into tuples, lists and dicts, although mixed precision also casts tensors in
-dataclasses. A module that gets a dataclass of tensors on the host computes with tensors on two devices, and raises.
+The function that moves inputs looks only into tuples, lists and dicts, although mixed precision also casts tensors in
+dataclasses. A module that gets a dataclass of CPU tensors computes with tensors on two devices, and raises. FSDP2 uses
+the same function on an accelerator.
 """
 
 import dataclasses
@@ -19,6 +20,9 @@ DEFECT = Defect(
     features="fsdp1",
     workaround="Move the tensors to the device before the call, or pass them in a dict.",
     world_size=1,
+    documented="``FullyShardedDataParallel``: 'FSDP also takes care of moving input tensors to the forward method to "
+    "the GPU compute device'",
+    arguable="The documentation does not say in which containers tensors are found.",
 )
 
 

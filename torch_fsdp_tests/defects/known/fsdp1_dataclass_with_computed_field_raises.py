@@ -1,7 +1,8 @@
-"""A module under FSDP1 cannot take or return a dataclass with a field that ``__init__`` does not take.
+"""Forward raises if its output is a dataclass that has a field with ``init=False``.
 
-FSDP finds the tensors in inputs and outputs by rebuilding the containers that hold them. It rebuilds a dataclass by
-passing all of its fields to ``dataclasses.replace``, which refuses those with ``init=False``.
+FSDP1 finds the tensors in outputs by rebuilding the containers that hold them. It rebuilds a dataclass by passing all
+of its fields to ``dataclasses.replace``, which rejects those with ``init=False``. With ``param_dtype`` of
+``MixedPrecision`` the same happens to inputs.
 """
 
 import dataclasses

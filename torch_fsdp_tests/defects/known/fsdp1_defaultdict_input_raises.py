@@ -1,7 +1,8 @@
-"""A module under FSDP1 or DDP cannot take a ``defaultdict``.
+"""FSDP1 raises for an input that is a ``defaultdict``.
 
 When inputs are moved to the device, each mapping is rebuilt by calling its type with the items. The first argument of
-``defaultdict`` is its factory, so the call raises.
+``defaultdict`` is its factory, so the call raises, even if no tensor has to be moved. FSDP2 and DDP use the same
+function on an accelerator.
 """
 
 import collections

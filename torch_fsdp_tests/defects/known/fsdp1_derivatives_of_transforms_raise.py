@@ -1,7 +1,9 @@
-"""The first forward of FSDP1 raises under the transforms of ``torch.func`` that compute derivatives.
+"""``torch.func.jvp``, ``vjp`` and ``grad`` of an FSDP1 model raise, or crash the process if the model has run before.
 
-Before forward FSDP allocates the gathered parameters and looks at the memory of others. Under ``jvp``, ``vjp`` and
-``grad`` these tensors are wrappers without a storage. FSDP2 steps out of the transform while its hooks run.
+Before forward FSDP1 allocates the unsharded parameters and compares the storages of others. Under these transforms the
+tensors that it creates in its first forward are wrappers without a storage, so it raises. After a forward outside of a
+transform it gets further, and ends with a segmentation fault or an internal assertion when it splits the flat parameter
+into views. FSDP2 leaves the transform while its hooks run.
 """
 
 import torch
@@ -18,7 +20,7 @@ DEFECT = Defect(
     features="fsdp1, transforms",
     workaround="Use FSDP2 of torch 2.13 or later.",
     error="in init_flat_param_attributes ... Cannot access storage of TensorWrapper",
-    arguable="FSDP1's documentation does not say that it works with torch.func.",
+    arguable="FSDP1's documentation does not say that it works with ``torch.func``.",
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

@@ -1,8 +1,9 @@
-"""A named tuple without fields among the inputs makes all positional inputs disappear.
+"""A named tuple without fields among the inputs makes FSDP1 drop all positional or all keyword inputs.
 
-Inputs are moved by moving the elements of each container and zipping the results. Without elements the zip is empty,
-so the named tuple disappears, and with it every container around it, up to the tuple of positional inputs. A module
-whose arguments have defaults then computes with the defaults.
+Inputs are moved by moving the elements of each container and zipping the results. Without elements the zip is empty, so
+the named tuple disappears, and with it every container around it, up to the tuple of positional or the dict of keyword
+inputs. A module whose arguments have defaults then computes with the defaults. FSDP2 and DDP use the same function on
+an accelerator.
 """
 
 from typing import NamedTuple

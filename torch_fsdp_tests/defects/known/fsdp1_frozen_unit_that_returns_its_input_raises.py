@@ -1,9 +1,9 @@
-"""Backward raises if a frozen unit returns its input.
+"""Backward raises if the module of a frozen instance returns its input.
 
-A frozen unit has two hooks: one on its output, which runs before its backward, and one on its input, which ends its
-backward. If forward leaves out everything that the unit holds, both are hooks of the same tensor, and that of the input
-was registered first. So the unit's backward ends before it begins, and the check of the unit's state fails. A unit that
-trains can return its input.
+A frozen instance has two hooks: one on its output, which runs before its backward, and one on its input, which ends its
+backward. If forward returns its input, both are hooks of the same tensor, and that of the input was registered first.
+So the instance's backward ends before it begins, and the check of its state fails. An instance that trains can return
+its input.
 """
 
 import torch

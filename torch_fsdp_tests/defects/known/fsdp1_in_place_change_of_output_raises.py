@@ -1,9 +1,9 @@
-"""Backward raises after an in-place operation on the output of an inner FSDP instance, if the output is a view.
+"""Backward raises after an in-place operation on the output of a nested instance if the output is a view.
 
-FSDP1 unshards parameters for backward in a hook on the instance's output. If the output is a view (a slice,
-a reshaped tensor, or before 2.15 the output of ``nn.Linear`` with a bias for input of three dimensions), an in-place
-operation such as ``hidden += residual`` gives it a new node in the graph, and the hook stays behind on a node that
-backward does not run.
+FSDP1 unshards parameters for backward in a hook on the instance's output. If the output is a view (a slice, a reshaped
+tensor, or before 2.15 the output of ``nn.Linear`` with a bias for input of three dimensions), an in-place operation
+such as ``hidden += residual`` gives it a new node in the graph. The hook stays on the old node, which backward does not
+run.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""An evaluation in inference mode before the first step makes training raise.
+"""A forward under ``torch.inference_mode()`` before the first training step makes training raise.
 
 The first forward of FSDP1 creates the tensors that hold the unsharded flat parameter and the one in low precision. In
 inference mode they become inference tensors, and FSDP1 keeps them. Parameters that are views of them have no autograd
-history in the next forward, and torch forbids copying into them. A plain module and DDP can be trained after such an
-evaluation, and so can FSDP1 after a first forward without inference mode. ``NO_SHARD`` shows it with mixed precision.
+history in the next forward, and in-place updates of them are not allowed. A plain module and DDP can be trained after
+such a forward, and FSDP1 can if its first forward was without inference mode. With ``NO_SHARD`` it happens in mixed
+precision.
 """
 
 import torch
@@ -18,7 +19,7 @@ DEFECT = Defect(
     exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
     features="fsdp1",
-    workaround="Evaluate under ``torch.no_grad()`` until the model has run once without inference mode.",
+    workaround="Use ``torch.no_grad()`` until the model has run once without inference mode.",
     error="in _register_post_backward_hook ... The `grad_fn` is needed to access the `AccumulateGrad`",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("AssertionError", "RuntimeError"),

@@ -1,7 +1,7 @@
-"""Mixed precision does not cast a packed sequence, so a recurrent layer gets the wrong dtype.
+"""Mixed precision does not cast an input that is a ``PackedSequence``, so a recurrent layer raises.
 
-The cast is applied to the data of a ``PackedSequence``, but its result is dropped and the sequence is passed on
-unchanged. The layer then has parameters of low precision and an input of full precision.
+The cast is applied to the data of the sequence, but its result is dropped and the sequence is passed on unchanged. The
+layer then has parameters of low precision and an input of full precision.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.utils._apply_to_tensors",
     features="fsdp1, mixed_precision",
     workaround="Cast the sequence before the call: ``sequence.to(torch.bfloat16)``.",
+    documented="``cast_root_forward_inputs``: 'the root FSDP module casts its forward args and kwargs to "
+    "``param_dtype``'",
 )
 
 

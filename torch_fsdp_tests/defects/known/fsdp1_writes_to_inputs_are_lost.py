@@ -1,7 +1,8 @@
-"""What a module writes into a list or a dict among its inputs is lost.
+"""What ``forward()`` writes into a list or a dict among the inputs of the root is lost.
 
-The root moves its inputs to the device by rebuilding each container that holds something. It does so even if nothing in
-the container has to move. The module gets a copy, so a cache or a log that it is given to fill stays as it was.
+The root moves its inputs to the device by rebuilding each container that is not empty, even if nothing in it has to
+move. The module gets a copy, so a cache or a log that it is given to fill stays as it was. FSDP2 and DDP use the same
+function on an accelerator.
 """
 
 import torch
