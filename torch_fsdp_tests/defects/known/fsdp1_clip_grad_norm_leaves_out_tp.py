@@ -1,8 +1,8 @@
-"""``clip_grad_norm_`` gives the ranks of tensor parallelism different norms.
+"""``clip_grad_norm_`` computes different norms on the ranks of a TP group, so replicated parameters diverge.
 
-FSDP1 sums over its own process group, and each of these groups has only one part of what tensor parallelism shards. The
-ranks then scale their gradients by different factors. Parameters that tensor parallelism replicates silently diverge,
-although their gradients were the same before.
+FSDP1 sums over its own process group, and each of these groups has only one TP shard of a parameter. The ranks then
+scale their gradients by different factors. Parameters that TP replicates diverge without an error, although their
+gradients were the same before.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     workaround="Sum the squares of the local gradients over both dimensions of the mesh, count replicated parameters "
     "once, and scale the gradients by the root.",
     world_size=4,
+    documented="``clip_grad_norm_``: 'The norm is computed over all parameters' gradients as viewed as a single "
+    "vector'",
 )
 
 

@@ -1,7 +1,7 @@
-"""``clip_grad_norm_`` raises if the gradients are in float64.
+"""``clip_grad_norm_`` raises if gradients are float64.
 
 It computes the norm of every gradient in float32, so that gradients of a low precision lose nothing. For float64 that
-would be narrowing, which ``torch.linalg.vector_norm`` refuses. ``torch.nn.utils.clip_grad_norm_`` computes in the dtype
+would be narrowing, which ``torch.linalg.vector_norm`` rejects. ``torch.nn.utils.clip_grad_norm_`` computes in the dtype
 of the gradients.
 """
 
@@ -21,6 +21,7 @@ DEFECT = Defect(
     features="fsdp1, clipping",
     workaround="Sum the squares of the shards' gradients, all-reduce the sum, and scale the gradients yourself.",
     error="in _get_grad_norm ... should be convertible without narrowing to the specified dtype",
+    documented="``clip_grad_norm_``: the norm has the largest dtype 'as defined by PyTorch's type promotion semantics'",
     fails_with=("RuntimeError",),
 )
 

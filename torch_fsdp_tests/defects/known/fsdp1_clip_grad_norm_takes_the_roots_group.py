@@ -1,10 +1,10 @@
 """``clip_grad_norm_`` is wrong if a nested instance is sharded over other ranks than the root.
 
-It adds up the norms of all sharded parameters, those of nested instances too, over the process group of the root. If
-the root uses hybrid sharding, this group has only a part of the shards of a fully sharded instance. The ranks then
-scale their gradients by different factors, and replicas diverge. Conversely, the gradients of an instance with
+It adds up the norms of all sharded parameters, including those of nested instances, over the process group of the root.
+If the root uses hybrid sharding, this group has only some of the local shards of a fully sharded instance. The ranks
+then scale their gradients by different factors, and replicas diverge. Conversely, the gradients of an instance with
 hybrid sharding count once for each replica. ``fsdp1_clip_grad_norm_leaves_out_tp`` is another defect: there all
-instances have the root's group, and the shards of tensor parallelism are outside of it.
+instances have the root's group, and the TP shards are outside of it.
 """
 
 import torch
@@ -24,6 +24,8 @@ DEFECT = Defect(
     workaround="Shard all instances over the same ranks, or add up the norms of each instance over its own process "
     "group, and scale the gradients by hand.",
     world_size=4,
+    documented="``clip_grad_norm_``: 'The norm is computed over all parameters' gradients as viewed as a single "
+    "vector'",
 )
 
 

@@ -1,9 +1,9 @@
-"""With a fused optimizer, ``ShardedGradScaler`` lets some ranks skip a step that the others take.
+"""With a fused optimizer, ``ShardedGradScaler`` skips a step only on the ranks whose shards have an infinity.
 
 ``step`` does not call ``unscale_`` for an optimizer that unscales by itself, as fused ones do. It calls
-``_check_inf_per_device``, which looks for infinities in the gradients of its own rank. ``ShardedGradScaler`` combines
-the findings of the ranks in ``unscale_`` only. So a rank whose shard has no infinity takes a step that other ranks
-skip. From then on, the scales of the ranks differ as well.
+``_check_inf_per_device``, which looks for infinities in the local gradients. ``ShardedGradScaler`` combines the results
+of the ranks in ``unscale_`` only. So a rank whose local shard has no infinity takes a step that other ranks skip. From
+then on, the scales of the ranks differ as well.
 """
 
 import torch
@@ -20,6 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     features="fsdp1, scaler",
     workaround="Use an optimizer without ``fused=True``.",
+    documented="``ShardedGradScaler``: 'Sync inf/nan for scaled gradient tensors'; ``GradScaler.step``: otherwise "
+    "'``optimizer.step()`` is skipped to avoid corrupting the params'",
 )
 
 

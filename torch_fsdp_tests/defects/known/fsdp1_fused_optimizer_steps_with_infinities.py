@@ -1,9 +1,9 @@
-"""With a fused optimizer, ``ShardedGradScaler`` takes a step with infinite gradients if two ranks have found them.
+"""A fused optimizer steps with infinite gradients if ``ShardedGradScaler.unscale_`` finds them on two or more ranks.
 
-This happens if ``unscale_`` is called before ``step``. ``unscale_`` sums what the ranks have found, 1 for each rank
-with an infinity. A fused optimizer skips its step only if the sum is exactly 1. If it is 2 or more, the optimizer takes
-the step, and parameters with infinite gradients become infinite or NaN. The scale is reduced as if the step had been
-skipped.
+``unscale_`` sums what the ranks have found, 1 for each rank with an infinity. A fused optimizer skips its step only if
+the sum is exactly 1. If it is 2 or more, the optimizer takes the step, and parameters with infinite gradients become
+infinite or NaN. The scale is reduced as if the step had been skipped. This happens if ``unscale_`` is called before
+``step``, as for the clipping of gradients.
 """
 
 import math
@@ -22,6 +22,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.unscale_",
     features="fsdp1, scaler",
     workaround="Use an optimizer without ``fused=True``.",
+    documented="``GradScaler.step``: '``optimizer.step()`` is skipped to avoid corrupting the params'",
 )
 
 

@@ -1,8 +1,7 @@
-"""``GradScaler.update`` accepts a new scale of one element and then raises unless it is a scalar tensor.
+"""``ShardedGradScaler.update(new_scale)`` raises for a tensor of shape ``(1,)``.
 
-The check requires a tensor of one element, like the documentation. The scale is then copied into the scaler's own
-tensor, which has no dimension, and ``copy_`` does not accept a vector there. ``ShardedGradScaler`` and
-``torch.amp.GradScaler`` share this defect.
+Its check accepts a tensor of one element. The scale is then copied into the scaler's own tensor, which has no
+dimension, and ``copy_`` rejects a vector there. ``torch.amp.GradScaler`` has the same defect.
 """
 
 import torch
@@ -16,9 +15,11 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
     features="fsdp1, scaler",
-    workaround="Pass a number, or a tensor without dimensions: ``scaler.update(scale.squeeze())``.",
+    workaround="Pass a float, or a tensor without dimensions: ``scaler.update(scale.squeeze())``.",
     error="in update ... output with shape [] doesn't match the broadcast shape [1]",
     world_size=1,
+    documented="``update``: ``new_scale`` is a float or a tensor, and its message says 'a float or a 1-element "
+    "torch.cuda.FloatTensor'",
     fails_with=("RuntimeError",),
 )
 

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` with the infinity norm returns the largest norm so far if a rank has no gradients.
+"""``clip_grad_norm_(norm_type=inf)`` returns the largest norm so far if a rank has no gradients.
 
 A rank without gradients uses a constant zero tensor as its norm. The all-reduce of the maximum writes the total norm
 into that tensor, so the rank contributes it to every later norm. The norm can only grow, and all ranks clip their
@@ -21,6 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
     features="fsdp1, clipping",
     workaround="Use the 2-norm, or compute the largest magnitude yourself and all-reduce it with ``ReduceOp.MAX``.",
+    documented="``clip_grad_norm_``: ``norm_type`` can be 'inf', and it returns the 'Total norm of the parameters'",
 )
 
 

@@ -1,8 +1,8 @@
-"""A call of ``register_comm_hook`` that a nested instance refuses leaves the hook on the instances before it.
+"""``register_comm_hook`` that raises at a nested instance leaves the hook on the root.
 
-The call goes through the instances, the root first, checks each of them, and registers the hook there at once. At a
-nested instance with hybrid sharding, or with a hook of its own, it raises. The root then reduces its gradients with the
-hook all the same, and another attempt raises because a hook is already registered.
+It goes through the instances, the root first, checks each of them, and registers the hook there at once. At a nested
+instance with hybrid sharding, or with a hook of its own, it raises. The root then reduces its gradients with the hook
+all the same, and another attempt raises because a hook is already registered.
 """
 
 from torch import nn
@@ -19,6 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook",
     features="fsdp1, communication, hsdp",
     workaround="Register a hook only if no instance in ``FSDP.fsdp_modules(model)`` uses hybrid sharding.",
+    arguable="The exception says what is not supported, and a program is not expected to go on after it.",
 )
 
 
@@ -35,4 +36,4 @@ def reproduce(rank, world_size, device):
             model.register_comm_hook(None, lambda state, grad, output: None)
         except AssertionError as error:
             messages.append(str(error))
-    return messages[1], messages[0]  # the second attempt is refused for the same reason
+    return messages[1], messages[0]  # the second attempt raises for the same reason

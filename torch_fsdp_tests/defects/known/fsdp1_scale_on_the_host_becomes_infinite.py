@@ -1,7 +1,7 @@
-"""On the host, ``ShardedGradScaler`` doubles its scale until it is infinite, and never takes another step.
+"""On CPU, ``ShardedGradScaler`` lets its scale grow to infinity, and then skips every step.
 
 On other devices, and in ``GradScaler``, a kernel updates the scale. It does not let the scale grow past what float32
-can hold. ``ShardedGradScaler`` has its own update for the host, without this limit. An infinite scale stays infinite
+can hold. ``ShardedGradScaler`` has its own update for the CPU, without this limit. An infinite scale stays infinite
 when it is halved. All scaled gradients are then infinite or NaN, so every step is skipped, and no message says so.
 """
 
