@@ -1,9 +1,9 @@
-"""A model with flat parameters stays in memory after it is deleted.
+"""A model with ``use_orig_params=False`` stays in memory after it is deleted.
 
-With ``use_orig_params=False`` the wrapped modules hold views of the flat parameter, and the flat parameter holds the
-wrapped modules (``_param_infos`` and ``_modules``). The views hold the flat parameter in C++, where Python's garbage
-collector does not look. So the model, its parameters and its modules are never freed, whether it has run or not.
-With ``use_orig_params`` there are no such views between iterations, and the model is freed.
+The wrapped modules hold views of the flat parameter, and the flat parameter holds the wrapped modules (``_param_infos``
+and ``_modules``). The views hold the flat parameter in C++, where Python's garbage collector does not look. So the
+model, its parameters and its modules are never freed, whether it has run or not. With ``use_orig_params=True`` there
+are no such views between iterations, and the model is freed.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""FSDP1 trains frozen parameters that tensor parallelism has split.
+"""Wrapping TP parameters with ``requires_grad=False`` makes them require gradients, so an optimizer trains them.
 
 To flatten a DTensor, FSDP1 takes its local tensor, and makes it require gradients whether the parameter does or not.
-FSDP1 makes the flat parameter from that tensor. So frozen parameters get gradients, and an optimizer changes them.
+FSDP1 makes the flat parameter from that tensor.
 """
 
 from torch import nn
@@ -19,6 +19,8 @@ DEFECT = Defect(
     features="fsdp1, frozen, tp",
     workaround="Give the optimizer only the parameters that are to be trained.",
     world_size=4,
+    documented="FSDP1's limitations: 'each FSDP instance must manage parameters that are all frozen or all "
+    "non-frozen', or any with ``use_orig_params=True``",
 )
 
 

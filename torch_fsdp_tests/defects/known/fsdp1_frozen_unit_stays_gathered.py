@@ -1,9 +1,9 @@
-"""A frozen unit whose input needs no gradient is never freed under SHARD_GRAD_OP.
+"""SHARD_GRAD_OP never reshards a frozen instance whose input needs no gradient.
 
-No hook of backward reshards such a unit, for example the first one of a model. So ``_catch_all_reshard`` has to do it
-at the end of backward. It assumes that a flat parameter that points to its shard was already freed. But forward has
-made the flat parameter point there without freeing it, so the unit's memory is never freed. Only flat parameters are
-affected (``use_orig_params=False``).
+No hook of backward reshards such an instance, for example the first one of a model. So ``_catch_all_reshard`` has to do
+it at the end of backward. It assumes that a flat parameter that points to its local shard was already resharded. But
+forward has made the flat parameter point there without freeing the unsharded memory, which is never freed. Only
+``use_orig_params=False`` is affected.
 """
 
 import torch
@@ -22,6 +22,7 @@ DEFECT = Defect(
     features="fsdp1, strategies, frozen",
     workaround="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
+    documented="``ShardingStrategy.SHARD_GRAD_OP``: 'only reshards them after the backward computation'",
 )
 
 
@@ -33,6 +34,6 @@ def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(layers, auto_wrap_policy=policy, **how, device_id=device)
     model(torch.ones(1, 4, device=device)).sum().backward()
 
-    gathered = [layer._handle.flat_param._full_param_padded for layer in model.module]
-    found = [f"{tensor.untyped_storage().nbytes()} bytes" for tensor in gathered]
-    return found, ["0 bytes", "0 bytes"]  # nothing is gathered between iterations
+    unsharded = [layer._handle.flat_param._full_param_padded for layer in model.module]
+    found = [f"{tensor.untyped_storage().nbytes()} bytes" for tensor in unsharded]
+    return found, ["0 bytes", "0 bytes"]  # nothing is unsharded between iterations

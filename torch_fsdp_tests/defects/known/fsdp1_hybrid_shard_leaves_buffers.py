@@ -1,7 +1,7 @@
-"""``sync_module_states`` with a hybrid strategy does not synchronize the buffers of some ranks.
+"""With HYBRID_SHARD, ``sync_module_states`` synchronizes buffers only within the shard group of rank 0.
 
-States are broadcast first within each shard group and then between the groups. The first broadcast marks each buffer
-as synchronized, so the second one skips it. Only the shard group of rank 0 gets the buffers of rank 0.
+States are broadcast first within each shard group and then between the groups. The first broadcast marks each buffer as
+synchronized, so the second one skips it. The other shard groups keep the buffers of their own first ranks.
 """
 
 import torch
@@ -20,11 +20,12 @@ DEFECT = Defect(
     features="fsdp1, hsdp, meta",
     workaround="Broadcast the buffers yourself: ``for buffer in model.buffers(): dist.broadcast(buffer, src=0)``.",
     world_size=4,
+    documented="``sync_module_states``: 'each FSDP module will broadcast module parameters and buffers from rank 0'",
 )
 
 
 def reproduce(rank, world_size, device):
-    if device.type == "cpu":  # FSDP refuses to synchronize tensors on the CPU, although gloo can do it
+    if device.type == "cpu":  # FSDP rejects tensors on the CPU, although gloo can do it
         _init_utils._check_module_states_for_sync_module_states = lambda states: None
     layer = nn.Linear(2, 2, device=device)
     layer.register_buffer("buffer", torch.tensor(float(rank), device=device))

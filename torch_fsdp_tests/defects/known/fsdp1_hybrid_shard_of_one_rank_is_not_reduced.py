@@ -1,4 +1,4 @@
-"""Hybrid sharding does not reduce gradients over the replicas if a shard group has one rank.
+"""HYBRID_SHARD does not reduce gradients over the replicas if a shard group has one rank.
 
 On a mesh of shape (replicas, 1) FSDP1 turns ``HYBRID_SHARD`` into ``NO_SHARD``, because the shard group has one rank.
 ``NO_SHARD`` reduces only over the shard group, and ignores the replicas. Each rank keeps its own gradient, divided by
@@ -20,8 +20,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._init_utils._init_core_state",
     features="fsdp1, hsdp",
-    workaround="Use ``NO_SHARD`` without a mesh, which is the same thing and reduces over all ranks.",
+    workaround="Use ``DistributedDataParallel``, or ``NO_SHARD`` without a mesh, which reduces over all ranks.",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),
+    documented="``ShardingStrategy.HYBRID_SHARD``: 'replicate parameters across nodes'",
 )
 
 

@@ -1,7 +1,7 @@
-"""An ignored buffer of a nested instance excludes another buffer of the same name from mixed precision.
+"""An ignored buffer of a nested instance excludes a buffer of the root with the same name from ``buffer_dtype``.
 
 The names of ignored buffers of a nested instance are relative to that instance. They are added to the root's ignored
-names without the path to the instance. A buffer of the root that has such a name is then ignored too, and keeps its
+names without the path to the instance. A buffer of the root that has such a name is then ignored as well, and keeps its
 full precision.
 """
 
@@ -19,6 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
     features="fsdp1, frozen, mixed_precision",
     workaround="Give the two buffers different names.",
+    documented="``MixedPrecision.buffer_dtype``: 'FSDP casts them to ``buffer_dtype`` in the first forward pass'",
 )
 
 

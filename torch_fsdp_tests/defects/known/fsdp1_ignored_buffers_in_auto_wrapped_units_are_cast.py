@@ -1,8 +1,8 @@
-"""With an auto wrap policy, mixed precision casts the buffers of ignored modules inside a wrapped module.
+"""With ``auto_wrap_policy``, mixed precision casts buffers of ``ignored_modules`` inside a wrapped module.
 
-An instance does not cast the buffers of the modules that it ignores. The root passes the ignored parameters on to the
-instances that the policy makes, but not the ignored modules. So such an instance takes the buffers of an ignored module
-inside it for its own, and casts them. Without the policy the same buffers keep their dtype.
+The root passes the ignored parameters on to the instances that the policy makes, but not the ignored modules. So such
+an instance treats the buffers of an ignored module inside it as its own, and casts them. Without the policy the same
+buffers keep their dtype.
 """
 
 import torch
@@ -21,6 +21,8 @@ DEFECT = Defect(
     features="fsdp1, frozen, wrapping, mixed_precision",
     workaround="Wrap by hand, and give each instance the modules that it is to ignore.",
     upstream=("https://github.com/pytorch/pytorch/issues/77439", "https://github.com/pytorch/pytorch/pull/104418"),
+    documented="``ignored_modules``: 'parameters and buffers are ignored'; 'may be used to avoid sharding specific "
+    "parameters at module granularity when using an ``auto_wrap_policy``'",
 )
 
 

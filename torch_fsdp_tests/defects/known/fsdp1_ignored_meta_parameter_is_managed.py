@@ -1,9 +1,9 @@
-"""An ignored parameter on the meta device is materialized, and FSDP1 then flattens and shards it.
+"""A parameter in ``ignored_states`` on the meta device is materialized, and then flattened and sharded all the same.
 
-``ignored_states`` are kept as a set of parameters. If another parameter of the module is on the meta device,
-``Module.to_empty`` gives the whole module memory, and makes new parameters for those on meta. The new parameter is not
-in the set. With a ``param_init_fn`` it is the same. An ignored parameter that has values stays ignored, but loses its
-values (``fsdp1_materialization_loses_values``).
+``ignored_states`` are kept as a set of parameters. If another parameter or a buffer of the instance is on meta, FSDP1
+calls ``Module.to_empty``, which makes new parameters for those on meta. The new parameter is not in the set. A
+``param_init_fn`` makes no difference. An ignored parameter that has values stays ignored, but loses its values
+(``fsdp1_materialization_loses_values``).
 """
 
 import torch
@@ -20,6 +20,7 @@ DEFECT = Defect(
     features="fsdp1, meta, frozen",
     workaround="Materialize the ignored parameters and those beside them before you wrap the module.",
     upstream=("https://github.com/pytorch/pytorch/issues/117924",),
+    documented="``ignored_states``: 'the parameters are not sharded and their gradients are not reduced across ranks'",
 )
 
 

@@ -1,8 +1,8 @@
-"""Using an inner FSDP instance before the first forward of the whole model leaves a model that cannot run.
+"""Using a nested instance before the first forward of the root makes that forward raise.
 
-``FSDP.summon_full_params(inner)``, ``inner.state_dict()`` and a forward of ``inner`` make the inner instance a root for
-good. So does ``inner.apply(function)`` if the function raises; otherwise it undoes this.
-The first forward of the whole model then finds two roots, and raises.
+``FSDP.summon_full_params(inner)``, ``inner.state_dict()`` and a forward of ``inner`` make the nested instance a root
+for good. ``inner.apply(function)`` undoes this afterwards, unless the function raises. The first forward of the full
+model then finds two roots, and raises.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._runtime_utils._lazy_init",
     features="fsdp1",
-    workaround="Run the whole model once before an inner instance is used.",
+    workaround="Run a forward of the root before a nested instance is used.",
     upstream=("https://github.com/pytorch/pytorch/issues/122663",),
     error="Non-root FSDP instance's `_is_root` should not have been set yet",
+    documented="``summon_full_params``: 'This can be used on inner FSDPs.'",
 )
 
 

@@ -1,8 +1,8 @@
 """``ignored_modules`` has no effect if it is an iterator, such as a generator.
 
-The argument may be any iterable of modules. FSDP1 first checks its items, and makes a list for that. Then it iterates
-over the argument itself again, and an iterator has nothing left. So FSDP1 shards the modules and averages their
-gradients, as for all others. ``ignored_states`` takes iterators, because there FSDP1 goes on with the list.
+FSDP1 first checks the items, and makes a list for that. Then it iterates over the argument itself again, and an
+iterator has nothing left. So FSDP1 shards the modules and averages their gradients. ``ignored_states`` accepts
+iterators, because FSDP1 continues with the list.
 """
 
 from torch import nn
@@ -17,6 +17,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._init_ignored_module_states",
     features="fsdp1, frozen",
     workaround="Pass ``ignored_modules`` as a list, or pass ``ignored_states``.",
+    documented="``ignored_modules`` (Optional[Iterable[torch.nn.Module]])",
 )
 
 

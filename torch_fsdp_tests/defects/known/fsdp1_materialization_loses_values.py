@@ -1,10 +1,9 @@
-"""Something on the meta device makes FSDP1 reset what is beside it, and loaded values are lost.
+"""One parameter or buffer on the meta device makes FSDP1 reset all modules of the instance, so loaded values are lost.
 
-``param_init_fn`` and ``reset_parameters`` are documented for the modules that are on the meta device. If anything of an
-instance is on meta, even only a buffer, FSDP1 gives each of its modules new memory with ``to_empty`` and calls
-``reset_parameters``. So weights that were loaded already are lost without a warning, ignored parameters too. Modules
-with FSDP of their own, and ignored modules, are left out. A ``param_init_fn`` is called for each module as well, and
-has to look for itself.
+If anything of an instance is on meta, FSDP1 gives each of its modules new memory with ``to_empty`` and calls
+``reset_parameters``. So weights that were loaded already are lost without a warning, including ignored parameters.
+Modules with FSDP of their own, and ignored modules, are left out. A ``param_init_fn`` is called for each module as
+well, and has to look for itself.
 """
 
 from torch import nn
@@ -19,6 +18,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
     features="fsdp1, meta",
     workaround="Load values after wrapping, or wrap what is on the meta device in instances of its own.",
+    documented="``param_init_fn``: 'how modules that are currently on the meta device should be initialized'",
 )
 
 

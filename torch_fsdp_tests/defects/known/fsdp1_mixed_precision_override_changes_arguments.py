@@ -1,8 +1,7 @@
-"""Leaving modules out of mixed precision changes the caller's arguments.
+"""``_run_mixed_precision_override_policy`` sets ``mixed_precision`` to None in the caller's ``root_kwargs``.
 
 A module of a class that mixed precision ignores, and that no policy lists, gets the caller's own dict of arguments
-instead of a copy. Setting ``mixed_precision`` to None for that module then changes it for the caller and for all such
-modules.
+instead of a copy. Setting ``mixed_precision`` to None for that module then changes it for the caller.
 """
 
 import torch
@@ -13,13 +12,13 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.FSDP1,
-    consequence=Consequence.STATE_LEFT_CHANGED,
+    consequence=Consequence.COSMETIC,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp.wrap._run_mixed_precision_override_policy",
     features="fsdp1, mixed_precision",
     workaround="Pass a copy of the arguments.",
     world_size=1,
-    arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
+    arguable="The function is private, and its only caller makes the dict of arguments for this call alone.",
 )
 
 

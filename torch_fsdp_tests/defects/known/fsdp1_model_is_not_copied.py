@@ -1,8 +1,8 @@
-"""An FSDP1 model cannot be copied, and the error does not say so.
+"""``copy.deepcopy`` of an FSDP1 model raises, and the error does not say that copies are unsupported.
 
-``copy.deepcopy`` fails at whatever it meets first: at the views of the flat parameter, which are no leaves
-(``use_orig_params=False``), or at the module of the device that each instance holds. ``AveragedModel`` copies the model
-that it gets, so it fails too. FSDP2 refuses a copy with a message that names the way to go.
+It fails at the views of the flat parameter, which are no leaves (``use_orig_params=False``), or at the module of the
+device that each instance holds. ``AveragedModel`` copies the model that it gets, so it fails as well. FSDP2 raises with
+a message that names the workaround.
 """
 
 import copy
@@ -25,7 +25,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/149138",
         "https://github.com/pytorch/pytorch/issues/82070",
     ),
-    arguable="FSDP1 nowhere promises a copy. One can wrap a copy of the plain model, and load the state dict into it.",
+    arguable="FSDP1 nowhere promises a copy, and one can wrap a copy of the plain model and load the state dict into "
+    "it.",
     fails_with=("RuntimeError", "TypeError"),
 )
 

@@ -1,8 +1,8 @@
-"""FSDP1 over one rank raises in its first forward around tensor parallelism, with ``use_orig_params``.
+"""With ``use_orig_params=True``, FSDP1 over one rank raises in its first forward if parameters have TP.
 
-Over one rank FSDP1 does not shard, and its parameters are whole. Before it gathers, it compares the shape of each
-parameter with its place in the flat parameter. A parameter under tensor parallelism is a DTensor with the shape of the
-whole tensor, while the flat parameter has only this rank's part. With ``use_orig_params=False`` the same model trains.
+Over one rank FSDP1 does not shard. Before it unshards, it compares the shape of each parameter with its place in the
+flat parameter. A parameter with TP is a DTensor with the global shape, while the flat parameter has only this rank's TP
+shard. With ``use_orig_params=False`` the same model trains.
 """
 
 import torch
@@ -21,6 +21,7 @@ DEFECT = Defect(
     features="fsdp1, use_orig_params, tp",
     workaround="Wrap with ``use_orig_params=False``.",
     error="in _writeback_orig_params ... Cannot writeback when the parameter shape changes",
+    documented="``device_mesh``: 'For 2D FSDP + TP, users are required to pass in device_mesh'",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""A parameter that is replaced before the first forward gets its old values back if parameters are offloaded.
+"""With CPU offload and ``use_orig_params=True``, ``param.data = value`` before the first forward is undone later.
 
-With original parameters, FSDP copies the data of a replaced parameter into the flat parameter before it gathers it. The
-first forward also pins the flat parameter's memory. It pins a copy, to which the flat parameter changes after it was
-gathered, but the new data went into the memory from before. So only the first use sees the new values.
+FSDP1 copies the data of a replaced parameter into the flat parameter before it unshards it. The first forward also pins
+the flat parameter's memory. It pins a copy, to which the flat parameter changes after it was unsharded, but the new
+data went into the memory from before. So only the first use sees the new values.
 """
 
 import torch

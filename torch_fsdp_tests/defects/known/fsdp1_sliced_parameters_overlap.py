@@ -1,4 +1,4 @@
-"""A parameter that is a slice of columns gets wrong values, and shares memory with the next parameter.
+"""Wrapping a parameter that is a slice of columns changes its values, and it shares memory with the next parameter.
 
 Such a parameter has gaps in memory between its elements. FSDP1 keeps the strides of a parameter that is not contiguous.
 To flatten it, FSDP1 copies as many elements as it has, one after the other from its first element on. Later it lays the
