@@ -1,10 +1,10 @@
-"""``load_state_dict(assign=True)`` says that all keys matched, and loads no parameter.
+"""``load_state_dict(assign=True)`` reports that all keys matched, but loads no parameter.
 
-FSDP1 shows the gathered parameters as views of its flat parameter, and later copies the flat parameter back into the
-shards. With ``assign=True`` the module gets the tensors of the state dict in place of these views, and nothing is
-written into the views. FSDP1 does not look at the new parameters, and afterwards puts its own back. The same happens to
-a parameter that is replaced within ``summon_full_params``. With NO_SHARD the original parameters are loaded, because
-they are not gathered. Flat ones are not loaded.
+While FSDP1 loads, the parameters are views of the unsharded flat parameter, which it copies back into the local shards
+afterwards. With ``assign=True`` the module gets the tensors of the state dict instead, and nothing is written into the
+views. FSDP1 does not look at the new tensors, and restores its own parameters. The same happens to a parameter that is
+replaced within ``summon_full_params``. With NO_SHARD and ``use_orig_params=True`` the parameters are loaded, because
+they are not unsharded.
 """
 
 import torch
@@ -20,6 +20,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._unshard_param_utils._unshard_fsdp_state_params",
     features="fsdp1, state_dict",
     workaround="Load without ``assign=True``, or before wrapping.",
+    arguable="``assign=True`` replaces the parameters that FSDP1 manages, and no documentation says that FSDP1 "
+    "supports it.",
 )
 
 

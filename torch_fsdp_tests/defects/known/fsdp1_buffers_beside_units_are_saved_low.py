@@ -1,8 +1,8 @@
-"""An instance without parameters of its own saves its buffers in low precision, and ignores ``rank0_only`` for them.
+"""An instance without own parameters saves buffers in ``buffer_dtype``, and ignores ``rank0_only`` for them.
 
-``MixedPrecision`` says that buffers are saved in full precision. The hook after ``state_dict`` casts them back. But it
-returns early if the instance has no flat parameter, because all its parameters are in nested instances. So
-``rank0_only`` does not drop these buffers on the other ranks, and ``offload_to_cpu`` does not move them.
+The hook after ``state_dict`` casts buffers to full precision. But it returns early if the instance has no flat
+parameter, because all its parameters are in nested instances. So it does not drop these buffers on the other ranks for
+``rank0_only``, or move them for ``offload_to_cpu``.
 """
 
 import torch
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
     features="fsdp1, mixed_precision, wrapping, state_dict",
     workaround="Leave at least one parameter to each instance that has buffers.",
+    documented="``MixedPrecision.buffer_dtype``: 'the buffers are saved in full precision except for "
+    "``LOCAL_STATE_DICT``'; ``FullStateDictConfig.rank0_only``: 'nonzero ranks save an empty dict'",
 )
 
 

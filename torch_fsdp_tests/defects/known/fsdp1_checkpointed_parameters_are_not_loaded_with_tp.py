@@ -1,8 +1,9 @@
-"""FSDP1 cannot load the state dict of a checkpointed layer that tensor parallelism has split.
+"""Loading a sharded state dict raises for a layer with TP inside ``checkpoint_wrapper``.
 
-To load a DTensor, FSDP1 gathers its shards and makes a DTensor of the other dimension again. The layout of that DTensor
-is stored under the parameter's name without the checkpoint wrapper, but FSDP1 looks it up with the wrapper in the name.
-It finds no layout, and copies a part of the parameter into the whole, which fails because the shapes differ.
+To load a DTensor, FSDP1 unshards it over its own mesh dimension and makes a DTensor over the TP dimension again. It
+stores the layout of that DTensor under the parameter's name without the checkpoint wrapper, but looks it up with the
+wrapper in the name. It finds no layout, and copies the local TP shard into the full parameter, which raises because the
+shapes differ.
 """
 
 from torch import nn

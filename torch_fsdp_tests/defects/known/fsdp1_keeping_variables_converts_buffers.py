@@ -1,6 +1,6 @@
-"""``state_dict(keep_vars=True)`` puts the model's buffers back into full precision for good.
+"""``state_dict(keep_vars=True)`` casts the model's own buffers from ``buffer_dtype`` back to full precision.
 
-FSDP1 saves buffers of low precision in full precision. For this it sets the ``data`` of the tensors in the state dict.
+FSDP1 saves buffers of low precision in full precision by setting the ``data`` of the tensors in the state dict.
 Normally these are detached from the buffers. With ``keep_vars=True`` they are the buffers themselves, and FSDP1 casts
 buffers only before the first forward. So the model computes with other dtypes from then on.
 """
@@ -19,6 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._state_dict_utils._common_unshard_post_state_dict_hook",
     features="fsdp1, mixed_precision, state_dict",
     workaround="Save without ``keep_vars``.",
+    documented="``MixedPrecision.buffer_dtype``: 'casts them to ``buffer_dtype`` in the first forward pass and keeps "
+    "them in that dtype thereafter'",
 )
 
 

@@ -1,9 +1,9 @@
-"""A local state dict cannot be copied after the next optimizer step, nor loaded from several pieces.
+"""``copy.deepcopy`` of a LOCAL_STATE_DICT raises after the next optimizer step, and ``dcp.load`` may raise.
 
-A local state dict has the shards themselves, as views of the flat parameters. FSDP1 makes these views under ``no_grad``
-but does not detach them, although tensors in a state dict are detached. Autograd forbids an operation on such a view
-once its base was changed in place. So ``copy.deepcopy`` raises after an optimizer step, and ``dcp.load`` raises when it
-has filled one part of a shard and cuts out the next. ``fsdp1_local_state_dict_is_not_offloaded`` has the same cause.
+A local state dict has the local shards themselves, as views of the flat parameters. FSDP1 makes these views under
+``no_grad`` but does not detach them. Autograd forbids an operation on such a view once its base was changed in place.
+So ``copy.deepcopy`` raises after an optimizer step, and ``dcp.load`` raises when it has filled one piece of a shard
+from a checkpoint and slices the shard for the next. ``fsdp1_local_state_dict_is_not_offloaded`` has the same cause.
 """
 
 import copy
@@ -23,6 +23,7 @@ DEFECT = Defect(
     features="fsdp1, state_dict",
     workaround="Use ``SHARDED_STATE_DICT``, or copy the state dict before the next step.",
     error="in sharded_deepcopy ... A view was created in no_grad mode and its base",
+    documented="``Module.state_dict``: the tensors 'returned in the state dict are detached from autograd' by default",
     fails_with=("RuntimeError",),
 )
 

@@ -1,8 +1,8 @@
-"""Loading a sharded tensor whose shard is missing on its rank fills its rows with zeros.
+"""Loading a ``ShardedTensor`` without its local shard on a rank fills the rows of that rank with zeros.
 
-FSDP assumes that a rank without a local shard lies beyond the end of a short tensor, and lets it contribute padding.
-It does not compare this with the tensor's metadata, which say that the rank has rows. ``load_state_dict`` reports
-that all keys match.
+FSDP1 assumes that a rank without a local shard lies beyond the end of a short tensor, and lets it contribute padding.
+It does not compare this with the tensor's metadata, which say that the rank has rows. ``load_state_dict`` reports that
+all keys match.
 """
 
 from torch import nn
@@ -18,7 +18,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
     features="fsdp1, state_dict",
     workaround="Before the load, compare ``tensor.local_shards()`` with ``tensor.metadata()`` on each rank.",
-    arguable="a program has to break the sharded tensor first, and torch does not have to find that mistake",
+    arguable="A program has to break the sharded tensor first, and torch does not have to find that mistake.",
 )
 
 
@@ -33,6 +33,6 @@ def reproduce(rank, world_size, device):
         try:
             model.load_state_dict(state_dict)
         except Exception:
-            return "refused", "refused"
+            return "raised", "raised"
     with FSDP.summon_full_params(model):
-        return model.weight.flatten().tolist(), "refused"
+        return model.weight.flatten().tolist(), "raised"

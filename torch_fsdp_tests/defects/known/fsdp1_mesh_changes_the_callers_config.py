@@ -1,8 +1,7 @@
-"""A config that was used for a model with a device mesh makes it an error to save a model without one.
+"""A ``ShardedStateDictConfig`` that was used with a device mesh makes ``state_dict()`` raise for a model without one.
 
-FSDP1 keeps the caller's own ``ShardedStateDictConfig``. When it saves a model with a device mesh, it sets
-``_use_dtensor`` in this config. If a model without a mesh is given the same config, FSDP1 then tries to make DTensors
-for it.
+FSDP1 keeps the caller's own config. When it saves a model with a device mesh, it sets ``_use_dtensor`` in this config.
+If a model without a mesh is given the same config, FSDP1 tries to make DTensors for it.
 """
 
 from torch import nn

@@ -1,10 +1,10 @@
-"""On the host, ``offload_to_cpu`` frees the parameters that it is to show.
+"""On CPU, ``offload_to_cpu`` in ``summon_full_params`` or ``FullStateDictConfig`` frees the parameters that it returns.
 
-``FlatParamHandle.to_cpu`` moves the gathered parameters to the host and then frees the memory on the device. If the
-device is the host, moving returns the same tensor, so its memory is freed. In ``summon_full_params`` the parameters
-cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes memory without values
-to the shards. A full state dict with ``offload_to_cpu`` crashes or raises in the same way. Outside ``no_grad`` the
-values that come back also bring autograd history into the gathered tensor, and the next forward raises.
+``FlatParamHandle.to_cpu`` moves the unsharded parameters to the CPU and then frees the memory on the device. If the
+device is the CPU, moving returns the same tensor, so its memory is freed. In ``summon_full_params`` the parameters
+cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes memory without values to
+the local shards. ``state_dict`` crashes or raises in the same way. Outside ``no_grad`` the copy back also adds autograd
+history to the unsharded tensor, and the next forward raises.
 """
 
 import torch
@@ -25,6 +25,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/188989",
         "https://github.com/pytorch/pytorch/pull/188990",
     ),
+    documented="``FullStateDictConfig``: 'We recommend enabling both ``offload_to_cpu=True`` and ``rank0_only=True`` "
+    "when saving full state dicts'",
 )
 
 

@@ -1,8 +1,7 @@
-"""With hybrid sharding, ``rank0_only`` gives one rank of each replica the full parameters.
+"""With HYBRID_SHARD, ``rank0_only=True`` gives one rank of each replica the full parameters.
 
-The documentation says that only rank 0, or the global rank 0, has them. FSDP1 asks for the rank within its process
-group, and with hybrid sharding this is the group of one replica. So several ranks hold the full model. A program that
-saves what it gets writes the same file several times.
+FSDP1 asks for the rank within its process group, and with hybrid sharding this is the group of one replica. So several
+ranks hold the full model. A program that saves what it gets writes the same file several times.
 """
 
 from torch import nn
@@ -20,6 +19,8 @@ DEFECT = Defect(
     features="fsdp1, hsdp, state_dict, unshard",
     workaround="Drop the state dict on all ranks but 0.",
     world_size=4,
+    documented="``FullStateDictConfig``: 'only rank 0 saves the full state dict'; ``summon_full_params``: "
+    "'materialized on only global rank 0'",
 )
 
 

@@ -1,7 +1,7 @@
-"""A load that an inner FSDP instance refuses leaves the model unable to save.
+"""After ``load_state_dict`` raises in a nested instance, ``state_dict()`` and ``load_state_dict`` always raise.
 
-Hooks before loading gather the parameters of each instance, and hooks after loading free them. An exception in an
-inner instance skips the hooks after loading of all instances around it. Their parameters stay gathered, and every
+Hooks before loading unshard the parameters of each instance, and hooks after loading reshard them. An exception in a
+nested instance skips the hooks after loading of all instances around it. Their parameters stay unsharded, and every
 later ``state_dict`` and ``load_state_dict`` raises because of that.
 """
 
@@ -20,7 +20,7 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
     features="fsdp1, state_dict",
-    workaround="After a load that was refused, make and wrap the model anew.",
+    workaround="After a load that raised, make and wrap the model anew.",
     error="Entering the ``_unshard_fsdp_state_params`` context but _unshard_params_ctx[module] is not None",
 )
 

@@ -1,7 +1,8 @@
-"""A local shard in a group other than the world names the wrong rank as its placement.
+"""In a process group other than the world, local shards of a sharded state dict have the group rank as placement.
 
-The metadata of a sharded tensor names ranks of the world. FSDP gives the local shard the rank within the group
-instead, so the shard contradicts the tensor that it is part of.
+The metadata of a ``ShardedTensor`` name global ranks. FSDP1 gives the local shard the rank within the group instead, so
+the shard contradicts the tensor that contains it. Loading and DCP do not read it. ``init_from_local_shards`` raises for
+such shards in a group without these ranks.
 """
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.FSDP1,
-    consequence=Consequence.SILENTLY_WRONG,
+    consequence=Consequence.COSMETIC,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
     features="fsdp1, state_dict",

@@ -1,6 +1,6 @@
-"""A sharded state dict with a parameter without rows can be saved but not loaded.
+"""Loading a sharded state dict raises ``ZeroDivisionError`` for a parameter without rows.
 
-To load a sharded tensor, FSDP1 divides its number of elements by its number of rows. A full state dict with such a
+To load a ``ShardedTensor``, FSDP1 divides its number of elements by its number of rows. A full state dict with such a
 parameter is loaded. With a device mesh FSDP1 saves DTensors, and loads these as well.
 """
 

@@ -1,7 +1,7 @@
-"""A sharded tensor in a group other than the world cannot be gathered.
+"""``ShardedTensor.gather`` raises for a sharded state dict in a process group other than the world.
 
-``ShardedTensor.gather`` adds up the sizes of each rank's shards in a list that is as long as the group, but indexes
-it by ranks of the world. A rank beyond the group's size is an IndexError.
+It adds up the sizes of each rank's shards in a list that is as long as the group, but indexes it by global ranks. A
+rank beyond the group's size raises ``IndexError``.
 """
 
 import torch
@@ -21,6 +21,8 @@ DEFECT = Defect(
     workaround="Wrap with ``device_mesh=DeviceMesh.from_group(group, device_type)``, and call ``full_tensor()``.",
     error="in gather ... IndexError: list index out of range",
     world_size=4,
+    documented="``ShardedTensor.gather`` creates a full tensor on one rank 'by gathering all shards of the sharded "
+    "tensor'",
     fails_with=("IndexError", "RuntimeError"),
 )
 

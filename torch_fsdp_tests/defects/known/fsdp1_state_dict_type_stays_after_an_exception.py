@@ -1,4 +1,4 @@
-"""An exception inside ``FSDP.state_dict_type`` leaves the type of state dicts changed.
+"""``FSDP.state_dict_type`` does not restore the former type if its block raises.
 
 The context manager restores the former type after its ``yield``, but not in a ``finally``. After a failed load, every
 later ``model.state_dict()`` has another type than the program expects.

@@ -1,11 +1,10 @@
-"""A sharded state dict has wrong shapes where tensor parallelism splits a dimension unevenly.
+"""A sharded state dict has wrong shapes where TP shards a dimension unevenly, so it cannot be saved.
 
-To shard a parameter further, FSDP1 makes a DTensor of this rank's part with ``DTensor.from_local``, without its global
-shape. ``from_local`` assumes parts of one size, so ranks of tensor parallelism give the same parameter different
-shapes. A checkpoint of it is refused, because its parts overlap. With rows that are split unevenly,
-``state_dict`` redistributes the DTensor over tensor parallelism, and ranks with unlike shapes raise, abort or hang. The
-older ``_get_box_for`` of the same module, for sharded tensors, has wrong offsets because it rounds the size of a part
-down.
+To shard a parameter further, FSDP1 makes a DTensor of the local TP shard with ``DTensor.from_local``, without its
+global shape. ``from_local`` assumes shards of one size, so TP ranks give the same parameter different shapes. Saving it
+raises, because its shards overlap. With rows that are sharded unevenly, ``state_dict`` redistributes the DTensor over
+TP, and ranks with different shapes raise, abort or hang. The older ``_get_box_for`` of the same module, for sharded
+tensors, has wrong offsets because it rounds the size of a shard down.
 """
 
 from torch import nn
