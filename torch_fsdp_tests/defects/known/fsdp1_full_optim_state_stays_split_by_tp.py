@@ -1,8 +1,7 @@
-"""A full optimizer state dict has only this rank's part of what tensor parallelism splits.
+"""With TP, ``FSDP.optim_state_dict`` of the full type has only this rank's TP shard of each state.
 
-The documentation of ``FSDP.optim_state_dict`` says that the states of the full type are not sharded. FSDP1
-redistributes a state that tensor parallelism splits, but drops the result. The state remains a DTensor that is split
-over the ranks of tensor parallelism. A file that one rank writes has only a part of it.
+FSDP1 redistributes a state that is sharded by TP, but drops the result. The state remains a DTensor that is sharded
+over the TP ranks. A file that one rank writes has only its shard.
 """
 
 import torch
@@ -24,7 +23,8 @@ DEFECT = Defect(
     workaround="Call ``full_tensor()`` on each state that is a DTensor, on all ranks.",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188946",),
-    arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
+    documented="``FSDP.optim_state_dict``: 'For full optimizer state_dict, all states are unflattened and not sharded'",
+    arguable="The full state dict of the model also has DTensors, and ``DTensor.full_tensor`` unshards both.",
 )
 
 

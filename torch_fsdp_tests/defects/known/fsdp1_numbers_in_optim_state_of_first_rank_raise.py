@@ -1,8 +1,8 @@
-"""An optimizer state that has a plain number or None cannot be loaded from rank 0 alone.
+"""``optim_state_dict_to_load`` with ``rank0_only=True`` raises for an optimizer state that is a number or None.
 
-With ``rank0_only``, ``optim_state_dict_to_load`` sends each state to the other ranks. Then it moves the state of rank 0
-back to the host with ``cpu()``. It does so for states that are not tensors as well, so rank 0 raises. The other ranks
-go on, and wait in the broadcast of the next parameter. Such states are saved, and without ``rank0_only`` also loaded.
+It sends each state of rank 0 to the other ranks, and then calls ``cpu()`` on the state of rank 0, even if that is not a
+tensor. So rank 0 raises. The other ranks go on, and wait in the broadcast of the next parameter. ``optim_state_dict``
+saves such states, and without ``rank0_only`` they are loaded.
 """
 
 import torch
@@ -18,8 +18,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state_dict",
     features="fsdp1, optimizer_state",
-    workaround="Load the whole state on all ranks, with ``rank0_only=False``.",
+    workaround="Load the full state on all ranks, with ``rank0_only=False``.",
     error="in _flatten_optim_state_dict ... object has no attribute 'cpu'",
+    documented="``optim_state_dict_to_load`` converts what ``optim_state_dict`` returned so that it 'can be loaded to "
+    "``optim``'",
     fails_with=("AttributeError",),
 )
 

@@ -1,8 +1,8 @@
-"""An offloaded optimizer state on the CPU has the last state of each parameter under every name.
+"""On CPU with ``use_orig_params=True``, all states of a parameter in ``optim_state_dict`` have the values of the last.
 
-With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor. Each state is
-then copied, unless it is to be offloaded: then FSDP relies on ``cpu()`` to copy. On the CPU ``cpu()`` returns the
-tensor itself, so ``exp_avg`` is ``exp_avg_sq``. Offloading is the default.
+The states of a parameter are unsharded one after the other into the same tensor. Each state is then copied, unless it
+is to be offloaded: then FSDP1 relies on ``cpu()`` to copy. On the CPU ``cpu()`` returns the tensor itself, so
+``exp_avg`` is ``exp_avg_sq``. ``offload_to_cpu=True`` is the default.
 """
 
 import copy

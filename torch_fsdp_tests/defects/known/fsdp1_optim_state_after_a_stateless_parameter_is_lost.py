@@ -1,4 +1,4 @@
-"""The optimizer state of a flat parameter is not loaded if its first original parameter has no state.
+"""``optim_state_dict_to_load`` drops the state of a flat parameter if its first original parameter has none.
 
 A plain optimizer has no state for a parameter that has never had a gradient. When FSDP1 flattens the states of a flat
 parameter, it fills such gaps with zeros. But before that, it looks only at the first of the original parameters, and
@@ -22,6 +22,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state_dict",
     features="fsdp1, optimizer_state",
     workaround="Before loading, add states of zeros for the parameters that have none.",
+    documented="``rekey_optim_state_dict`` is there 'to re-key a normal optimizer state dict from a non-wrapped model "
+    "to be loadable to a wrapped model'",
 )
 
 

@@ -1,4 +1,4 @@
-"""An optimizer with the same groups in another order gets the state of other parameters.
+"""An optimizer with the same groups in another order loads the state of other parameters.
 
 ``optim_state_dict_to_load`` finds each state by the name of its parameter, and gives it the number that the parameter
 has in the new optimizer. It keeps the saved order of the groups. ``Optimizer.load_state_dict`` pairs the groups by
@@ -20,7 +20,7 @@ DEFECT = Defect(
     features="fsdp1, optimizer_state",
     workaround="Give the new optimizer the groups in the saved order, or load with "
     "``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.",
-    arguable="``Optimizer.load_state_dict`` itself pairs parameters by position. But FSDP1's state has names instead.",
+    arguable="``Optimizer.load_state_dict`` itself pairs parameters by position, although FSDP1's state has names.",
 )
 
 

@@ -1,8 +1,9 @@
-"""Loading reorders the optimizer state of parameters that are in ``channels_last``.
+"""``optim_state_dict_to_load`` reorders the state of parameters in ``channels_last``.
 
 FSDP1 flattens such parameters in the order of their memory. It saves their state in the right shape and order. When it
 loads a state, it flattens it in the order of its indices. So the moments move to other elements of the parameter. This
-happens with flat and with original parameters, to every parameter that is not contiguous, such as a transposed weight.
+happens with both values of ``use_orig_params``, for every parameter that is not contiguous, such as a transposed
+weight.
 """
 
 import torch
@@ -20,6 +21,8 @@ DEFECT = Defect(
     workaround="Before loading, bring each state into the memory order of its parameter, for example by "
     "``state.permute(0, 2, 3, 1).reshape(state.shape)``.",
     upstream=("https://github.com/pytorch/pytorch/pull/137382",),
+    documented="``optim_state_dict_to_load`` converts what ``optim_state_dict`` returned so that it 'can be loaded to "
+    "``optim``'",
 )
 
 

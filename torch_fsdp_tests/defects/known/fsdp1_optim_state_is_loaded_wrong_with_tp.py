@@ -1,8 +1,8 @@
-"""Loading an optimizer state gives ranks of tensor parallelism the moments of other elements.
+"""With TP and ``use_orig_params=True``, ``optim_state_dict_to_load`` gives TP ranks the moments of other elements.
 
-FSDP1 gathers each whole state and flattens it. Then it takes the elements by their positions in the flat parameter,
-which has only this rank's part of what tensor parallelism splits. Ranks with a later part of a parameter get the
-moments of the first part. This happens with full and sharded state dicts.
+FSDP1 unshards each state to its global shape and flattens it. Then it takes the elements by their positions in the flat
+parameter, which has only this rank's TP shard. Ranks with a later TP shard get the moments of the first one. This
+happens with full and sharded state dicts.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     features="fsdp1, use_orig_params, optimizer_state, tp",
     workaround="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
     world_size=4,
+    documented="``optim_state_dict_to_load`` converts what ``optim_state_dict`` returned so that it 'can be loaded to "
+    "``optim``'",
 )
 
 

@@ -1,7 +1,7 @@
-"""Loading the optimizer state of a flat parameter raises under tensor parallelism.
+"""With TP and ``use_orig_params=False``, ``optim_state_dict_to_load`` raises.
 
-FSDP1 flattens each whole state, and compares it with the flat parameter, which has only this rank's part of what tensor
-parallelism splits. A sharded state has another shape. A full state is a DTensor, and its values cannot be copied.
+FSDP1 flattens each state in its global shape, and compares it with the flat parameter, which has only this rank's TP
+shard. A sharded state has another shape. A full state is a DTensor, and its values cannot be copied.
 """
 
 import torch
@@ -22,6 +22,8 @@ DEFECT = Defect(
     workaround="Let each rank save ``optim.state_dict()`` in a file of its own, and load it on the same mesh.",
     error="in _flatten_tensor_optim_state ... Tensor optimizer state does not have same shape as its parameter",
     world_size=4,
+    documented="``optim_state_dict_to_load`` converts what ``optim_state_dict`` returned so that it 'can be loaded to "
+    "``optim``'",
     fails_with=("ValueError", "RuntimeError"),
 )
 

@@ -1,9 +1,9 @@
-"""DSD cannot get the optimizer state of a flat parameter on ranks that do not share it with the first rank.
+"""With TP, ``get_optimizer_state_dict`` of an FSDP1 model raises on ranks whose group lacks global rank 0.
 
-``get_optimizer_state_dict`` passes FSDP1's process group on, and FSDP1 lets the group's first rank broadcast the names
-of the states. FSDP1 calls that rank 0, but ``broadcast_object_list`` expects a rank of the world. With tensor
-parallelism, only one of FSDP1's groups contains the world's rank 0. The ranks of the other groups raise ``ValueError``,
-and the ranks of the first group wait for them. ``FSDP.optim_state_dict`` without a group does not raise.
+It passes FSDP1's process group on, and FSDP1 lets the group's first rank broadcast the names of the states. FSDP1 calls
+that rank 0, but ``broadcast_object_list`` expects a global rank. With TP, only one of FSDP1's groups contains global
+rank 0. The ranks of the other groups raise ``ValueError``, and the ranks of the first group wait for them.
+``FSDP.optim_state_dict`` without a group does not raise.
 """
 
 import torch
@@ -23,6 +23,7 @@ DEFECT = Defect(
     workaround="Call ``FSDP.optim_state_dict(model, optim)``, without a group.",
     error="in _map_param_key_to_optim_keys ... Global rank 0 is not part of group",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
+    documented="``FSDP.optim_state_dict``: ``group`` is the 'process group across which parameters are sharded'",
 )
 
 

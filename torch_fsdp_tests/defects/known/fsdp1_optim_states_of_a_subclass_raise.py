@@ -1,4 +1,4 @@
-"""``optim_state_dict`` raises for an optimizer whose states are a tensor subclass, such as quantized moments.
+"""``FSDP.optim_state_dict`` raises for states that are a tensor subclass, such as quantized moments.
 
 To save the states of a parameter, FSDP1 all-gathers the shards of their flat tensor with operators such as
 ``torch.cat`` and ``new_zeros``, which the subclass may lack. FSDP2 wraps each state in a DTensor, and saves it.
@@ -19,8 +19,8 @@ DEFECT = Defect(
     workaround="Use ``fully_shard``.",
     error="in _optim_utils ... NotImplementedError",
     upstream=("https://github.com/axolotl-ai-cloud/axolotl/issues/2744",),
-    fails_with=("NotImplementedError",),
     arguable="The subclass could implement these operators.",
+    fails_with=("NotImplementedError",),
 )
 
 

@@ -1,8 +1,8 @@
-"""The optimizer state of original parameters is refused if a parameter has states of two dtypes.
+"""With ``use_orig_params=True``, ``optim_state_dict`` raises if a parameter has states of two dtypes.
 
-With ``use_orig_params`` FSDP1 first collects shapes and dtypes of the states on all ranks. It expects one dtype for all
-states of a parameter, and not for each state. Optimizers that keep a copy in low precision have two. Without
-``use_orig_params`` such a state is saved.
+FSDP1 first collects shapes and dtypes of the states on all ranks. It expects one dtype for all states of a parameter,
+and not for each state. Optimizers that keep a copy in low precision have two. With ``use_orig_params=False`` such a
+state is saved.
 """
 
 import torch

@@ -1,9 +1,8 @@
-"""The optimizer state of original parameters is refused if not all of them have the same kinds of state.
+"""With ``use_orig_params=True``, ``optim_state_dict`` raises if parameter groups have different kinds of state.
 
-An example is Adam with ``amsgrad`` in one of its groups only. With ``use_orig_params``, FSDP1 gathers each kind of
-state for the whole flat parameter. It leaves room for a frozen parameter without any state, but not for a parameter
-that lacks only this kind. So the sizes do not add up. A rank that has no part of such a parameter does not notice this,
-and waits in the gather for the others.
+An example is Adam with ``amsgrad`` in one of its groups only. FSDP1 unshards each kind of state for the flat parameter.
+It leaves room for a frozen parameter without any state, but not for a parameter that lacks only this kind. So the sizes
+do not add up. A rank without elements of such a parameter does not raise, and waits in the all-gather for the others.
 """
 
 import torch
@@ -18,8 +17,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._optim_utils._allgather_orig_param_states",
     features="fsdp1, use_orig_params, optimizer_state",
-    workaround="Use the same options in all groups that have parameters of one unit.",
+    workaround="Use the same options in all groups that have parameters of one instance.",
     error="in _allgather_orig_param_states ... Manually calculated _sharded_numel_padded is incorrect",
+    documented="``use_orig_params``: 'enabling per-original-parameter hyperparameters'",
 )
 
 

@@ -1,9 +1,9 @@
-"""Parameters of one flat parameter share a step count in a saved optimizer state, so it grows too fast.
+"""``optim_state_dict`` of a flat parameter has one ``step`` tensor for all, so a plain optimizer counts too fast.
 
-The state of a flat parameter is split into one state for each original parameter, and all of them get the same tensor
-as step count. ``torch.save`` preserves that. If an optimizer loads it for several parameters, it increments this one
-tensor once for each parameter at every step, so Adam corrects its bias wrongly. This is true for a plain module, for
-FSDP1 with ``use_orig_params`` and for FSDP2.
+``optim_state_dict`` and ``full_optim_state_dict`` split the state of a flat parameter into one for each original
+parameter, and all of them get the same tensor as step count. ``torch.save`` preserves that. If an optimizer of a plain
+module, of FSDP1 with ``use_orig_params=True`` or of FSDP2 loads it, it increments this one tensor once for each
+parameter at every step, so Adam corrects its bias wrongly.
 """
 
 import torch
@@ -24,6 +24,8 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/96251",
         "https://github.com/pytorch/pytorch/pull/96313",
     ),
+    arguable="``full_optim_state_dict`` documents that its tensors are not cloned, so that 'there may be aliasing "
+    "surprises'.",
 )
 
 

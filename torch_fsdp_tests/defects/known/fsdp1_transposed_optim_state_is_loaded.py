@@ -1,7 +1,7 @@
-"""An optimizer state of the wrong shape is loaded in the wrong order with ``use_orig_params``.
+"""With ``use_orig_params=True``, ``optim_state_dict_to_load`` accepts a state whose shape is not that of its parameter.
 
-FSDP flattens the state and takes the rank's part without a check of its shape. The elements of a transposed state end
-up in wrong places. With flat parameters FSDP refuses such a state.
+FSDP1 flattens the state and takes the local shard without a check of the shape. The elements of a transposed state are
+then loaded in the wrong order. With ``use_orig_params=False`` FSDP1 raises for such a state.
 """
 
 import torch
@@ -18,7 +18,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
     features="fsdp1, use_orig_params, optimizer_state",
     workaround="Compare the shapes of the states with those of the parameters before you load them.",
-    arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
+    arguable="A state of a wrong shape is its caller's mistake, which torch does not have to find.",
 )
 
 
