@@ -18,6 +18,7 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import parametrize, run_tests, subtest
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
@@ -117,6 +118,18 @@ class Several(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         y = self.layer(x)
         return {"sum": y + 1, "parts": [y * 2, (y * 3,)]}
+
+
+class Shifted(nn.Module):
+    """Adds one to the output of its inner module."""
+
+    def __init__(self, inner: nn.Module, in_place: bool) -> None:
+        super().__init__()
+        self.inner, self.in_place = inner, in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.inner(x)
+        return output.add_(1) if self.in_place else output + 1
 
 
 class _InputBase(FSDPTest):
@@ -241,6 +254,19 @@ class TestInputSharded(_InputBase):
         self._test_parity((reference, model), lambda each, x: each().float() * x.mean(0), device, steps=steps)
         if steps > 1:
             self.assertEqual(model(), reference())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(in_place=[True, False], is_view=[True, False], wraps_inner=[True, False])
+    def test_output_changed_in_place(self, device, in_place, is_view, wraps_inner):
+        """What follows on the output of an inner instance may change it in place, also if it is a view."""
+        torch.manual_seed(0)
+        wrap = FSDP if wraps_inner else lambda module: module
+        view = [nn.Unflatten(0, (1, -1))] if is_view else []
+        reference = Shifted(nn.Sequential(nn.Linear(4, 4), *view), in_place).to(device)
+        model = FSDP(Shifted(wrap(copy.deepcopy(reference.inner)), in_place))
+        shows = torch_defect("fsdp1_in_place_change_of_output_raises", when=in_place and is_view and wraps_inner)
+        with shows:
+            self._test_parity((reference, model), lambda each, x: each(x), device, steps=2)
 
     @skip_if_lt_x_gpu(2)
     @subtests(is_root=[True, False])

@@ -21,7 +21,7 @@ DEFECT = Defect(
     workaround="Use an operation that is not in place: ``hidden = hidden + residual``.",
     error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD",
     upstream=("https://github.com/pytorch/pytorch/issues/181832",),
-    fails_with=("ValueError",),
+    fails_with=("ValueError", "RuntimeError"),
 )
 
 
