@@ -3,6 +3,7 @@
 import functools
 import html
 import itertools
+import json
 import re
 import tempfile
 import unittest.mock
@@ -11,14 +12,16 @@ from pathlib import Path
 from runs import INPUTS, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import changes, find, registry, texts, versions_page
+from torch_fsdp_tests.defects import changes, find, ranking, registry, texts, versions_page
 from torch_fsdp_tests.defects.__main__ import main, parse
 from torch_fsdp_tests.defects.registry import Answer
 from torch_fsdp_tests.installed_torch import torch_facts
 
-# Those of defects are named after them, and were printed by the scripts of --show. Those of users' mistakes begin with
-# "user_"; that of a GPU's memory and that of NCCL's watchdog were put together by hand.
+# Those of defects are named after them, with a word after a dash for another way to it, and were printed by the scripts
+# of --show. Those of users' mistakes begin with "user_", and most of them were put together by hand.
 TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebacks").glob("*.txt"))}
+# Words of users with the id of the defect that fits them best, or null. "cites" are the public threads behind them.
+QUERIES = json.loads((INPUTS / "find_queries.json").read_text())
 SHOWN = "fsdp2_group_is_gathered_for_one_output"
 
 
@@ -94,39 +97,68 @@ class TestAnswers(TestCase):
 class TestFind(TestCase):
     """Without it, somebody with a traceback of a known defect would not find it, or would be told of a wrong one."""
 
+    def test_rates(self):
+        """Of words and tracebacks that a defect fits, 90 % have it first. Of the others, 10 % have anything."""
+        asked = [(query["words"], query["id"]) for query in QUERIES]
+        asked += [
+            (text, None if name.startswith("user_") else name.partition("-")[0]) for name, text in TRACEBACKS.items()
+        ]
+        fit = [(text, id, ids(find.fitting(text))[:1]) for text, id in asked]
+        self.assertLessEqual({id for _, id in asked if id}, {*registry.ids()}, "the ids in find_queries.json are old")
+        missed = [f"{text!r}: {first} instead of {id}" for text, id, first in fit if id and first != [id]]
+        false = [f"{text!r}: {first}" for text, id, first in fit if not id and first]
+        others = sum(id is None for _, id, _ in fit)
+        self.assertGreaterEqual(len(fit) - others, 100)
+        self.assertGreaterEqual(others, 50)
+        self.assertLessEqual(len(missed), 0.1 * (len(fit) - others), "\n".join(missed))
+        self.assertLessEqual(len(false), 0.1 * others, "\n".join(false))
+
     def test_tracebacks_of_defects(self):
+        """Also through another public function, as ``set_state_dict``, and with the names of ranks before the lines."""
         known = {name: text for name, text in TRACEBACKS.items() if not name.startswith("user_")}
-        self.assertGreaterEqual(len(known), 5)
         for name, text in known.items():
             with self.subTest(name):
                 by_rank = "".join(f"[rank1]: {line}\n" for line in text.splitlines())
                 for printed in (text, by_rank):
-                    found = ids(find.by_traceback(printed))
-                    self.assertEqual(found[0], name)
-                    self.assertLess(len(found), 3)  # two defects may end in the same message
+                    found = ids(find.fitting(printed))
+                    self.assertEqual(found[0], name.partition("-")[0])
+                    if "setStorage" not in printed:
+                        self.assertLess(len(found), 3)  # two defects may end in the same message
 
     def test_tracebacks_of_users_mistakes(self):
-        """A wrong shape, no process group, no memory left, a wrong key, and a collective that others do not join."""
+        """A wrong shape, no process group, no memory left, a wrong key, a collective that others do not join, ..."""
         mistakes = {name: text for name, text in TRACEBACKS.items() if name.startswith("user_")}
-        self.assertGreaterEqual(len(mistakes), 5)
         self.assertEqual(
-            {name: ids(find.by_traceback(text)) for name, text in mistakes.items()}, {name: [] for name in mistakes}
+            {name: ids(find.fitting(text)) for name, text in mistakes.items()}, {name: [] for name in mistakes}
         )
 
     def test_same_message_from_another_function(self):
         """A ``KeyError: 0`` of the user's own code is not that of ``get_optimizer_state_dict``."""
         text = TRACEBACKS["dsd_optimizer_state_while_gathered_raises"]
-        self.assertEqual(ids(find.by_traceback(text.replace("_get_optim_state_dict", "_get_optim_state_dicts"))), [])
-        self.assertEqual(ids(find.by_traceback("KeyError: 0\n")), ["dsd_optimizer_state_while_gathered_raises"])
+        self.assertEqual(ids(find.fitting(text.replace("_get_optim_state_dict", "_get_optim_state_dicts"))), [])
+        self.assertEqual(ids(find.fitting(text.replace("/site-packages/torch/", "/home/me/"))), [])
+        self.assertEqual(ids(find.fitting("KeyError: 0\n")), ["dsd_optimizer_state_while_gathered_raises"])
+
+    def test_one_message_of_many_defects(self):
+        """Nothing in the traceback tells which defect it is, so the worst comes first. A warning above it may tell."""
+        name = "fsdp2_in_place_change_of_output_drops_backward"
+        warned = TRACEBACKS[f"{name}-nested"]
+        bare = warned[warned.index("Traceback") :].replace("h += x", "...")
+        same = ids(find.fitting(bare))
+        self.assertGreater(len(same), 4)
+        self.assertEqual(same, ids(registry.worst_first(map(registry.defect, same))))
+        self.assertNotIn("fsdp1_auto_wrap_leaves_a_shared_module", same)  # it raises in forward
+        other = "output, pullback = torch.func.vjp(lambda x: model(x), x)  # a transform of torch.func, vjp\n"
+        self.assertEqual(ids(find.fitting(other + bare))[0], "fsdp2_backward_through_vjp_raises")
 
     def test_words(self):
-        for words in ("setStorage", "183702", "#183702", "https://github.com/pytorch/pytorch/issues/183702"):
+        for words in ("183702", "#183702", "https://github.com/pytorch/pytorch/issues/183702"):
             with self.subTest(words):
-                self.assertIn(SHOWN, ids(find.by_words(words)))
-        self.assertEqual(ids(find.by_words("group backward output last module gradient reaches"))[0], SHOWN)
-        self.assertEqual(ids(find.by_words("zebra crossing")), [])
-        side_by_side = ids(find.by_words("get_optimizer_state_dict changes"))
-        self.assertTrue(all(re.search("asking|step", id) for id in side_by_side), side_by_side)
+                self.assertEqual(ids(find.fitting(words)), [SHOWN])
+        self.assertEqual(ids(find.fitting("https://github.com/pytorch/pytorch/issues/1")), [])
+        self.assertIn(SHOWN, ids(find.fitting("setStorage")))
+        self.assertEqual(ids(find.fitting("zebra crossing")), [])
+        self.assertEqual(ids(find.fitting("replaced parameter")), ids(find.fitting("parameter replaced")))
 
     def test_features(self):
         """Those in use have to include all that a defect takes. The worst defect comes first."""
@@ -136,6 +168,30 @@ class TestFind(TestCase):
         self.assertEqual(found, registry.worst_first(found))
         interfaces = {defect.uses[0] for defect in find.by_features({"offload"})}
         self.assertEqual(interfaces, {"fsdp1", "fsdp2"})
+
+
+class TestRanking(TestCase):
+    """Without it, words could match inside other words, or a text that repeats one word could win over all words."""
+
+    def test_words(self):
+        cases = {
+            "The parameters of both modules": ["parameter", "both", "modul"],
+            "clip_grad_norm_": ["clip_grad_norm", "clip", "gradient", "norm"],
+            "ShardedGradScaler": ["shardedgradscaler", "shard", "gradient", "scaler"],
+            "use_orig_params fails": ["use_orig_param", "orig", "parameter"],
+            "copies, copied": ["copy", "copi"],
+        }
+        for text, stems in cases.items():
+            self.assertEqual(ranking.words(text), stems)
+
+    def test_order(self):
+        texts = ["ema ema ema", "ema of the weights", "weights that remain", "a determined copy"]
+        ranked = ranking.Ranking([{"title": text} for text in texts], {"title": 1.0})
+        self.assertEqual(ranked.best("weights ema")[0], 1)
+        self.assertEqual(ranked.best("ema")[0], 0)
+        self.assertEqual(ranked.best("main"), [])
+        self.assertEqual(ranked.best("the"), [])
+        self.assertEqual(ranked.best("weights of an unknown animal in a zoo that nobody visits"), [])
 
 
 class TestChanges(TestCase):
@@ -200,9 +256,10 @@ class TestCommand(TestCase):
     def test_what_this_torch_has_comes_first(self):
         """``setStorage`` is the end of several defects. One cannot show before 2.13, and 2.12 fixed another one."""
         cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
+        message = "RuntimeError: setStorage: sizes [2], strides [1] are out of bounds for storage of size 0"
         for version, gone in cases.items():
             with self.subTest(version), unittest.mock.patch("torch.__version__", version):
-                printed = re.findall(r"^(\w+) \(", command("--find", "setStorage: sizes")[1], re.MULTILINE)
+                printed = re.findall(r"^(\w+) \(", command("--find", message)[1], re.MULTILINE)
                 self.assertEqual(printed[-1], gone)
 
     def test_nothing_fits(self):

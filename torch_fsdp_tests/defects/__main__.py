@@ -182,7 +182,7 @@ def _find(options: argparse.Namespace) -> int:
         words = sys.stdin.read() if options.find == ["-"] else " ".join(options.find)
         if not words.strip():
             raise Refused("--find needs words or a traceback")
-        found = (find.by_traceback if "\n" in words.strip() else find.by_words)(words)
+        found = find.fitting(words)
         found.sort(key=lambda defect: defect.expected(torch.__version__) is not Answer.PRESENT)
     else:
         found = find.by_features(options.using.lower().replace(" ", "").split(","))

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import FRAME, Defect, Refused
+from torch_fsdp_tests.defects.ranking import FITS, Ranking, words
+from torch_fsdp_tests.defects.registry import Defect, Refused
 from torch_fsdp_tests.dispatch.features import FEATURES
 
 SHORT = tuple(feature.short for feature in FEATURES if feature.short)
 _INTERFACES = {feature.short for feature in FEATURES if feature.group == "Interfaces"}
+_ABOUT = {feature.short: f"{feature.short} {feature.name} {feature.about}" for feature in FEATURES}
+
+# Chosen with every other one of the queries in ``test/harness/inputs/find_queries.json``.
+_WEIGHTS = {
+    "title": 2.5,
+    "explanation": 1.0,
+    "error": 1.0,
+    "where": 0.7,
+    "features": 0.5,
+    "workaround": 0.5,
+    "code": 0.3,
+    "upstream": 1.0,
+}
+
+_ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|#?\b)(\d{3,})\b\S*")  # by its address or its number
+
+# In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
+# raises by itself in any program.
+_ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
+_FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
+_OUTSIDE_FSDP = re.compile(r'File "[^"]*/(?!torch/distributed)torch/.*\n.*\n')
+_ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
+_PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
 
 
-def by_words(words: str) -> list[Defect]:
-    """The defects that have these words side by side, or else all of them anywhere. The title counts most."""
-    wanted = _plain(words.replace("#", " "))
-    for parts in ([wanted], wanted.split()):
-        found = [each for each in registry.defects() if parts and all(part in _plain(_words(each)) for part in parts)]
-        if found:
-            return sorted(found, key=lambda defect: not all(part in _plain(defect.title) for part in parts))
-    return []
+def fitting(text: str) -> list[Defect]:
+    """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
+    is_error = "\n" in text.strip() or re.match(r"[\w.]*(Error|Exception):", text.strip())
+    return by_traceback(text) if is_error else by_words(text)
+
+
+def by_words(text: str) -> list[Defect]:
+    """The defects that have the most of these words, if they have enough of them."""
+    defects = registry.defects()
+    return [defects[number] for number in _ranking().best(_ISSUE.sub(r"issue\1", text))]
 
 
 def by_traceback(text: str) -> list[Defect]:
-    """The defects whose error is in this text. The one that says most about it comes first.
+    """The defects whose error is in this text. First are those that name a function near its end, then those whose
+    message says more, then those that have words of the user's code, and then the worst."""
+    frames = [(module.replace("/", "."), name) for module, name in _FRAME.findall(text)]
+    situation = _ranking().fits(_OUTSIDE_FSDP.sub("", text))
+    fits = {defect.id: fit if fit >= FITS else 0 for defect, fit in zip(registry.defects(), situation)}
 
-    If the text has no frames, as when only the message is known, the names of functions do not count.
-    """
-    has_frames = re.search(r'File ".*", line \d+, in ', text) is not None
-    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, has_frames)]
-    return sorted(found, key=lambda defect: -len(defect.error))
+    def order(defect: Defect) -> tuple[float, ...]:
+        return _distance(defect, frames), -len(words(defect.message)), -fits[defect.id]
+
+    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, frames)]
+    return sorted(found, key=order)
 
 
 def by_features(used: Collection[str]) -> list[Defect]:
@@ -45,16 +76,45 @@ def by_features(used: Collection[str]) -> list[Defect]:
     return [defect for defect in registry.defects() if everything.issuperset(defect.uses)]
 
 
-def _ends_in(defect: Defect, text: str, has_frames: bool) -> bool:
-    pieces = (defect.error if has_frames else defect.message).split(" ... ")
-    patterns = [re.escape(piece) + r"\b" * bool(FRAME.fullmatch(piece)) for piece in pieces]
-    return re.search(".*".join(patterns), text, re.DOTALL) is not None
+def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bool:
+    """Whether the text has the defect's message, and a frame near it.
+
+    A user may have come through another function of the same file, unless the message alone could be anybody's. If the
+    text has no frames, as when only the message is known, the message is enough.
+    """
+    found = re.search(".*".join(map(re.escape, defect.message.split(" ... "))), text, re.DOTALL)
+    if not found or not defect.functions or not _ANY_FRAME.search(text):
+        return found is not None
+    if {*defect.functions} & {name for _, name in frames}:
+        return True
+    error = _ERROR.findall(text[: found.end()])[-1:]
+    if {*error} & _PYTHONS_OWN or re.fullmatch(r"\w+", defect.message):
+        return False
+    return any(defect.where.startswith(f"{module}.") for module, _ in frames)
 
 
-def _words(defect: Defect) -> str:
-    facts = (defect.title, defect.explanation, defect.error, defect.workaround, defect.id, defect.where)
-    return " ".join((*facts, *defect.upstream, *defect.uses))
+def _distance(defect: Defect, frames: Sequence[tuple[str, str]]) -> float:
+    """How many frames lie between the end of a traceback and a function that the defect names."""
+    names = [name for _, name in reversed(frames)]
+    if not defect.functions:
+        return len(names)
+    return min((names.index(name) for name in defect.functions if name in names), default=len(names) + 1)
 
 
-def _plain(words: str) -> str:
-    return " ".join(words.replace("``", "").lower().split())
+@functools.cache
+def _ranking() -> Ranking:
+    return Ranking([_fields(defect) for defect in registry.defects()], _WEIGHTS)
+
+
+def _fields(defect: Defect) -> dict[str, str]:
+    about = [defect.component.value, defect.consequence.value, *(_ABOUT[short] for short in defect.uses)]
+    return {
+        "title": defect.title,
+        "explanation": defect.explanation,
+        "error": defect.error,
+        "where": defect.where,
+        "features": " ".join(about),
+        "workaround": defect.workaround,
+        "code": defect.code,
+        "upstream": _ISSUE.sub(r"issue\1", " ".join(defect.upstream)),
+    }

@@ -135,6 +135,11 @@ class Defect:
         return tuple(self.features.split(", "))
 
     @property
+    def code(self) -> str:
+        """Its module without the docstring and the facts."""
+        return self.source.partition('"""\n')[2].partition("DEFECT = ")[0] + self.source.rpartition("\n)\n")[2]
+
+    @property
     def claim(self) -> str:
         """The title, and whether it is arguable."""
         return f"{self.title} (arguable)" if self.arguable else self.title
@@ -149,6 +154,11 @@ class Defect:
         """The line for it in lists."""
         kinds = [self.consequence.value, self.exposure.value] + ["not seen yet"] * (not self.was_seen)
         return f"{self.id} ({', '.join(kinds)}): {self.claim}"
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions that the error names, in the order of a traceback."""
+        return [piece.removeprefix("in ") for piece in self.error.split(" ... ") if FRAME.fullmatch(piece)]
 
     @property
     def message(self) -> str:

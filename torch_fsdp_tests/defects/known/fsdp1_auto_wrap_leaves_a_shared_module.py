@@ -21,7 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.wrap._post_order_apply",
     features="fsdp1, wrapping, frozen",
     workaround="Wrap by hand, and put one instance into all places, or keep shared modules out of the policy.",
-    error="setStorage: sizes ... are out of bounds for storage of size 0",
+    error="in forward ... setStorage: sizes ... are out of bounds for storage of size 0",
     fails_with=("AssertionError", "RuntimeError"),
     arguable="FSDP1 documents that shared parameters have to be in the same instance; but here the policy separates "
     "them.",

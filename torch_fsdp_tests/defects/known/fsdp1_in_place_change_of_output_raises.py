@@ -19,7 +19,8 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._register_pre_backward_hooks",
     features="fsdp1",
     workaround="Use an operation that is not in place: ``hidden = hidden + residual``.",
-    error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD",
+    error="in _post_backward_hook ... expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current "
+    "state is TrainingState.IDLE",
     upstream=("https://github.com/pytorch/pytorch/issues/181832",),
     fails_with=("ValueError", "RuntimeError"),
 )

@@ -23,7 +23,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
     features="fsdp2",
     workaround="Use an operation that is not in place: ``logits = logits / temperature``.",
-    error="in unshard ... setStorage ... are out of bounds for storage of size 0",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/181832",
         "https://github.com/pytorch/pytorch/pull/181850",

@@ -21,7 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
     features="fsdp2",
     workaround="Return the activations from ``forward()`` of each ``fully_shard`` module around them.",
-    error="setStorage ... are out of bounds for storage of size 0",
+    error="setStorage: sizes ... are out of bounds for storage of size 0",
     arguable="``fully_shard`` prepares backward in hooks on a module's outputs, so a module is expected to return "
     "what the loss uses",
     fails_with=("AssertionError", "RuntimeError", "SIGSEGV"),
