@@ -15,7 +15,7 @@ SHORT = tuple(feature.short for feature in FEATURES if feature.short)
 _INTERFACES = {feature.short for feature in FEATURES if feature.group == "Interfaces"}
 _ABOUT = {feature.short: f"{feature.short} {feature.name} {feature.about}" for feature in FEATURES}
 
-# Chosen with every other one of the queries in ``test/harness/inputs/find_queries.json``.
+# Chosen with the queries in ``test/harness/inputs/find_queries.json``.
 _WEIGHTS = {
     "title": 2.5,
     "explanation": 1.0,
@@ -45,7 +45,7 @@ def fitting(text: str) -> list[Defect]:
 
 
 def by_words(text: str) -> list[Defect]:
-    """The defects that have the most of these words, if they have enough of them."""
+    """The defects that have the most of these words, if they have enough of them. For one word, the worst come first."""
     defects = registry.defects()
     return [defects[number] for number in _ranking().best(_ISSUE.sub(r"issue\1", text))]
 

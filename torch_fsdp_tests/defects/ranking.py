@@ -120,7 +120,10 @@ class Ranking:
         self._texts_with = Counter(word for counts in self._counts for word in counts)
 
     def best(self, query: str) -> list[int]:
-        """The texts that fit well, by their numbers. The best comes first."""
+        """The texts that fit well, by their numbers. The best comes first.
+
+        One word does not tell which text is best, so they keep their order then.
+        """
         fits, wanted = self.fits(query), {*words(query)}
         least = BESIDE_THE_BEST * max(fits)
         fitting = [
@@ -128,7 +131,7 @@ class Ranking:
             for number, fit in enumerate(fits)
             if fit >= least and fit > 0 and (fit >= FITS or wanted <= self._counts[number].keys())
         ]
-        return sorted(fitting, key=lambda number: -fits[number])
+        return fitting if len(query.split()) == 1 else sorted(fitting, key=lambda number: -fits[number])
 
     def fits(self, query: str) -> list[float]:
         """How well each text fits, from 0.

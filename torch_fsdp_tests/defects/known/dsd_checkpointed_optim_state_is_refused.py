@@ -23,6 +23,7 @@ DEFECT = Defect(
     workaround="Apply ``checkpoint_wrapper`` after FSDP1, to modules inside the instances.",
     error="in set_optimizer_state_dict ... Missing optimizer state for parameter ' ... _wrapped_module. ... in "
     "checkpoint",
+    upstream=("https://github.com/pytorch/pytorch/issues/124546",),
     documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
     "to the optimizers'.",
     fails_with=("RuntimeError", "KeyError"),
