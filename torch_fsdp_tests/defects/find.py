@@ -27,7 +27,7 @@ _WEIGHTS = {
     "upstream": 1.0,
 }
 
-_ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|#?\b)(\d{3,})\b\S*")  # by its address or its number
+_ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
 # In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
 # raises by itself in any program.
@@ -45,7 +45,7 @@ def fitting(text: str) -> list[Defect]:
 
 
 def by_words(text: str) -> list[Defect]:
-    """The defects that have the most of these words, if they have enough of them. For one word, the worst come first."""
+    """The defects that have the most of these words, if they have enough of them. One word gives the worst first."""
     defects = registry.defects()
     return [defects[number] for number in _ranking().best(_ISSUE.sub(r"issue\1", text))]
 
