@@ -21,62 +21,20 @@ _EMPTY = set(
     " broken called gave given gets gives got made makes making using wrong".split()
 )
 # Words of reports, and what stands for them here.
-_ALIKE = {
-    "ac": "activation checkpoint",
-    "amp": "mixed precision",
-    "bf16": "bfloat16",
-    "ckpt": "checkpoint",
-    "corrupt": "alter",
-    "deadlock": "hang",
-    "deepcopy": "copy",
-    "disappear": "lose",
-    "divisible": "uneven",
-    "drop": "lose",
-    "dropped": "lose",
-    "ema": "average",
-    "eval": "evaluation",
-    "fp16": "float16",
-    "fp32": "float32",
-    "frozen": "freeze",
-    "gpu": "rank",
-    "grad": "gradient",
-    "host": "cpu",
-    "hsdp": "hybrid",
-    "inf": "infinity",
-    "infinite": "infinity",
-    "inplace": "in place",
-    "int": "integer",
-    "int64": "integer",
-    "int8": "integer",
-    "killed": "interrupt",
-    "layer": "module",
-    "lost": "lose",
-    "lr": "learning rate",
-    "miss": "lose",
-    "missing": "lose",
-    "optim": "optimizer",
-    "param": "parameter",
-    "pp": "pipeline",
-    "resume": "load",
-    "resuming": "load",
-    "reverted": "undo",
-    "scrambled": "reorder",
-    "shared": "share",
-    "stale": "old",
-    "stuck": "hang",
-    "submodule": "inner module",
-    "sync": "synchronize",
-    "tied": "share",
-    "tp": "tensor parallel",
-    "twice": "second",
-    "uint8": "integer",
-    "undone": "undo",
-    "unfreeze": "freeze",
-    "validation": "evaluation",
-    "vanish": "lose",
-    "vocab": "vocabulary",
-    "weight": "parameter",
-}
+_ALIKE = dict(
+    pair.split(" = ")
+    for pair in (
+        "ac = activation checkpoint, amp = mixed precision, bf16 = bfloat16, ckpt = checkpoint, corrupt = alter, "
+        "deadlock = hang, deepcopy = copy, disappear = lose, divisible = uneven, drop = lose, dropped = lose, ema = "
+        "average, eval = evaluation, fp16 = float16, fp32 = float32, frozen = freeze, gpu = rank, grad = gradient, "
+        "host = cpu, hsdp = hybrid, inf = infinity, infinite = infinity, inplace = in place, int = integer, int64 = "
+        "integer, int8 = integer, killed = interrupt, layer = module, lost = lose, lr = learning rate, miss = lose, "
+        "missing = lose, optim = optimizer, param = parameter, pp = pipeline, resume = load, resuming = load, "
+        "reverted = undo, scrambled = reorder, shared = share, stale = old, stuck = hang, submodule = inner module, "
+        "sync = synchronize, tied = share, tp = tensor parallel, twice = second, uint8 = integer, undone = undo, "
+        "unfreeze = freeze, validation = evaluation, vanish = lose, vocab = vocabulary, weight = parameter"
+    ).split(", ")
+)
 
 
 def words(text: str) -> list[str]:
