@@ -29,11 +29,15 @@ from torch_fsdp_tests.defects.__main__ import main
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
+from torch_fsdp_tests.dispatch.features import FEATURES
 from torch_fsdp_tests.installed_torch import fixes, torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command
+PLAIN = {"mesh", "device_mesh", "device_id", "auto_wrap_policy"}  # arguments of FSDP in a program without options
+# What a reproduction watches that tries to show on the CPU what only a device does.
+WATCHES = re.compile(r"wait_stream|record_stream|non_blocking|pre_unshard\b|\bStream\b(?!\.synchronize)")
 Program = Callable[..., tuple[Any, Any]]
 
 
@@ -78,6 +82,26 @@ class TestRegistry(TestCase):
                 self.assertNotIn("\n", defect.title)
                 self.assertIn("torch", defect.where)
                 self.assertIn(defect.world_size, range(1, 9))
+
+    def test_exposure_is_what_the_reproduction_takes(self):
+        """Its options of FSDP and its features are as few as it says. It watches streams only if it needs a device."""
+        most = {Exposure.DEFAULT: 0, Exposure.COMMON: 1}
+        saves = "Saving and loading"  # which features of this group a program takes makes no difference
+        groups = {each.short: saves if each.group == saves else each.name for each in FEATURES}
+        for id in registry.ids():
+            with self.subTest(id):
+                defect = registry.defect(id)
+                _, *code = ast.parse(defect.source).body
+                calls = [node for part in code for node in ast.walk(part) if isinstance(node, ast.Call)]
+                wraps = [call for call in calls if ast.unparse(call.func) in ("FSDP", "fully_shard")]
+                options = {keyword.arg for call in wraps for keyword in call.keywords} - PLAIN
+                features = {groups[short] for short in defect.uses[1:] if short != "wrapping"}
+                if defect.exposure in most:
+                    self.assertLessEqual(len(options), most[defect.exposure], options)
+                    self.assertLessEqual(len(features), most[defect.exposure], features)
+                needs_device = defect.place is registry.Place.APART_FROM_HOST
+                watches = any(WATCHES.search(ast.unparse(part)) for part in code)
+                self.assertIs(needs_device or watches, defect.exposure is Exposure.HARDWARE)
 
     def test_every_version_has_an_answer_for_every_defect(self):
         """None is unknown, also between the versions on which the command ran, and none was read and also seen."""

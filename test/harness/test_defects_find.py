@@ -1,5 +1,6 @@
 """From words, a traceback or the features in use to the defects that fit, and what versions of torch changed."""
 
+import dataclasses
 import functools
 import html
 import itertools
@@ -12,9 +13,10 @@ from pathlib import Path
 from runs import INPUTS, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import changes, find, ranking, registry, texts, versions_page
+from torch_fsdp_tests.defects import changes, find, ranking, registry, texts, trial, versions_page
 from torch_fsdp_tests.defects.__main__ import main, parse
-from torch_fsdp_tests.defects.registry import Answer
+from torch_fsdp_tests.defects.in_tests import KnownDefect
+from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Exposure
 from torch_fsdp_tests.installed_torch import torch_facts
 
 # Those of defects are named after them, with a word after a dash for another way to it, and were printed by the scripts
@@ -160,6 +162,45 @@ class TestFind(TestCase):
         self.assertEqual(ids(find.fitting("zebra crossing")), [])
         self.assertEqual(ids(find.fitting("replaced parameter")), ids(find.fitting("parameter replaced")))
 
+    def test_worst_first(self):
+        """Consequence comes before exposure, exposure before component, and among equals the arguable ones are last."""
+        like = registry.defect(SHOWN)
+        wrong, error = Consequence.SILENTLY_WRONG, Consequence.ERROR
+        common, rare = Exposure.COMMON, Exposure.RARE
+        kinds = [
+            (wrong, common, Component.FSDP2, ""),
+            (wrong, common, Component.FSDP1, ""),
+            (wrong, rare, Component.FSDP2, ""),
+            (wrong, rare, Component.FSDP2, "It is meant."),
+            (wrong, rare, Component.DTENSOR, ""),
+            (wrong, rare, Component.FSDP1, ""),
+            (wrong, Exposure.HARDWARE, Component.FSDP2, ""),
+            (error, Exposure.DEFAULT, Component.FSDP2, ""),
+            (error, rare, Component.FSDP2, ""),
+        ]
+        defects = [
+            dataclasses.replace(like, id=f"{9 - index}", consequence=effect, exposure=who, component=part, arguable=why)
+            for index, (effect, who, part, why) in enumerate(kinds)
+        ]
+        self.assertEqual(registry.worst_first(reversed(defects)), defects)
+        found = registry.chosen(defects, exposure={common, Exposure.DEFAULT}, consequence={error}, component=None)
+        self.assertEqual(found, [defects[-2]])
+
+    def test_arguable_defects_are_marked_in_every_list(self):
+        defect = registry.defect("fsdp2_second_order_gradients_raise")
+        present = Answer.PRESENT
+        lists = {
+            "list": texts.listing([defect]),
+            "find and using": texts.answer(defect, "2.13.0"),
+            "findings": texts.details(trial.Finding(defect, present, present)),
+            "changes": changes._line(defect, "2.9"),
+            "page": versions_page._defect(defect, ["2.13"]).partition("</summary>")[0],
+            "changes on the page": versions_page._list([defect]),
+            "report of a run": KnownDefect(defect.id).facts()["title"],
+        }
+        unmarked = [name for name, text in lists.items() if f"{defect.title} (arguable)" not in text]
+        self.assertEqual(unmarked, [])
+
     def test_features(self):
         """Those in use have to include all that a defect takes. The worst defect comes first."""
         found = find.by_features({"fsdp2", "offload", "tp"})
@@ -229,6 +270,10 @@ class TestPage(TestCase):
     def test_every_defect_has_its_part(self):
         page = versions_page.render()
         self.assertEqual(sorted(re.findall(r'<details class=file id="(\w+)"', page)), registry.ids())
+        worst = page.partition("<h2>The worst of torch ")[2].partition("</ul>")[0]
+        newest = registry.versions()[-1]
+        first = [defect.id for defect in registry.defects() if defect.is_in(newest)][:10]
+        self.assertEqual(re.findall(r'href="#(\w+)"', worst), first)
         defect = registry.defect("fsdp2_partial_group_loses_gradients")  # introduced in 2.12, fixed in 2.13
         part = page.partition(f'id="{defect.id}"')[2].partition("<details class=file")[0]
         marks = re.findall(r'data-title="([\d.]+)" title="torch [\d.]+ has the defect"', part)

@@ -21,10 +21,10 @@ MARKS = {
     Answer.CANNOT_BE_TRIED: ("·", "none", "does not have what is broken"),
 }
 WHO_IS_HIT = {
-    Exposure.DEFAULT: "met with default settings",
-    Exposure.COMMON: "met with one common option",
-    Exposure.RARE: "met with several options or an unusual call",
-    Exposure.HARDWARE: "met on accelerators only",
+    Exposure.DEFAULT: "with default settings",
+    Exposure.COMMON: "with a common option",
+    Exposure.RARE: "in rare cases",
+    Exposure.HARDWARE: "on accelerators only",
 }
 WORST = 10
 
@@ -68,7 +68,7 @@ def _head(defects: list[Defect], versions: list[str]) -> str:
     ]
     return (
         "<div class=kind>torch_fsdp_tests</div><h1>Known defects of torch's FSDP</h1><p class=lead>Which versions "
-        f"have each one, the workaround, and a script that shows it. Of torch {newest}:</p>{page.sums(boxes)}"
+        f"have each one, the workaround, and a script that shows it. Torch {newest} has:</p>{page.sums(boxes)}"
     )
 
 
