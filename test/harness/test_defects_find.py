@@ -73,6 +73,10 @@ class TestAnswers(TestCase):
             with self.subTest(id):
                 defect = registry.defect(id)
                 self.assertLessEqual({*defect.uses}, {*find.SHORT})
+                interface, *others = defect.uses
+                component = defect.component.value.lower()
+                self.assertIn(interface, {"fsdp1", "fsdp2"} & {component} or {"fsdp1", "fsdp2"})
+                self.assertFalse({"fsdp1", "fsdp2"} & {*others})
                 if defect.workaround != registry.NO_WORKAROUND:
                     self.assertRegex(defect.workaround, r"(?s)^(``|[A-Z]).{15,}\.$")
 
@@ -185,6 +189,7 @@ class TestFind(TestCase):
         self.assertEqual(registry.worst_first(reversed(defects)), defects)
         found = registry.chosen(defects, exposure={common, Exposure.DEFAULT}, consequence={error}, component=None)
         self.assertEqual(found, [defects[-2]])
+        self.assertEqual(texts.by_exposure(defects), "1 default, 2 common, 5 rare, 1 hardware")
 
     def test_arguable_defects_are_marked_in_every_list(self):
         defect = registry.defect("fsdp2_second_order_gradients_raise")
@@ -319,6 +324,16 @@ class TestCommand(TestCase):
         has = [each for each in find.by_features({"fsdp2", "tp"}) if each.expected("2.14.0") is Answer.PRESENT]
         self.assertEqual(printed, ids(has))
         self.assertNotIn("dtensor_uneven_rows_with_tp_are_reordered", printed)
+
+    def test_kinds_choose_among_what_fits(self):
+        """Those of --using and of --find, whose last line counts them."""
+        for how in (("--using", "fsdp2"), ("--find", "evaluation")):
+            with self.subTest(how):
+                every, common = (command(*how, *kinds)[1] for kinds in ((), ("--exposure", "common")))
+                printed = re.findall(r"^(\w+) \((?:[a-z ]+), common\): ", every, re.MULTILINE)
+                self.assertEqual(re.findall(r"^(\w+) \(", common, re.MULTILINE), printed)
+                self.assertGreater(len(printed), 0)
+                self.assertIn(f"(0 default, {len(printed)} common, 0 rare, 0 hardware)", common)
 
     def test_bad_arguments(self):
         for arguments, words in {
