@@ -149,11 +149,6 @@ ASSERTIONS_HAVE_MESSAGES = Fact((2, 10), "explains what is wrong when an asserti
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
-KEEPS_HOST_TENSORS_IN_PLACE = Fact(
-    (2, 14),
-    "does not copy an offloaded tensor that is on the host already",
-    repairs=("fsdp1_offloading_on_the_host_frees_parameters",),
-)
 
 # --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 
