@@ -109,17 +109,18 @@ class Children:
         limit: float = math.inf,
         grace: float = 0.0,
         kept: Mapping[str, int] | None = None,
+        may_fork: bool = True,
     ) -> Child:
-        """Start ``python PROGRAM ARGUMENTS``, as a fork if a fork server is ready. Its output is in ``output``.
+        """Start ``python PROGRAM ARGUMENTS``, as a fork if it may be one and a fork server is ready.
 
-        ``kept`` are descriptors that it keeps, by the variables that tell it their numbers. Raises ``OSError`` or
-        ``SubprocessError`` if it cannot be started.
+        Its output is in ``output``. ``kept`` are descriptors that it keeps, by the variables that tell it their
+        numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
         """
         kept = kept or {}
         environment = {**environment, "TMPDIR": str(directory / "tmp")}
         pid = None
         with open(directory / "output", "ab") as output:
-            if self._server is not None and self._server.ready:
+            if may_fork and self._server is not None and self._server.ready:
                 pid = self._server.fork(arguments, environment, cwd, (output.fileno(), output.fileno()), kept)
             if pid is None:
                 pid = start_fresh(
