@@ -320,7 +320,11 @@ class Changes:
             change.without_code.append(path)
         elif module is not None and self._covers(module):
             change.names |= names
-        elif module is not None and (users := self._users(module, affected := self._affected(module, names))):
+        elif (
+            module is not None
+            and module.startswith(f"{self._root.name}.distributed.")
+            and (users := self.users(module, affected := self.affected(module, names)))
+        ):
             change.used |= affected
             change.names |= users
             words = f"not in the map: {module}; the tests of what uses it run: {shown(sorted(users))}"
@@ -330,12 +334,12 @@ class Changes:
         else:
             change.unknown.append(path)
 
-    def _affected(self, module: str, names: Collection[str]) -> set[str]:
+    def affected(self, module: str, names: Collection[str]) -> set[str]:
         """The functions and classes of a module that change, and those that use them there. All of them, if the module
         itself does.
         """
         content = self._read(self._root.parent / self._path_of(module))
-        if content is None or not module.startswith(f"{self._root.name}.distributed."):
+        if content is None:
             return set()
         try:
             source = Code(module, content)
@@ -350,7 +354,7 @@ class Changes:
             affected |= more
         return affected
 
-    def _users(self, module: str, affected: Collection[str]) -> set[str]:
+    def users(self, module: str, affected: Collection[str]) -> set[str]:
         """The functions that use these functions and classes of a module outside of the map, and that tests enter."""
         words = re.compile(rb"\b(?:%s)\b" % b"|".join(name.encode() for name in sorted(affected)))
         texts = {each: text for each, text in self._texts.items() if affected and words.search(text)}
