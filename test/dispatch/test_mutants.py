@@ -6,11 +6,13 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import types
 import unittest
 import unittest.mock
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, ENVIRONMENT, Balanced, FolderCase, TreeCase, alive
 
 from torch_fsdp_tests.explore import apart
+from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
@@ -26,11 +29,12 @@ from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, noticed_in, within
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
+from torch_fsdp_tests.tools.mutants import trials as trials_module
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
+from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
 from torch_fsdp_tests.tools.mutants.mutant import Tests
-from torch_fsdp_tests.tools.mutants.operators import OPERATORS
-from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
-from torch_fsdp_tests.tools.mutants.trials import Trials
+from torch_fsdp_tests.tools.mutants.sites import RELATED, Mutant, Source
+from torch_fsdp_tests.tools.mutants.trials import Trials, Work
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -82,11 +86,136 @@ EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
     "return": [("def f():\n return a", {"return None"}), ("def f():\n return None", set())],
 }
 
+# For each operator that rewrites more than a token: code, and the possible replacements for what it changes. One line
+# stands for the header of its statement.
+REWRITES: dict[str, list[tuple[str, set[str]]]] = {
+    "finally": [
+        ("try: f()\nfinally: g()", {"f()\ng()"}),
+        ("def c():\n try:\n  yield\n finally: g()", {"yield\ng()"}),
+        ("try: f()\nexcept E: h()\nfinally: g()", {"try:\n    f()\nexcept E:\n    h()\ng()"}),
+        ("def c():\n try: return f()\n finally: g()", {"result = f()\ng()\nreturn result"}),
+        ("def c():\n try: return a\n finally: g()", {"g()\nreturn a"}),
+        ("def c():\n try:\n  if a: return b\n  f()\n finally: g()", set()),  # the cleanup would be skipped at a return
+        ("try: f()\nexcept E: g()", set()),
+        ("def __exit__(self, kind, *rest): g()", {"if kind is not None:\n    return\ng()"}),
+        ("def __exit__(self, *error): g()", {"if error[0] is not None:\n    return\ng()"}),
+        ("def __exit__(self, *error): pass", set()),
+    ],
+    "indent": [
+        ("for a in b:\n f(a)\n g(a)", {"for a in b:\n    f(a)\ng(a)"}),
+        ("if a:\n f()\n x.y = 1", {"if a:\n    f()\nx.y = 1"}),
+        ("if a: f()\nelse:\n g()\n h()", {"if a:\n    f()\nelse:\n    g()\nh()"}),
+        ("if a: raise E\nelse:\n g()\n h()", set()),  # the same
+        ("if a:\n b = f()\n g(b)", set()),  # b might not exist
+        ("while a:\n f()\n a = g()", set()),  # it might not end
+        ("def c():\n for a in b: f(a)\n return a", {"for a in b:\n    f(a)\n    return a"}),
+        ("with a: f()\ng()", {"with a:\n    f()\n    g()"}),
+        ("if a: f()\nb = 1", set()),  # b would not exist
+        ("b = 0\nif a: f()\nb = 1", {"if a:\n    f()\n    b = 1"}),
+        ("def c():\n if a: return 1\n f()", set()),  # it would never run
+        ("if a:\n 'text'\nimport b", set()),
+    ],
+    "first": [
+        ("for a in self.b: f(a.c)", {"f(self.b[0].c)"}),
+        ("x = [a.c for a in b if a.d]", {"x = [b[0].c for a in b if a.d]", "x = [a.c for a in b if b[0].d]"}),
+        ("for i, a in enumerate(b): f(a.c)", {"f(b[0].c)"}),
+        ("for a, c in zip(b, d): f(c.e)", {"f(d[0].e)"}),
+        ("for k, a in b.items(): f(a.c)", {"f(next(iter(b.values())).c)"}),
+        ("for a in m.parameters(): f(a.numel())", {"f(next(iter(m.parameters())).numel())"}),
+        ("for a in b: a.c()", set()),  # nobody would call it again and again
+        ("for a in b: a.c = 1", set()),
+        ("for a in f(b): g(a.c)", set()),  # an iterator has no first element
+        ("for a in b: pass\nf(a.c)", set()),
+    ],
+    "once": [
+        ("class C:\n x = None\n def f(self): self.x = g()", {"if self.x is None:\n    self.x = g()"}),
+        ("class C:\n def f(self): self.x = g()", {"if not hasattr(self, 'x'):\n    self.x = g()"}),
+        ("x = {}\ndef f(): x[a] = g()", {"x.setdefault(a, g())"}),
+        ("class C:\n def __init__(self): self.x = g()", set()),  # it is the first time
+        ("class C:\n x: int\n def f(self): self.x = g()", set()),  # it would never be assigned
+        ("class C:\n def f(self): self.x = None", set()),
+        ("def f():\n x = {}\n x[a] = g()", set()),  # it does not live on
+        ("def f(): tensor.data = g()", set()),
+        ("x = []\ndef f(): x[0] = g()", set()),
+    ],
+    "key": [
+        ("x[a, b] = 1", set()),  # an index
+        ("x = {}\nx[a, b] = 1", {"x[b] = 1", "x[a] = 1"}),
+        ("key = (a, b, c)", {"key = (b, c)", "key = (a, c)", "key = (a, b)"}),
+        ("x = f(a, b)", set()),
+        ("new_fqn = f'{prefix}.{name}'", {"new_fqn = name", "new_fqn = prefix"}),
+        ("name = prefix + name", {"name = prefix"}),  # and not name = name
+        ("x = y.get(prefix + k)", {"x = y.get(prefix)", "x = y.get(k)"}),
+        ("x = (a, b) in y", {"x = b in y", "x = a in y"}),
+        ("x = {(a, b): c for a, b in d}", {"x = {b: c for a, b in d}", "x = {a: c for a, b in d}"}),
+        ("x = y[i + 1]", set()),
+    ],
+    "leave": [
+        ("def f():\n for a in g(b):\n  if a: break\n g()", {"return"}),
+        ("def f(x):\n y = x\n for a in f(b):\n  if a: continue\n g()\n return y", {"return y"}),
+        ("def f():\n for a in b:\n  if a: continue", set()),  # nothing follows
+        ("def f():\n for a in f(b):\n  if a: continue\n assert x", set()),
+        ("def f():\n for a in f(b):\n  if a: continue\n return x + 1", set()),
+        ("def f():\n for a in b.items(): g()\n h()", {"if not b:\n    return\nfor a in b.items():\n    g()"}),
+        ("def f():\n yield\n for a in b: g()\n h()", set()),
+        ("def f():\n for a in b:\n  if a: break\n  yield a\n h()", set()),
+        ("def f():\n x = g()\n h()\n return x", {"return g()"}),
+        ("def f():\n x = []\n x.append(1)\n return x", set()),
+    ],
+    "kwargs": [
+        ("args, kwargs = f(args, kwargs)", {"_, kwargs = f(args, kwargs)", "args, _ = f(args, kwargs)"}),
+        ("args, kwargs = f(args), g(kwargs)", {"kwargs = g(kwargs)", "args = f(args)"}),
+        ("def f(*args, **kwargs): g(*new_args, **new_kwargs)", {"g(*args, **new_kwargs)", "g(*new_args, **kwargs)"}),
+        ("def f(args): return (new_args, new_kwargs)", {"return (args, new_kwargs)"}),
+        ("args, kwargs = f(x)", set()),
+        ("def f(b_args): g(a_args)", set()),
+        ("def f(args, b_args): g(b_args)", set()),
+        ("def f(args): g(inputs)", set()),
+        ("a, b = f(a, b)", set()),
+    ],
+    "operand": [
+        ("if a and b: pass", {"if b:", "if a:"}),
+        ("x = a and b and c", {"x = b and c", "x = a and c", "x = a and b"}),
+        ("while not (a or b): pass", {"while not b:", "while not a:"}),
+        ("x = a or b", set()),  # a default
+        ("x = a is None or b", {"x = b", "x = a is None"}),
+    ],
+    "order": [
+        ("f(a)\ng(b)", {"g(b)\nf(a)"}),
+        ("import torch\ntorch.f(a)\ntorch.g(b)", {"torch.g(b)\ntorch.f(a)"}),
+        ("self._f()\nself.x = 1", {"self.x = 1\nself._f()"}),
+        ("f(a)\ng(a)", set()),
+        ("f(self)\nself.g()", set()),
+        ("x = 1\ny = 2", set()),  # nothing changes
+        ("self.x = 1\nself.y = 2", set()),
+        ("f(a)\nself.x = 1", set()),
+        ("a.append(1)\nb.append(2)", set()),
+        ("a.copy_(1)\nb.fill_(2)", set()),
+        ("x = g(a)\ny = h(b)", set()),
+        ("x = all_gather(a)\ny = reduce_scatter(b)", {"y = reduce_scatter(b)\nx = all_gather(a)"}),
+        ("'text'\nf(a)", set()),
+        ("f(a)\nimport b", set()),
+    ],
+    "alias": [
+        ("x = a.clone()", {"x = a"}),
+        ("x = a.detach().clone()", {"x = a.detach()", "x = a.clone()"}),
+        ("x = copy.deepcopy(a)", {"x = a"}),
+        ("x = list(a.b)", {"x = a.b"}),
+        ("x = {**a}", {"x = a"}),
+        ("x = a[:]", {"x = a"}),
+        ("x = [*f(a)]", set()),  # it may be an iterator
+        ("x = list(f(a))", set()),
+        ("x = dict(a, b=1)", set()),
+        ("a[:] = b", set()),
+    ],
+}
+
 # Code with a site for an operator, and why it is not tried.
 EXCLUDED = [
     ("raise ValueError(f(a, b))", exclusions.MESSAGES),
     ("x = f(f'{a + b}')", exclusions.MESSAGES),
     ("logger.debug('%s', x)", exclusions.LOGGING),
+    ("for a in b:\n 'text'\n logger.debug(a)", exclusions.LOGGING),  # a statement that moves
     ("warnings.warn('x', stacklevel=2)", exclusions.LOGGING),
     ("with torch.profiler.record_function('x'): pass", exclusions.LOGGING),
     ("assert a == b", exclusions.ASSERTIONS),
@@ -214,17 +343,18 @@ class TestOperators(unittest.TestCase):
     """Without it, a mutant could change nothing, and the report would say that the tests missed it."""
 
     def test_each_makes_the_changes_that_it_is_for(self):
-        self.assertEqual(EXAMPLES.keys(), {operator.name for operator in OPERATORS})
-        for operator, examples in EXAMPLES.items():
+        self.assertEqual({*EXAMPLES, *REWRITES}, {operator.name for operator in OPERATORS})
+        for operator, examples in (EXAMPLES | REWRITES).items():
             self.assertTrue(any(expected for _, expected in examples), f"{operator} has no example that it changes")
             for text, expected in examples:
                 with self.subTest(operator, text=text):
-                    changed_lines = {last_difference(*site.change) for site in sites(text, operator)}
-                    self.assertEqual(changed_lines, expected)
+                    changes = [site.change for site in sites(text, operator)]
+                    shown = {change[1] if operator in REWRITES else last_difference(*change) for change in changes}
+                    self.assertEqual(shown, expected)
 
     def test_every_change_of_the_installed_fsdp_changes_something(self):
         """All changes differ in their text. As many as time allows are also compared by bytecode."""
-        mutants = list(mutant.all_of(options.PACKAGE, on_host=True))
+        mutants = list(mutant.all_of([options.PACKAGE], on_host=True))
         self.assertGreater(len(mutants), 5000)
         for each in mutants:
             self.assertNotEqual(*each.change, each.id)
@@ -265,11 +395,23 @@ class TestOperators(unittest.TestCase):
                 self.assertLessEqual(new, old)
                 self.assertIn(7, new)
 
+    def test_moved_statements_are_marked_and_shown(self):
+        text = "def f(out):\n    for a in 'xy':\n        out(a)\n        out('end')\n"
+        (site,) = sites(text, "indent")
+        self.assertEqual(site.diff, "      out(a)\n-     out('end')\n+ out('end')")
+        seen: list[str] = []
+        namespace: dict[str, Any] = {"__mutant_reached__": lambda: seen.append("reached")}
+        exec(hook.changed_code(text.encode(), "m", site.id), namespace)
+        namespace["f"](seen.append)
+        self.assertEqual(seen, ["reached", "x", "y", "end"])
+
     def test_code_that_no_test_can_judge_is_counted_by_reason(self):
         for text, reason in EXCLUDED:
             with self.subTest(text):
                 reasons = {site.excluded for site in source(text).mutants.values()}
                 self.assertEqual(reasons, {reason})
+        (site,) = Source("x = y + z", "torch.distributed.checkpoint.logger", True).mutants.values()
+        self.assertEqual(site.excluded, exclusions.LOGGING)
         for text in TRIED:
             with self.subTest(text):
                 self.assertEqual({site.excluded for site in sites(text, "call")}, {None})
@@ -299,12 +441,19 @@ class TestDraw(unittest.TestCase):
     def mutants(self, count: int, module: str) -> list[Mutant]:
         return list(Source(f"x = [{'1,' * count}]", module, True).mutants.values())
 
-    def test_half_of_each_family(self):
-        both = [*self.mutants(30, "fsdp._flat_param"), *self.mutants(30, "fsdp._fully_shard._fsdp_param")]
-        drawn = mutant.draw(both, 20, seed=1)
-        self.assertEqual([sum(each.family == f for each in drawn) for f in ("FSDP1", "FSDP2")], [10, 10])
-        self.assertEqual(drawn, mutant.draw(both, 20, seed=1))
-        self.assertNotEqual(drawn, mutant.draw(both, 20, seed=2))
+    def test_as_many_of_each_family(self):
+        modules = ("fsdp._flat_param", "fsdp._fully_shard._fsdp_param", "torch.distributed.checkpoint.planner")
+        mutants = [each for module in modules for each in self.mutants(30, module)]
+        drawn = mutant.draw(mutants, 30, seed=1)
+        self.assertEqual(Counter(each.family for each in drawn), {"FSDP1": 10, "FSDP2": 10, "related": 10})
+        self.assertEqual(drawn, mutant.draw(mutants, 30, seed=1))
+        self.assertNotEqual(drawn, mutant.draw(mutants, 30, seed=2))
+
+    def test_related_modules_are_changed_unless_a_package_is_named(self):
+        named = {name for package in RELATED for name, _ in mutant.files_of(package)}
+        self.assertLessEqual({"torch.nn.utils.clip_grad", "torch.distributed.checkpoint.state_dict"}, named)
+        given = [options.parse(["--map", __file__, *more]).packages for more in ([], ["--package", "vendor_fsdp"])]
+        self.assertEqual(given, [(options.PACKAGE, *RELATED), ("vendor_fsdp",)])
 
     def test_few_move_when_mutants_come_and_go(self):
         before, after = ({each.id for each in mutant.draw(self.mutants(n, "m"), 20, 1)} for n in (100, 101))
@@ -355,6 +504,52 @@ class TestStatements(TreeCase):
                 tests = Tests(known, dict.fromkeys("abc", ""))
                 self.assertEqual([test.file for test in tests.for_mutant(changed)], files)
 
+    def test_a_module_outside_of_the_map_has_the_tests_of_what_uses_it(self):
+        folder = self.root / "vendor"
+        folder.mkdir()
+        texts = {
+            "__init__": "",
+            "helper": "def _half(x):\n    return x / 2\ndef scale(x):\n    return _half(x)\n",
+            "user": "from vendor.helper import scale\ndef train(x):\n    return scale(x)\n",
+        }
+        for name, text in texts.items():
+            (folder / f"{name}.py").write_text(text)
+        entered = {"a": "vendor.user.train", "b": "vendor.user.other", "c": "vendor.user.other"}
+        executed = {(file, "T.t"): Executed({name}) for file, name in entered.items()}
+        known = build("2.0", executed, {"vendor.user": Module.of(texts["user"].encode(), "vendor.user")})
+        path = folder / "helper.py"
+        mutants = Source(path.read_bytes(), "vendor.helper", True, path=path).mutants
+        inner = mutants["vendor.helper:_half:arithmetic:1"]
+        tests = Tests(known, {"a": "", "b": "from vendor.helper import scale", "c": "upscale()"})
+        self.assertEqual(sorted(test.file for test in tests.for_mutant(inner)), ["a", "b"])
+
+
+class TestProcesses(unittest.TestCase):
+    """Without it, modules that the fork server needs itself could not be changed."""
+
+    def test_a_mutant_is_forked_unless_the_server_needs_its_module(self):
+        modules = {"torch.distributed.fsdp.wrap": True, "torch.distributed.checkpoint.utils": True}
+        modules |= {"torch.nn.utils.clip_grad": False, "torch.distributed.tensor._api": False}
+        given = Namespace(packages=(options.PACKAGE, *RELATED), test_directory=Path(), patience=1.0)
+        trials = Trials(given, "cpu", Tests(make_map({}), {}), {})
+        trials._children = unittest.mock.Mock(directory=Path())
+        for id, may_fork in {"": True, **{f"{module}:f:key:1": forked for module, forked in modules.items()}}.items():
+            with self.subTest(id), unittest.mock.patch.object(trials_module, "TestProcess") as process:
+                trials._start(Work(id, (Reached("a", "T.t", 1.0, 1),)))
+                self.assertEqual(process.return_value.start.call_args.kwargs, {"may_fork": may_fork})
+
+    def test_a_child_that_may_not_fork_is_a_fresh_interpreter(self):
+        with tempfile.TemporaryDirectory() as folder, Children("mutants-") as children:
+            server = unittest.mock.Mock(ready=True)
+            server.fork.side_effect = AssertionError("it was forked")
+            children._server = server
+            try:
+                children.start(["-c", "pass"], [], dict(os.environ), Path(folder), Path(folder), may_fork=False)
+            finally:
+                children._server = None
+            while not children.wait():
+                pass
+
 
 class TestHook(TreeCase):
     """Without it, a trial could change the installed torch, or a mutant that was never made could count as missed.
@@ -401,7 +596,7 @@ class TestHook(TreeCase):
             other = types.ModuleType("other")
             other.options, other.package = vendor_fsdp.sizes.Options, vendor_fsdp  # as others hold FSDP
             sys.modules["other"], sizes = other, vendor_fsdp.sizes
-            forgotten = hook.forget("vendor_fsdp")
+            forgotten = hook.forget(["vendor_fsdp"])
             print(sorted(forgotten), hasattr(sizes, "of_shard"))
             hook.install("vendor_fsdp.sizes:of_shard:number:1", forgotten)
             from vendor_fsdp import shard
@@ -669,7 +864,9 @@ class TestExploring(unittest.TestCase):
 
         mutants = sites("x = not a\nx = not b", "negate")
         argued = {mutants[1].id: {"change": mutants[1].diff, "why": "an argument"}}
-        trials = Trials(Namespace(budget=0, jobs=2, test_directory=Path()), "cpu", Tests(make_map({}), {}), argued)
+        trials = Trials(
+            Namespace(packages=(), budget=0, jobs=2, test_directory=Path()), "cpu", Tests(make_map({}), {}), argued
+        )
         with unittest.mock.patch.object(apart, "run", explore):
             return list(exploring.with_programs(trials.judge(mutants), 1, {}))
 

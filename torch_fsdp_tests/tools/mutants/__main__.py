@@ -25,8 +25,8 @@ from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.exploring import with_programs
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
+from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
-from torch_fsdp_tests.tools.mutants.options import KINDS
 from torch_fsdp_tests.tools.mutants.sites import Mutant
 from torch_fsdp_tests.tools.mutants.trials import Trials
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> ExitStatus:
 
 def _main(options: Namespace) -> ExitStatus:
     device = devices.find(None, None, os.environ)
-    mutants = list(mutant.all_of(options.package, device.type == devices.HOST, options.module))
+    mutants = list(mutant.all_of(options.packages, device.type == devices.HOST, options.module))
     chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
     noticed = noticed_in(reaching.NOTICED, options.output / report.RECORD)
     tests = Tests(ReachMap.load(options.map), _sources(options), noticed)
@@ -93,7 +93,7 @@ def _choose(options: Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
     by_id = {each.id: each for each in mutants}
     for id in options.mutant:
         if id not in by_id:
-            raise NoPackage(f"{options.package} has no mutant {id}; --list shows all")
+            raise NoPackage(f"{options.package or 'torch'} has no mutant {id}; --list shows all")
     return [by_id[id] for id in options.mutant]
 
 
@@ -106,8 +106,8 @@ def _sources(options: Namespace) -> dict[str, str]:
 
 def _facts(options: Namespace, device: str) -> dict[str, Any]:
     """Return the facts that must not change between runs, so that their findings can be combined."""
-    version = devices.torch_version()
-    return {"torch": version, "python": platform.python_version(), "device": device, "package": options.package}
+    version, package = devices.torch_version(), options.package or "torch.distributed.fsdp and related modules"
+    return {"torch": version, "python": platform.python_version(), "device": device, "package": package}
 
 
 def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> None:

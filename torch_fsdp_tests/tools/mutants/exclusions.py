@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torch_fsdp_tests.tools.mutants.operators import dotted
+from torch_fsdp_tests.tools.mutants.names import dotted
 
 MESSAGES = "messages"
 LOGGING = "logging and profiling"
@@ -42,7 +42,8 @@ class Exclusions:
     """Decides for each node, from the outermost to the innermost. A node is excluded with everything in it."""
 
     def __init__(self, module: str, on_host: bool) -> None:
-        self._of_module = COMPILER if _COMPILER.search(module.rpartition(".")[2]) else None
+        name = module.rpartition(".")[2]
+        self._of_module = COMPILER if _COMPILER.search(name) else LOGGING if "logg" in name else None
         self._on_host = on_host
 
     def _of_device(self, node: ast.AST) -> str | None:

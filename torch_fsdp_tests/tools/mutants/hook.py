@@ -12,12 +12,12 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from torch_fsdp_tests.tools.mutants.sites import MARKER, Source, module_of
+from torch_fsdp_tests.tools.mutants.sites import MARKER, Source, is_in, module_of
 
 VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of a process' mutant
 REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is created when changed code runs
@@ -111,14 +111,15 @@ def install(id: str, forgotten: dict[str, ModuleType] | None = None) -> None:
     sys.meta_path.insert(0, Finder(id, forgotten or {}))
 
 
-def forget(package: str) -> dict[str, ModuleType]:
-    """Let the modules of a package be imported again when they are next used. Returns what :func:`install` needs.
+def forget(packages: Collection[str]) -> dict[str, ModuleType]:
+    """Let the modules of packages be imported again when they are next used. Returns what :func:`install` needs.
 
     Other modules may refer to them, as torch's compiler does, so each remains the same object, but empty. Modules that
-    refer to a class or function of the package are imported again too.
+    refer to a class or function of the packages are imported again too.
     """
-    names = {name for name in sys.modules if _is_in(package, name)}
-    names |= {name for name, module in list(sys.modules.items()) if module and _holds(module, package)}
+    modules = [(name, module) for name, module in sys.modules.items() if module]
+    names = {name for name, _ in modules if any(is_in(package, name) for package in packages)}
+    names |= {name for name, module in modules if _holds(module, packages)}
     forgotten = {name: sys.modules.pop(name) for name in names}
     for module in forgotten.values():
         vars(module).clear()
@@ -126,14 +127,10 @@ def forget(package: str) -> dict[str, ModuleType]:
     return forgotten
 
 
-def _is_in(package: str, name: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
-def _holds(module: ModuleType, package: str) -> bool:
+def _holds(module: ModuleType, packages: Collection[str]) -> bool:
     for value in list(vars(module).values()):
         origin = vars(value).get("__module__") if isinstance(value, type) else getattr(value, "__module__", None)
-        if not isinstance(value, ModuleType) and isinstance(origin, str) and _is_in(package, origin):
+        if not isinstance(value, ModuleType) and isinstance(origin, str) and any(is_in(p, origin) for p in packages):
             return True
     return False
 

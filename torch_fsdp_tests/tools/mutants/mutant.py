@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.reach import Reached, ReachMap, module_name
-from torch_fsdp_tests.reach.changes import Code, messages
+from torch_fsdp_tests.reach.changes import Changes, Code, messages
+from torch_fsdp_tests.reach.functions import find_root
 from torch_fsdp_tests.reach.order import Edit, Order
 from torch_fsdp_tests.reach.selection import select
 from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
@@ -25,29 +26,30 @@ class NoPackage(ValueError):
     """The package or the mutant does not exist. The message says so."""
 
 
-def folder_of(package: str) -> Path:
-    """Return the folder of a package. Only finds the outermost package, so nothing is imported. Raises NoPackage."""
+def files_of(package: str) -> list[tuple[str, Path]]:
+    """The modules of a package, or a module itself, with their files. Only finds the outermost package, so nothing is
+    imported. Raises NoPackage.
+    """
     outermost, *inner = package.split(".")
     spec = importlib.util.find_spec(outermost)
     for place in (spec and spec.submodule_search_locations) or ():
         folder = Path(place, *inner)
-        if (folder / "__init__.py").is_file():
-            return folder
+        found = sorted(folder.rglob("*.py")) if (folder / "__init__.py").is_file() else [folder.with_suffix(".py")]
+        if found[0].is_file():
+            return [(module_name(path, Path(place)), path) for path in found]
     raise NoPackage(f"there is no package {package}")
 
 
-def all_of(package: str, on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
-    """The mutants of those modules of a package whose names match a pattern, in the order of their lines."""
-    folder = folder_of(package)
-    root = folder.parents[package.count(".")] / package.partition(".")[0]
-    for path in sorted(folder.rglob("*.py")):
-        name = module_name(path, root)
-        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removeprefix(f"{package}."), pattern):
-            yield from Source(path.read_bytes(), name, on_host, path=path).mutants.values()
+def all_of(packages: Iterable[str], on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
+    """The mutants of those modules of packages whose names match a pattern, in the order of their lines."""
+    for package in packages:
+        for name, path in files_of(package):
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removeprefix(f"{package}."), pattern):
+                yield from Source(path.read_bytes(), name, on_host, path=path).mutants.values()
 
 
 def draw(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
-    """Draw this number of mutants, equally from both families if possible. The same seed draws the same ones.
+    """Draw this number of mutants, equally from all families if possible. The same seed draws the same ones.
 
     A mutant's place in the draw depends only on the seed and its id, so that a change of torch affects few.
     """
@@ -90,11 +92,17 @@ class Tests:
             messages(mutant.statement),
             frozenset() if number is None else frozenset({number}),
         )
-        return self._order.sort(self.of(mutant.function, number), [edit])
+        return self._order.sort(self._of(mutant), [edit])
 
     def is_run(self, mutant: Mutant) -> bool:
         """Whether there are such tests."""
-        return bool(self.of(mutant.function, self._statement(mutant)))
+        return bool(self._of(mutant))
+
+    def _of(self, mutant: Mutant) -> list[Reached]:
+        tests = self.of(mutant.function, self._statement(mutant))
+        if tests or mutant.module in self._map.modules:
+            return tests
+        return self._of_users(mutant.module, mutant.function, mutant.path)
 
     @functools.cache  # noqa: B019 (there is one object in a run)
     def of(self, function: str, statement: int | None = None) -> list[Reached]:
@@ -122,9 +130,24 @@ class Tests:
         name = name.rpartition(".")[2]
         if not name[:1].isupper():
             return []
-        word = re.compile(rf"\b{re.escape(name)}\b")
-        counts = {file: len(word.findall(text)) for file, text in self._sources.items()}
-        return [test for test in self._map.tests if counts.get(test.file)]
+        return self._that_name([name])
+
+    @functools.cache  # noqa: B019
+    def _of_users(self, module: str, function: str, path: Path) -> list[Reached]:
+        """The tests of what uses a function of a module that is not in the map, and of files that name it."""
+        root = find_root(path)
+        if root is None:
+            return []
+        changes = Changes(self._map, root)
+        affected = changes.affected(module, {function})
+        used = {test for user in changes.users(module, affected) for test in self._map.tests_of(user)}
+        used |= {*self._that_name(affected)}
+        return [test for test in self._map.tests if test in used and test.file in self._sources]
+
+    def _that_name(self, names: Iterable[str]) -> list[Reached]:
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        files = {file for file, text in self._sources.items() if words.search(text)}
+        return [test for test in self._map.tests if test.file in files]
 
 
 def equivalents(path: Path, on_host: bool) -> Mapping[str, Mapping[str, Any]]:

@@ -15,14 +15,14 @@ from torch_fsdp_tests.dispatch.atomic import try_folder
 from torch_fsdp_tests.dispatch.options import Parser, whole_number
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.reach.changes import UnknownChange
+from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.mutant import EQUIVALENT
-from torch_fsdp_tests.tools.mutants.operators import OPERATORS
+from torch_fsdp_tests.tools.mutants.sites import RELATED
 
 PACKAGE = "torch.distributed.fsdp"
 TESTS = installation.ROOT / DEFAULT_DIRECTORY
 RESULTS = RunTests(TESTS, TESTS).reports / "mutants"
 NUMBER = whole_number(1, 10**9)
-KINDS = tuple(operator.name for operator in OPERATORS)
 EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.
@@ -50,19 +50,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--sample",
         type=NUMBER,
         metavar="N",
-        help="draw N mutants at random whose code a test runs, half of them from FSDP1 and half from FSDP2",
+        help="draw N mutants at random whose code a test runs, equally from FSDP1, FSDP2 and related modules",
     )
     add("--seed", type=int, default=1, metavar="S", help="the same seed draws the same mutants (default: 1)")
     words = "change only modules whose full name, or whose name in the package, matches"
     add("--module", default="*", metavar="GLOB", help=words)
     words = "make only changes of these kinds: " + ", ".join(KINDS)
-    add("--kind", nargs="+", action="extend", default=[], choices=KINDS, metavar="KIND", help=words)
+    add("--kind", nargs="+", action="extend", default=[], choices=[*KINDS], metavar="KIND", help=words)
     add("--mutant", action="append", default=[], metavar="ID", help="try this mutant; may be repeated")
     add(
         "--package",
-        default=PACKAGE,
         metavar="NAME",
-        help=f"the package to change, such as a vendor's FSDP (default: {PACKAGE})",
+        help=f"the package to change, such as a vendor's FSDP (default: {PACKAGE} and related modules)",
     )
     add("--list", action="store_true", help="print the mutants, and run nothing")
     add = parser.add_argument_group("which tests").add_argument
@@ -111,7 +110,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if file is not None and (file.is_dir() or not os.access(file, os.R_OK)):
             parser.error(f"{option}: {file} is not a file that can be read; name another one, or leave the option out")
     repeated = [] if given.map is None else ["--map", str(given.map)]
-    repeated += [] if given.package == PACKAGE else ["--package", given.package]
+    repeated += [] if given.package is None else ["--package", given.package]
+    given.packages = (PACKAGE, *RELATED) if given.package is None else (given.package,)
     given.command = shlex.join(["python", "-m", "torch_fsdp_tests.tools.mutants", *repeated])
     try:
         given.map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)

@@ -16,13 +16,12 @@ from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.page import Section
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
-from torch_fsdp_tests.tools.mutants.operators import OPERATORS
+from torch_fsdp_tests.tools.mutants.kinds import KINDS
 
 VERSION = 1
 RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
 _SHOWN = 400  # the most tests that the page names for a missed mutant
 _TEST = re.compile(r"[\w/]+::[\w.]+")  # what noticed a mutant, if it was a test, and not a whole file or a program
-_KINDS = {operator.name: operator.words for operator in OPERATORS}
 
 
 def as_json(
@@ -38,7 +37,7 @@ def as_json(
         "median_seconds": round(statistics.median(each.seconds for each in noticed), 1) if noticed else None,
         "families": _rows(findings, "family"),
         "modules": _rows(findings, "module"),
-        "kinds": [row | {"words": _KINDS.get(row["name"], "")} for row in _rows(findings, "operator")],
+        "kinds": [row | {"words": KINDS.get(row["name"], "")} for row in _rows(findings, "operator")],
         "ways": dict(Counter(each.how for each in noticed).most_common()),
         "excluded": {reason: number for reason, number in excluded.items() if number},
         "mutants": [
@@ -121,7 +120,7 @@ def _mutant(entry: Mapping[str, Any]) -> str:
         names = "\n".join(tests[:_SHOWN]) + more
         parts.append(page.folded(f"{len(tests)} tests ran", page.pre(names)))
     parts.append(page.command(entry["repeat"]))
-    about = escape(_KINDS.get(entry["operator"], ""))
+    about = escape(KINDS.get(entry["operator"], ""))
     head = f"{page.code(entry['id'])} <span class=dim>{about}</span>"
     attributes = page.item(entry["outcome"], is_test=True)
     return page.folded(head, "".join(parts), is_open=entry["outcome"] == Outcome.MISSED, attributes=attributes)

@@ -17,14 +17,14 @@ from torch_fsdp_tests.tools.mutants import hook
 
 
 def main(argv: Sequence[str]) -> None:
-    """``python -m torch_fsdp_tests.tools.mutants.server PACKAGE CONTROL READY``."""
-    package, *ends = argv
+    """``python -m torch_fsdp_tests.tools.mutants.server PACKAGES CONTROL READY``."""
+    packages, *ends = argv
     forgotten: dict[str, ModuleType] = {}
 
     def prepare() -> list[str]:
         remarks = forkserver.preload()
         gc.unfreeze()  # collect the forgotten modules
-        forgotten.update(hook.forget(package))
+        forgotten.update(hook.forget(packages.split(",")))
         gc.freeze()
         return remarks
 

@@ -6,6 +6,7 @@ import ast
 import collections
 import copy
 import dataclasses
+import difflib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,30 @@ from typing import Any, NamedTuple
 
 from torch_fsdp_tests.reach.functions import statements_in
 from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, DEVICE, Exclusions
-from torch_fsdp_tests.tools.mutants.operators import OPERATORS, STREAMS, Place
+from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
+from torch_fsdp_tests.tools.mutants.names import Names
+from torch_fsdp_tests.tools.mutants.operators import Place
+from torch_fsdp_tests.tools.mutants.statements import leaving_after
+from torch_fsdp_tests.tools.mutants.tokens import STREAMS
+from torch_fsdp_tests.tools.mutants.values import first_elements
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 FSDP2 = "._fully_shard"  # in the names of modules
+# Modules and packages that FSDP is used with.
+REIMPORTED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed._state_dict_utils",
+    "torch.distributed._composable",
+    "torch.distributed.algorithms._checkpoint",
+)
+RELATED = (
+    *REIMPORTED,
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor._redistribute",
+    "torch.distributed.tensor.placement_types",
+    "torch.nn.utils.clip_grad",
+    "torch.amp.grad_scaler",
+)
 MARKER = "__mutant_reached__"  # what changed code calls before it runs
 
 
@@ -31,15 +52,25 @@ def function_of(id: str) -> str:
     return module if name == "<module>" else f"{module}.{name}"
 
 
+def is_in(package: str, module: str) -> bool:
+    """Whether this is the module itself, or a package with the module in it."""
+    return f"{module}.".startswith(f"{package}.")
+
+
 class _Slot(NamedTuple):
-    """The place of a node in the tree: a field of another node, and the position if the field is a list."""
+    """The place of a node in the tree: a field of another node, and the position if the field is a list. Of several
+    statements, it is the place of the first.
+    """
 
     holder: ast.AST
     field: str
     position: int | None
 
-    def put(self, node: ast.AST) -> None:
-        if self.position is None:
+    def put(self, node: ast.AST | list[ast.stmt], count: int = 1) -> None:
+        if isinstance(node, list):
+            assert self.position is not None
+            getattr(self.holder, self.field)[self.position : self.position + count] = node
+        elif self.position is None:
             setattr(self.holder, self.field, node)
         else:
             getattr(self.holder, self.field)[self.position] = node
@@ -60,8 +91,8 @@ class Mutant:
     line: int
     statement: ast.stmt
     block: list[ast.stmt]  # the block that holds the statement
-    old: ast.AST
-    new: ast.AST
+    old: ast.AST | list[ast.stmt]
+    new: ast.AST | list[ast.stmt]
     slot: _Slot
     number: int | None = None  # of the statement, among those of the function; None outside of its body
 
@@ -71,22 +102,30 @@ class Mutant:
 
     @property
     def family(self) -> str:
+        if any(is_in(each, self.module) for each in RELATED):
+            return "related"
         return "FSDP2" if f"{FSDP2}." in f"{self.module}." else "FSDP1"
 
     @property
     def diff(self) -> str:
         """The changed statement, as a diff."""
         before, after = (text.splitlines() for text in self.change)
+        if isinstance(self.old, list):
+            lines = [*difflib.unified_diff(before, after, n=1, lineterm="")][2:]
+            return "\n".join("..." if line.startswith("@@") else f"{line[0]} {line[1:]}" for line in lines[1:])
         gone = [line for line in before if line not in after]
         come = [line for line in after if line not in before]
         return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in come or after)])
 
     @functools.cached_property
     def change(self) -> tuple[str, str]:
-        """The statement before and after, without the statements in it."""
+        """The statement before and after, without the statements in it; several statements with them."""
+        if isinstance(self.old, list):
+            before, after = (ast.unparse(ast.Module(each, [])) for each in (self.old, self.new))  # type: ignore[arg-type]
+            return before, after
         before = _header(self.statement)
         if self.old is self.statement:
-            return before, _header(self.new)
+            return before, _header(self.new)  # type: ignore[arg-type]
         self.slot.put(self.new)
         after = _header(self.statement)
         self.slot.put(self.old)
@@ -98,13 +137,19 @@ class Mutant:
         ast.fix_missing_locations(ast.copy_location(marker, self.statement))
         position = next(i for i, each in enumerate(self.block) if each is self.statement)
         self.block.insert(position, marker)
-        if self.old is self.statement:
+        if self.old is self.statement or isinstance(self.old, list):
             self.slot = self.slot._replace(position=position + 1)
 
     def apply(self) -> None:
         """Apply the change to the tree. This cannot be undone."""
-        ast.fix_missing_locations(ast.copy_location(self.new, self.old))
-        self.slot.put(self.new)
+        if isinstance(self.old, list):
+            for each in self.new:  # type: ignore[union-attr]
+                ast.fix_missing_locations(each if hasattr(each, "lineno") else ast.copy_location(each, self.statement))
+            self.slot.put(self.new, len(self.old))
+        else:
+            assert isinstance(self.new, ast.AST)
+            ast.fix_missing_locations(ast.copy_location(self.new, self.old))
+            self.slot.put(self.new)
 
 
 def _header(node: ast.AST) -> str:
@@ -142,7 +187,8 @@ class Source:
         self._exclusions = Exclusions(module, on_host)
         self._statements = {id(node): statement for node, statement in statements_in(self.tree, module)}
         self._numbers: collections.Counter[str] = collections.Counter()
-        around = _Around(module, f"{module}.", place=Place(first_bound=_first_bound(self.tree)))
+        place = Place(first_bound=_first_bound(self.tree), names=Names(self.tree))
+        around = _Around(module, f"{module}.", place=place)
         self.mutants = {each.id: each for each in self._visit(self.tree, around, _Slot(self.tree, "", None))}
 
     def _visit(self, node: ast.AST, around: _Around, slot: _Slot) -> Iterator[Mutant]:
@@ -161,23 +207,46 @@ class Source:
             excluded = around.excluded if name in BLOCKS else own
             excluded = excluded or self._exclusions.of_field(node, name)
             inside = dataclasses.replace(around, excluded=excluded, place=_place(node, name, around.place))
+            if name in BLOCKS and isinstance(value, list) and isinstance(next(iter(value), None), ast.stmt):
+                yield from self._of_block(value, inside, _Slot(node, name, None))
             for position, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
                     yield from self._visit(child, inside, _Slot(node, name, position))
+
+    def _of_block(self, block: list[ast.stmt], around: _Around, slot: _Slot) -> Iterator[Mutant]:
+        for operator in OPERATORS:
+            for splice in operator.variants(block, around.place):
+                reasons = (self._exclusions.of(each) or self._exclusions.of_header(each) for each in splice.touched)
+                excluded = around.excluded or next(filter(None, reasons), None)
+                here = dataclasses.replace(around, statement=block[splice.start], block=block)
+                place = slot._replace(position=splice.start)
+                yield self._mutant(operator.name, block[splice.start : splice.end], splice.new, here, excluded, place)
 
     def _enter(self, node: ast.AST, around: _Around, slot: _Slot) -> _Around:
         changes: dict[str, Any] = {"excluded": around.excluded or self._exclusions.of(node)}
         if isinstance(node, ast.stmt):
             changes |= {"statement": node, "block": getattr(slot.holder, slot.field)}
+        if isinstance(node, (ast.For, ast.While)):
+            at = slot.position if slot.field == "body" else None
+            leaving = None if at is None else leaving_after(slot.holder, at)
+            changes["place"] = dataclasses.replace(around.place, leaving=leaving)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = around.inner + node.name
-            is_class = isinstance(node, ast.ClassDef)
-            changes |= {"name": name, "inner": f"{name}." if is_class else f"{name}.<locals>."}
-            changes["place"] = dataclasses.replace(around.place, first_bound=_first_bound(node))
+            function = None if isinstance(node, ast.ClassDef) else node
+            changes |= {"name": name, "inner": f"{name}.<locals>." if function else f"{name}."}
+            changes["place"] = dataclasses.replace(
+                around.place, first_bound=_first_bound(node), function=function, leaving=None
+            )
         return dataclasses.replace(around, **changes)
 
     def _mutant(
-        self, operator: str, old: ast.AST, new: ast.AST, around: _Around, excluded: str | None, slot: _Slot
+        self,
+        operator: str,
+        old: ast.AST | list[ast.stmt],
+        new: ast.AST | list[ast.stmt],
+        around: _Around,
+        excluded: str | None,
+        slot: _Slot,
     ) -> Mutant:
         assert around.statement is not None
         stem = f"{self.module}:{around.name.removeprefix(self.module).lstrip('.') or '<module>'}:{operator}"
@@ -197,9 +266,26 @@ def _place(node: ast.AST, field: str, outer: Place) -> Place:
     default = field in ("defaults", "kw_defaults") or isinstance(node, ast.ClassDef)
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and field == "value":
         default = outer.is_default  # the default of a field in the body of a class
+    is_operand = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
     return dataclasses.replace(
-        outer, is_condition=condition, is_decorator=field == "decorator_list", is_default=default
+        outer,
+        is_condition=condition,
+        in_condition=condition or (outer.in_condition and is_operand),
+        is_decorator=field == "decorator_list",
+        is_default=default,
+        is_called=isinstance(node, ast.Call) and field == "func",
+        first={**outer.first, **_first_elements(node, field)},
     )
+
+
+def _first_elements(node: ast.AST, field: str) -> Mapping[str, ast.expr]:
+    """The loop variables in a field of a node, with expressions for their values in the first round."""
+    if isinstance(node, ast.For):
+        return first_elements(node.target, node.iter) if field == "body" else {}
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)) and field != "generators":
+        parts = [first_elements(each.target, each.iter) for each in node.generators]
+        return {name: value for part in parts for name, value in part.items()}
+    return first_elements(node.target, node.iter) if isinstance(node, ast.comprehension) and field == "ifs" else {}
 
 
 def _first_bound(scope: ast.AST) -> Mapping[str, int]:

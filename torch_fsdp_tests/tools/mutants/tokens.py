@@ -1,71 +1,13 @@
-"""The kinds of changes. Each operator takes a node of the syntax tree, and returns nodes that may replace it.
-
-A tired programmer could make these changes. A change that is an error in Python itself does not test the tests, so
-operators leave out the obvious ones. New nodes share the children of the old node, which does not change.
-"""
+"""The kinds that change a token, or leave out one call: what a tired programmer could type."""
 
 from __future__ import annotations
 
 import ast
-import copy
-import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The surroundings of a node, for operators."""
-
-    is_condition: bool = False  # of an if, a while, a conditional expression or a comprehension
-    is_decorator: bool = False
-    is_default: bool = False  # of a parameter, or in the body of a class
-    first_bound: Mapping[str, int] = dataclasses.field(default_factory=dict)  # local names, with the lines
-
-
-Change = Callable[[Any, Place], Iterator[ast.AST]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operator:
-    name: str  # part of the ids of mutants
-    words: str
-    nodes: tuple[type[ast.AST], ...]
-    change: Change
-
-    def variants(self, node: ast.AST, place: Place) -> list[ast.AST]:
-        """The replacements for a node. Empty if the operator does not apply."""
-        return list(self.change(node, place)) if isinstance(node, self.nodes) else []
-
-
-OPERATORS: list[Operator] = []
-
-
-def _operator(name: str, words: str, *nodes: type[ast.AST]) -> Callable[[Change], Change]:
-    def register(change: Change) -> Change:
-        OPERATORS.append(Operator(name, words, nodes, change))
-        return change
-
-    return register
-
-
-def dotted(node: ast.AST) -> str:
-    """``a.b.c`` for a name, an attribute, or a call of them. Anything else becomes a star."""
-    if isinstance(node, ast.Call):
-        return dotted(node.func)
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "*"
-
-
-def _replaced(node: ast.AST, **fields: Any) -> Any:
-    """A copy of a node with other children in some of its fields."""
-    new = copy.copy(node)
-    for field, value in fields.items():
-        setattr(new, field, value)
-    return new
-
+from torch_fsdp_tests.tools.mutants.names import dotted
+from torch_fsdp_tests.tools.mutants.operators import Place, operator, replaced
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -87,7 +29,7 @@ def _is_opposed(node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) and len(node.ops) == 1 and not isinstance(node.ops[0], _ORDERINGS)
 
 
-@_operator("negate", "condition negated", ast.expr)
+@operator("negate", "condition negated", ast.expr)
 def _negate(node: ast.expr, place: Place) -> Iterator[ast.AST]:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield node.operand
@@ -95,22 +37,22 @@ def _negate(node: ast.expr, place: Place) -> Iterator[ast.AST]:
         yield ast.UnaryOp(ast.Not(), node)
 
 
-@_operator("compare", "comparison exchanged", ast.Compare)
+@operator("compare", "comparison exchanged", ast.Compare)
 def _compare(node: ast.Compare, place: Place) -> Iterator[ast.AST]:
-    for position, operator in enumerate(node.ops):
-        new = _COMPARISONS[type(operator)]()
-        yield _replaced(node, ops=[*node.ops[:position], new, *node.ops[position + 1 :]])
+    for position, comparison in enumerate(node.ops):
+        new = _COMPARISONS[type(comparison)]()
+        yield replaced(node, ops=[*node.ops[:position], new, *node.ops[position + 1 :]])
 
 
-@_operator("boolean", "and/or exchanged", ast.BoolOp)
+@operator("boolean", "and/or exchanged", ast.BoolOp)
 def _boolean(node: ast.BoolOp, place: Place) -> Iterator[ast.AST]:
-    yield _replaced(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+    yield replaced(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
 
 
-@_operator("number", "off by one", ast.Constant)
+@operator("number", "off by one", ast.Constant)
 def _number(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
     if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        yield _replaced(node, value=node.value + 1)
+        yield replaced(node, value=node.value + 1)
 
 
 _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
@@ -129,23 +71,23 @@ def _has_no_difference(node: ast.AST) -> bool:
     return text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
 
-@_operator("arithmetic", "arithmetic exchanged", ast.BinOp, ast.AugAssign)
+@operator("arithmetic", "arithmetic exchanged", ast.BinOp, ast.AugAssign)
 def _arithmetic(node: ast.BinOp | ast.AugAssign, place: Place) -> Iterator[ast.AST]:
     operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     if type(node.op) in _ARITHMETIC and not any(map(_has_no_difference, operands)):
-        yield _replaced(node, op=_ARITHMETIC[type(node.op)]())
+        yield replaced(node, op=_ARITHMETIC[type(node.op)]())
 
 
-@_operator("default", "default flipped", ast.Constant)
+@operator("default", "default flipped", ast.Constant)
 def _default(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
     if isinstance(node.value, bool) and place.is_default:
-        yield _replaced(node, value=not node.value)
+        yield replaced(node, value=not node.value)
 
 
-@_operator("flip", "True/False exchanged", ast.Constant)
+@operator("flip", "True/False exchanged", ast.Constant)
 def _flip(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
     if isinstance(node.value, bool) and not place.is_default:
-        yield _replaced(node, value=not node.value)
+        yield replaced(node, value=not node.value)
 
 
 STREAMS = "streams"
@@ -158,7 +100,7 @@ def _orders(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and _ORDERING_CALL.search(dotted(node)) is not None
 
 
-@_operator(STREAMS, "wait, record, synchronization or non_blocking left out", ast.Call)
+@operator(STREAMS, "wait, record, synchronization or non_blocking left out", ast.Call)
 def _streams(node: ast.Call, place: Place) -> Iterator[ast.AST]:
     """An event that a call returns is replaced by one of the same type that was never recorded."""
     if _orders(node) and dotted(node).endswith("record_event"):
@@ -168,16 +110,16 @@ def _streams(node: ast.Call, place: Place) -> Iterator[ast.AST]:
         yield node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(None)
     left = [keyword for keyword in node.keywords if keyword.arg != _NON_BLOCKING]
     if len(left) < len(node.keywords):
-        yield _replaced(node, keywords=left)
+        yield replaced(node, keywords=left)
 
 
-@_operator("call", "call left out", ast.Expr)
+@operator("call", "call left out", ast.Expr)
 def _call(node: ast.Expr, place: Place) -> Iterator[ast.AST]:
     if isinstance(node.value, (ast.Call, ast.Await)) and not _orders(node.value):
         yield ast.Pass()
 
 
-@_operator("context", "context left out", ast.With)
+@operator("context", "context left out", ast.With)
 def _context(node: ast.With, place: Place) -> Iterator[ast.AST]:
     if len(node.items) == 1 and node.items[0].optional_vars is None:
         yield ast.If(ast.Constant(True), node.body, [])
@@ -187,14 +129,14 @@ def _context(node: ast.With, place: Place) -> Iterator[ast.AST]:
 _DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache", "overload"}
 
 
-@_operator("decorator", "decorator left out", ast.Call)
+@operator("decorator", "decorator left out", ast.Call)
 def _decorator(node: ast.Call, place: Place) -> Iterator[ast.AST]:
     """Replaces it by a decorator that does nothing."""
     if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
         yield ast.parse("lambda undecorated: undecorated", mode="eval").body
 
 
-@_operator("assignment", "assignment left out", ast.Assign, ast.AugAssign, ast.AnnAssign)
+@operator("assignment", "assignment left out", ast.Assign, ast.AugAssign, ast.AnnAssign)
 def _assignment(node: ast.Assign | ast.AugAssign | ast.AnnAssign, place: Place) -> Iterator[ast.AST]:
     """Skips the first binding of a name, because without it the first use is an error."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -210,32 +152,32 @@ def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
     return isinstance(target, (ast.Attribute, ast.Subscript))
 
 
-@_operator("drop", "argument dropped", ast.Call)
+@operator("drop", "argument dropped", ast.Call)
 def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
     """Drops each keyword argument, and the last positional one. The other arguments are rarely optional."""
     for position, keyword in enumerate(node.keywords):
         if keyword.arg not in (None, _NON_BLOCKING):
-            yield _replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])
+            yield replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])
     if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args):
-        yield _replaced(node, args=node.args[:-1])
+        yield replaced(node, args=node.args[:-1])
 
 
 # Exchanging the arguments of these is an error, or changes nothing.
 _ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast", "min", "max", "map", "filter"}
 
 
-@_operator("exchange", "arguments exchanged", ast.Call)
+@operator("exchange", "arguments exchanged", ast.Call)
 def _exchange(node: ast.Call, place: Place) -> Iterator[ast.AST]:
     if dotted(node).rpartition(".")[2] in _ORDERED:
         return
     for position, (one, other) in enumerate(zip(node.args, node.args[1:], strict=False)):
         starred = isinstance(one, ast.Starred) or isinstance(other, ast.Starred)
         if not starred and ast.dump(one) != ast.dump(other):
-            yield _replaced(node, args=[*node.args[:position], other, one, *node.args[position + 2 :]])
+            yield replaced(node, args=[*node.args[:position], other, one, *node.args[position + 2 :]])
 
 
-@_operator("return", "wrong value returned", ast.Return)
+@operator("return", "wrong value returned", ast.Return)
 def _return(node: ast.Return, place: Place) -> Iterator[ast.AST]:
     """Returns None instead, unless None is returned already or another operator changes the value."""
     if node.value is not None and not isinstance(node.value, (ast.Constant, ast.Compare, ast.BoolOp)):
-        yield _replaced(node, value=ast.Constant(None))
+        yield replaced(node, value=ast.Constant(None))

@@ -26,7 +26,7 @@ from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
-from torch_fsdp_tests.tools.mutants.sites import Mutant
+from torch_fsdp_tests.tools.mutants.sites import REIMPORTED, RELATED, Mutant, is_in, module_of
 from torch_fsdp_tests.verdict import Scope, State
 from torch_fsdp_tests.verdict.stream import TestResult
 
@@ -60,6 +60,8 @@ class Trials:
         equivalent mutants, by id.
         """
         self._options, self._device, self._tests, self._argued = options, device, tests, argued
+        # The server has imported torch, so it can only forget packages that torch itself does not need.
+        self._forgotten = [each for each in options.packages if each not in RELATED or each in REIMPORTED]
         self._run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
         seed = {settings.SEED_VARIABLE: str(self._run.seed)}
         self.environment = {**os.environ, **installation.on_path(os.environ), **seed}
@@ -73,7 +75,7 @@ class Trials:
         may_fork = self._device == devices.HOST and host.can_fork()
         with Children("mutants-") as self._children:
             if may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * at_a_time:
-                program = ("-m", "torch_fsdp_tests.tools.mutants.server", self._options.package)
+                program = ("-m", "torch_fsdp_tests.tools.mutants.server", ",".join(self._forgotten))
                 self._children.start_server(program, self.environment, self._run.test_directory)
                 self._children.wait_for_server()  # a separate interpreter would take longer
             while waiting or self._running:
@@ -166,7 +168,8 @@ class Trials:
             **(hook.environment(work.id, self._reached(work.id), self.environment) if work.id else {}),
         }
         orders = Orders(os.getpid(), self._run, job.part, device=self._device)
-        process.start(orders, environment)
+        may_fork = not work.id or any(is_in(package, module_of(work.id)) for package in self._forgotten)
+        process.start(orders, environment, may_fork=may_fork)
         return process
 
     def _wait(self) -> Iterator[Finding]:
