@@ -108,6 +108,10 @@ REWRITES: dict[str, list[tuple[str, set[str]]]] = {
         ("if a: raise E\nelse:\n g()\n h()", set()),  # the same
         ("if a:\n b = f()\n g(b)", set()),  # b might not exist
         ("while a:\n f()\n a = g()", set()),  # it might not end
+        ("for a in b:\n f(a)\n x.y = None", set()),  # the same
+        ("if a := x.y:\n f(a)\n x.y = None", set()),
+        ("with a: f()\nx.y = 1", set()),
+        ("for a in b:\n f(a)\n x[a] = 1", {"for a in b:\n    f(a)\nx[a] = 1"}),
         ("def c():\n for a in b: f(a)\n return a", {"for a in b:\n    f(a)\n    return a"}),
         ("with a: f()\ng()", {"with a:\n    f()\n    g()"}),
         ("if a: f()\nb = 1", set()),  # b would not exist
@@ -134,6 +138,7 @@ REWRITES: dict[str, list[tuple[str, set[str]]]] = {
         ("class C:\n def __init__(self): self.x = g()", set()),  # it is the first time
         ("class C:\n x: int\n def f(self): self.x = g()", set()),  # it would never be assigned
         ("class C:\n def f(self): self.x = None", set()),
+        ("class C:\n def f(self): self.x = True", set()),  # the same each time
         ("def f():\n x = {}\n x[a] = g()", set()),  # it does not live on
         ("def f(): tensor.data = g()", set()),
         ("x = []\ndef f(): x[0] = g()", set()),

@@ -88,7 +88,7 @@ def _indent(block: Block, place: Place) -> Iterator[Splice]:
         is_else = not getattr(statement, "orelse", [])
         if isinstance(statement, ast.If) and field == "orelse":  # after a branch that is left, it is the same
             is_else = not isinstance(statement.body[-1], _ENDING)
-        if len(inside) > 1 and _is_simple(last) and is_else and not counts:
+        if len(inside) > 1 and _is_simple(last) and is_else and not counts and not _is_same(last, statement):
             new = replaced(statement, **{field: inside[:-1]})
             if not (isinstance(statement, ast.If) and _new_names(inside[:-1], place) & loaded(last)):
                 yield Splice(position, position + 1, [new, last], [statement, last])
@@ -97,8 +97,20 @@ def _indent(block: Block, place: Place) -> Iterator[Splice]:
             continue
         returns = isinstance(statement, ast.For) and isinstance(after, ast.Return)
         is_new = not isinstance(statement, ast.With) and _new_names([after], place)
-        if (_is_simple(after) or returns) and not is_new:
+        if (_is_simple(after) or returns) and not is_new and not _is_same(after, statement):
             yield Splice(position, position + 2, [replaced(statement, body=[*inside, after])], [statement, after])
+
+
+def _is_same(statement: ast.stmt, holder: ast.stmt) -> bool:
+    """Whether a statement does the same in a block as behind it: it assigns a constant, and what it assigns to does not
+    depend on the block, or the block is there because that has another value.
+    """
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
+        return False
+    if isinstance(holder, ast.If):
+        asked = {dotted(node) for node in ast.walk(holder.test)}
+        return any(isinstance(each, ast.Attribute) and dotted(each) in asked for each in statement.targets)
+    return not (isinstance(holder, ast.For) and bound(holder.target) & loaded(statement))
 
 
 def _new_names(statements: Block, place: Place) -> set[str]:
@@ -117,10 +129,10 @@ def _once(block: Block, place: Place) -> Iterator[Splice]:
     for position, statement in enumerate(block):
         new: ast.stmt | None = None
         match statement:
-            case ast.Assign(targets=[ast.Attribute(value=holder, attr=name) as target], value=value):
+            case ast.Assign(targets=[ast.Attribute(value=holder) as target], value=value):
                 if isinstance(value, ast.Constant) and value.value is None:
                     continue
-                if test := _is_first(holder, name, replaced(target, ctx=ast.Load()), place):
+                if test := _is_first(holder, replaced(target, ctx=ast.Load()), isinstance(value, ast.Constant), place):
                     new = ast.If(test, [statement], [])
             case ast.Assign(targets=[ast.Subscript(value=holder, slice=key)], value=value):
                 lives = isinstance(holder, ast.Attribute) or dotted(holder) in place.names.of_module
@@ -132,12 +144,13 @@ def _once(block: Block, place: Place) -> Iterator[Splice]:
             yield Splice(position, position + 1, [new], [statement])
 
 
-def _is_first(holder: ast.expr, name: str, target: ast.expr, place: Place) -> ast.expr | None:
+def _is_first(holder: ast.expr, target: ast.Attribute, is_constant: bool, place: Place) -> ast.expr | None:
     """The question whether this is the first time. None if it cannot be told from the module."""
+    name = target.attr
     if name in place.names.start_as_none:
         return ast.Compare(target, [ast.Is()], [ast.Constant(None)])
     is_new = dotted(holder) == "self" or re.match("_[^_]", name)  # others have what PyTorch gives them
-    if place.names.stores[name] == 1 and name not in place.names.declared and is_new:
+    if place.names.stores[name] == 1 and name not in place.names.declared and is_new and not is_constant:
         there = ast.Call(ast.Name("hasattr", ast.Load()), [holder, ast.Constant(name)], [])
         return ast.UnaryOp(ast.Not(), there)
     return None
