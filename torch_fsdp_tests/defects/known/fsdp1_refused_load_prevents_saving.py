@@ -2,7 +2,7 @@
 
 Hooks before loading unshard the parameters of each instance, and hooks after loading reshard them. An exception in a
 nested instance skips the hooks after loading of all instances around it. Their parameters stay unsharded, and every
-later ``state_dict`` and ``load_state_dict`` raises because of that.
+later ``state_dict`` and ``load_state_dict`` raises because of that. An exception while saving does the same.
 """
 
 import contextlib

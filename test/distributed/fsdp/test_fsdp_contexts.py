@@ -1,0 +1,171 @@
+"""Every context manager of FSDP1 and DDP is left by an exception, and everything afterwards is as usual."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+
+Context = Callable[[Any], AbstractContextManager[Any]]
+Use = Callable[[Any], object]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "flat": {"use_orig_params": False},
+    "original": {"use_orig_params": True},
+    "not sharded": {"use_orig_params": False, "sharding_strategy": ShardingStrategy.NO_SHARD},
+}
+
+
+class OnPurpose(Exception):
+    """Raised inside the contexts."""
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise OnPurpose
+
+
+def layers() -> nn.Sequential:
+    return filled(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), -1.0, 1.0)
+
+
+def square_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    return (model(uniform(2, 3, seed=seed)) - 1).square().sum()
+
+
+def summoning(**kwargs: Any) -> Context:
+    return lambda model: FSDP.summon_full_params(model, **kwargs)
+
+
+def hooked(hook: str, use: Use) -> Context:
+    """Call ``use`` while a hook of the last layer raises."""
+
+    @contextlib.contextmanager
+    def context(model: nn.Module) -> Iterator[None]:
+        handle = getattr(list(model.modules())[-1], hook)(fail)
+        try:
+            use(model)
+            yield
+        finally:
+            handle.remove()
+
+    return context
+
+
+def saving(use: Use) -> Context:
+    return hooked("register_state_dict_post_hook", use)
+
+
+def loading(use: Use) -> Context:
+    return hooked("register_load_state_dict_pre_hook", use)
+
+
+def within(context: Context, use: Use) -> Use:
+    def use_within(model: Any) -> None:
+        with context(model):
+            use(model)
+
+    return use_within
+
+
+def backward(model: nn.Module) -> None:
+    square_loss(model, seed=7).backward()
+
+
+def sharded(model: Any) -> AbstractContextManager[Any]:
+    return FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+
+CONTEXTS: dict[str, Context] = {
+    "no_sync": lambda model: model.no_sync(),
+    "in forward in no_sync": hooked("register_forward_hook", within(lambda model: model.no_sync(), backward)),
+    "in backward in no_sync": hooked("register_full_backward_hook", within(lambda model: model.no_sync(), backward)),
+    "summon_full_params": summoning(),
+    "summon_full_params, not written back": summoning(writeback=False),
+    "summon_full_params of the root": summoning(recurse=False),
+    "summon_full_params of the first rank": summoning(rank0_only=True, writeback=False),
+    "summon_full_params on the CPU": summoning(offload_to_cpu=True),
+    "summon_full_params with gradients": summoning(with_grads=True),
+    "a conversion": lambda model: model._apply(fail),
+    "a function that is applied": lambda model: model.apply(fail),
+    "a full state dict, saving": saving(lambda model: model.state_dict()),
+    "a full state dict, loading": loading(lambda model: model.load_state_dict(model.state_dict())),
+    "state_dict_type": sharded,
+    "state_dict_type, saving": saving(within(sharded, lambda model: model.state_dict())),
+    "state_dict_type, loading": loading(within(sharded, lambda model: model.load_state_dict(model.state_dict()))),
+    "DSD, saving": saving(dsd.get_model_state_dict),
+    "DSD, loading": loading(lambda model: dsd.set_model_state_dict(model, dsd.get_model_state_dict(model))),
+}
+
+
+def is_valid(context: str, kind: str, **_: Any) -> bool:
+    if context == "summon_full_params on the CPU":  # of other devices, and only of shards
+        return kind != "not sharded" and accelerator.current().has("device_memory")
+    return context != "summon_full_params with gradients" or kind == "original"
+
+
+class TestContexts(FSDPTest):
+    world_size = 2
+
+    def _step(self, plain: nn.Module, model: Any, optims: list[torch.optim.Optimizer], microbatches: int) -> None:
+        """Step after one microbatch, before which others are accumulated without synchronization."""
+        losses: list[list[torch.Tensor]] = []
+        for each in (plain, model):
+            losses.append([])
+            for index in range(microbatches, 0, -1):
+                with model.no_sync() if each is model and index > 1 else contextlib.nullcontext():
+                    losses[-1].append(square_loss(each, seed=2 * index + self.rank))
+                    losses[-1][-1].backward()
+        self.assertEqual(losses[1], losses[0])
+        average_gradients(plain)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        self.assertEqual(full_parameters(model), named(plain))
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
+    def test_exception_in_context(self, context, kind, first):
+        """After the exception the model trains, and its state dicts are of the type that was set before."""
+        plain = layers().to(self.device)
+        model: Any = FSDP(copy.deepcopy(plain), **KINDS[kind], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+        if not first:
+            self._step(plain, model, optims, microbatches=2)
+        with self.assertRaises(OnPurpose), CONTEXTS[context](model):
+            fail()
+        self.assertTrue(gc.isenabled())
+        with torch_defect("fsdp1_exception_in_forward_leaves_it_busy", when=context.startswith("in ")):
+            with model.no_sync():
+                pass
+        for microbatches in (1, 2):
+            self._step(plain, model, optims, microbatches)
+        left = context.startswith(("state_dict_type", "DSD"))
+        with torch_defect("fsdp1_state_dict_type_stays_after_an_exception", when=left):
+            self.assertIs(FSDP.get_state_dict_type(model).state_dict_type, StateDictType.FULL_STATE_DICT)
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        stuck = context.endswith(("saving", "loading"))
+        with torch_defect("fsdp1_refused_load_prevents_saving", when=stuck):
+            self.assertEqual(model.state_dict(), plain.state_dict())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,41 @@
+"""After an exception in forward, ``no_sync()``, ``summon_full_params()`` and a full state dict raise until a whole step.
+
+FSDP says in each instance whether a forward or a backward runs. After an exception the instance keeps saying so until
+the end of the next backward. What checks it raises until then, so accumulation cannot begin again with the failed
+microbatch, and no checkpoint can be saved.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.FSDP1,
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
+    where="torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.forward",
+    features="fsdp1",
+    workaround="After the exception run a forward and a backward outside ``no_sync()``, and clear the gradients.",
+    arguable="FSDP1 does not document that training can go on after an exception, but without accumulation it can.",
+    error="expected to be in states [<TrainingState.IDLE: 1>] but current state is TrainingState.FORWARD_BACKWARD",
+    fails_with=("ValueError",),
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = FSDP(nn.Linear(2, 1, device=device), device_id=device)
+    try:
+        model(torch.ones(1, 3, device=device))  # has the wrong shape
+    except RuntimeError:
+        pass
+    if workaround:
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        model.zero_grad()
+    try:
+        with model.no_sync():
+            found = "entered"
+    except ValueError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, "entered"
