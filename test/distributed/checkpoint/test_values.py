@@ -1,0 +1,182 @@
+"""Values of every kind, at every place in a state dict, come back from a checkpoint through every loader."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import full
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.installed_torch import torch_names
+
+state_dict_loader = torch_names.module("torch.distributed.checkpoint.state_dict_loader")
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Settings:
+    """An object of a class of the program."""
+
+    rate: float
+
+
+class Counter:
+    """Has ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> State:
+        return {"count": self.count, "deep": {"tensor": torch.tensor([self.count])}}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self.count = state_dict["count"] + state_dict["deep"]["tensor"].item()
+
+
+class Value(NamedTuple):
+    """What is saved, and what is in its place before a load."""
+
+    saved: Any
+    before: Any
+
+
+VALUES: dict[str, Value] = {
+    "int": Value(3, 0),
+    "float": Value(0.5, 0.0),
+    "bool": Value(True, False),
+    "str": Value("text", ""),
+    "bytes": Value(b"bytes", b""),
+    "None": Value(None, 1),
+    "number for None": Value(3, None),
+    "complex": Value(1j, 0j),
+    "object": Value(Settings(0.5), Settings(0.0)),
+    "set": Value({1, 2}, set()),
+    "dtype": Value(torch.bfloat16, torch.float32),
+    "empty dict": Value({}, {}),
+    "empty list": Value([], []),
+    "tensor": Value(torch.tensor([1.0, 2.0]), torch.zeros(2)),
+    "scalar tensor": Value(torch.tensor(2.5), torch.tensor(0.0)),
+    "integer tensor": Value(torch.tensor([[7]]), torch.tensor([[0]])),
+    "empty tensor": Value(torch.ones(0, 2), torch.zeros(0, 2)),
+}
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    " in a dict": lambda value: {"deep": {"deeper": value}},
+    " in a list": lambda value: [value, [value]],
+    " in a tuple": lambda value: (value, 1),
+    " in both": lambda value: {"list": [{"deep": (value,)}]},
+}
+
+
+def _plain(flatten: bool) -> Callable[[State, str], State]:
+    def load(state: State, path: str) -> State:
+        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=flatten))
+        return state
+
+    return load
+
+
+def _default(state: State, path: str) -> State:
+    dcp.load(state, checkpoint_id=path)
+    return state
+
+
+def _partial(state: State, path: str) -> State:
+    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    return state
+
+
+def _alone(state: State, path: str) -> State:
+    """One rank after the other loads without the others."""
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return state
+
+
+def _deprecated(state: State, path: str) -> State:
+    dcp.load_state_dict(state, dcp.FileSystemReader(path))
+    return state
+
+
+def _from_keys(state: State, path: str) -> State:
+    return state_dict_loader._load_state_dict_from_keys(set(state), checkpoint_id=path)
+
+
+def _everything(state: State, path: str) -> State:
+    return state_dict_loader._load_state_dict_from_keys(checkpoint_id=path)
+
+
+def _converted(state: State, path: str) -> State:
+    file = f"{path} of rank {dist.get_rank()}"
+    dcp_to_torch_save(path, file)
+    return torch.load(file, weights_only=False)
+
+
+# Whether each loader is for state dicts that were flattened when they were saved.
+LOADERS: dict[str, tuple[bool, Callable[[State, str], State]]] = {
+    "load": (True, _default),
+    "load, partial": (True, _partial),
+    "load without the other ranks": (True, _alone),
+    "load_state_dict": (True, _deprecated),
+    "some keys": (True, _from_keys),
+    "all keys": (True, _everything),
+    "dcp_to_torch_save": (True, _converted),
+    "load, not flattened": (False, _plain(flatten=False)),
+}
+
+
+class TestValues(DTensorTestBase):
+    world_size = 2
+
+    def _state(self, which: str, flatten: bool) -> State:
+        values = {kind: getattr(value, which) for kind, value in VALUES.items()}
+        weight = filled(nn.Linear(2, 4).to(self.device), seed=("saved", "before").index(which))
+        values["DTensor"] = fully_shard(weight, mesh=self.mesh).weight.detach()
+        return copy.deepcopy({kind + place: PLACES[place](value) for kind, value in values.items() for place in PLACES})
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(loader=list(LOADERS))
+    def test_values(self, loader):
+        """Each value is loaded. What the loader was given has it, too."""
+        flatten, load = LOADERS[loader]
+        path = os.path.join(self.temp_dir, loader)
+        state = self._state("saved", flatten)
+        dcp.save(state, checkpoint_id=path, planner=dcp.DefaultSavePlanner(flatten_state_dict=flatten))
+        found = load(self._state("before", flatten), path)
+        found, wanted = (tree_map_only(torch.Tensor, full, each) for each in (found, state))
+        self.assertEqual(list(found), list(wanted))
+        for name, value in wanted.items():
+            self.assertEqual(type(found[name]), type(value), msg=name)
+            self.assertEqual(found[name], value, msg=name, rtol=0, atol=0, may_be="empty", exact_device=False)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_stateful(self):
+        """An object with a state dict of its own loads it."""
+        dcp.save({"counter": Counter(3)}, checkpoint_id=self.temp_dir)
+        counter = Counter(0)
+        dcp.load({"counter": counter}, checkpoint_id=self.temp_dir)
+        self.assertEqual(counter.count, 6)
+
+
+if __name__ == "__main__":
+    run_tests()

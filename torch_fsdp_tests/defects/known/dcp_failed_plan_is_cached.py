@@ -1,0 +1,48 @@
+"""With cached plans, no later save succeeds after the first one has failed to plan.
+
+``DefaultSavePlanner(enable_plan_caching=True)`` caches the plan of a rank when it makes it. If planning then fails, in
+this rank or another, the first rank has not got the plan. The next save finds that the plan has not changed and sends
+none, and the first rank raises because it has none to use.
+"""
+
+import contextlib
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DCP,
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    exposure=Exposure.RARE,
+    where="torch.distributed.checkpoint.default_planner.DefaultSavePlanner.create_local_plan",
+    features="checkpoint",
+    workaround="Leave ``enable_plan_caching`` at False, the default.",
+)
+
+
+class FailingWriter(dcp.FileSystemWriter):
+    def prepare_local_plan(self, plan):
+        raise OSError("on purpose")
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        state = {"weight": torch.ones(2, device=device)}
+        path = os.path.join(folders[0], "checkpoint")
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=not workaround)
+        with contextlib.suppress(dcp.CheckpointException):
+            dcp.save(state, storage_writer=FailingWriter(path), planner=planner)
+        try:
+            dcp.save(state, checkpoint_id=path, planner=planner)
+            found = "saved"
+        except dcp.CheckpointException as error:
+            found = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
+        dist.barrier()
+    return found, "saved"
