@@ -155,10 +155,11 @@ class TestValues(DTensorTestBase):
     world_size = 2
 
     def _state(self, which: str, loader: Loader) -> State:
-        values = {kind: getattr(value, which) for kind, value in VALUES.items() if not (loader.makes and "empty" in kind)}
+        kinds = [kind for kind in VALUES if not (loader.makes and "empty" in kind)]
+        values = {kind: getattr(VALUES[kind], which) for kind in kinds}
         weight = filled(nn.Linear(2, 4).to(self.device), seed=("saved", "before").index(which))
         values["DTensor"] = fully_shard(weight, mesh=self.mesh).weight.detach()
-        # Tensors in tuples are the subject of ``test_each_rank_loads_its_own_shards``. What is not flattened is pickled.
+        # ``test_each_rank_loads_its_own_shards`` has tensors in tuples. What is not flattened is pickled.
         return {
             kind + place: copy.deepcopy(PLACES[place](value))
             for kind, value in values.items()

@@ -1,8 +1,7 @@
-"""After an exception in forward, ``no_sync()``, ``summon_full_params()`` and a full state dict raise until a whole step.
+"""After an exception in forward or backward, ``no_sync()`` raises until the end of the next backward.
 
 FSDP says in each instance whether a forward or a backward runs. After an exception the instance keeps saying so until
-the end of the next backward. What checks it raises until then, so accumulation cannot begin again with the failed
-microbatch, and no checkpoint can be saved.
+the end of the next backward. ``no_sync()`` checks it, so accumulation cannot begin again with the failed microbatch.
 """
 
 import torch
