@@ -161,12 +161,12 @@ class TestCaches(DTensorTestBase):
         arguments = SAVES[save]()
         failing = 1 if fails_in in ("prepare_local_plan", "write_data") else 0  # the others run in the first rank
         steps = [("", False), ("a key more", True), ("", False), ("a key more", True), ("a key more", False)]
-        spoilt = ["dcp_failed_save_spoils_cached_plans"]
-        known = {
-            "prepare_local_plan": ["dcp_failed_plan_is_cached", *([] if first else spoilt)],
-            "prepare_global_plan": spoilt,
-        }
-        with torch_defect(*known.get(fails_in, []), when=save == "one planner"):
+        local, whole = (save == "one planner" and fails_in == f"prepare_{which}_plan" for which in ("local", "global"))
+        with (
+            torch_defect("dcp_failed_plan_is_cached", when=local and first),
+            torch_defect("dcp_failed_plan_is_cached", "dcp_failed_save_spoils_cached_plans", when=local and not first),
+            torch_defect("dcp_failed_save_spoils_cached_plans", when=whole),
+        ):
             for seed, (kind, fails) in enumerate(steps[first:], 1):
                 path = os.path.join(self.temp_dir, f"{save} {fails_in} {first} {seed}")
                 writer = FailingWriter(path, fails_in, fails=self.rank == failing)
