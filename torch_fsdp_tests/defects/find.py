@@ -17,13 +17,14 @@ _ABOUT = {feature.short: f"{feature.short} {feature.name} {feature.about}" for f
 
 # Chosen with the queries in ``test/harness/inputs/find_queries.json``.
 _WEIGHTS = {
-    "title": 2.5,
-    "explanation": 1.0,
-    "error": 1.0,
-    "where": 0.7,
-    "features": 0.5,
-    "workaround": 0.5,
-    "code": 0.3,
+    "id": 5.0,
+    "title": 2.0,
+    "explanation": 0.9,
+    "error": 1.2,
+    "where": 2.0,
+    "features": 0.2,
+    "workaround": 0.6,
+    "code": 0.25,
     "upstream": 1.0,
 }
 
@@ -109,6 +110,7 @@ def _ranking() -> Ranking:
 def _fields(defect: Defect) -> dict[str, str]:
     about = [defect.component.value, defect.consequence.value, *(_ABOUT[short] for short in defect.uses)]
     return {
+        "id": defect.id.replace("_", " "),
         "title": defect.title,
         "explanation": defect.explanation,
         "error": defect.error,

@@ -8,31 +8,37 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-K1 = 1.0  # how much a word counts that a text repeats
-B = 0.75  # how much a word counts less in a long field
-FITS = 1.37  # what fits less is not worth reading, unless it has all words
-BESIDE_THE_BEST = 0.6  # nor is what fits so much less than the best
+K1 = 1.2  # how much a word counts that a text repeats
+B = 0.8  # how much a word counts less in a long field
+FITS = 1.33  # what fits less is not worth reading, unless it has all words
+BESIDE_THE_BEST = 0.5  # nor is what fits so much less than the best
 
 # Words that say nothing about a problem: those of any sentence, and those of any report.
 _EMPTY = set(
     "a after all an and any are as at be been before by cannot do does for from has have if in into is it its no not of"
     " on one only or other than that the then this to was were when which while with without"
     " bug call crash error exception fail failure get give issue make problem python pytorch raise run torch use work"
-    " broken called gave given gets gives got made makes making using wrong".split()
+    " broken called gave given gets gives got made makes making single using wrong".split()
 )
-# Words of reports, and what stands for them here.
+# Words of reports, and what entries of the registry say instead.
 _ALIKE = dict(
     pair.split(" = ")
     for pair in (
-        "ac = activation checkpoint, amp = mixed precision, bf16 = bfloat16, ckpt = checkpoint, corrupt = alter, "
-        "deadlock = hang, deepcopy = copy, disappear = lose, divisible = uneven, drop = lose, dropped = lose, ema = "
-        "average, eval = evaluation, fp16 = float16, fp32 = float32, frozen = freeze, gpu = rank, grad = gradient, "
-        "host = cpu, hsdp = hybrid, inf = infinity, infinite = infinity, inplace = in place, int = integer, int64 = "
-        "integer, int8 = integer, killed = interrupt, layer = module, lost = lose, lr = learning rate, miss = lose, "
-        "missing = lose, optim = optimizer, param = parameter, pp = pipeline, resume = load, resuming = load, "
-        "reverted = undo, scrambled = reorder, shared = share, stale = old, stuck = hang, submodule = inner module, "
-        "sync = synchronize, tied = share, tp = tensor parallel, twice = second, uint8 = integer, undone = undo, "
-        "unfreeze = freeze, validation = evaluation, vanish = lose, vocab = vocabulary, weight = parameter"
+        "ac = activation checkpoint, amp = mixed precision, async = asynchronous, asynchronously = asynchronous, "
+        "averaged = average, averaging = average, bf16 = bfloat16, cast = convert, ckpt = checkpoint, conversion = "
+        "convert, corrupt = alter, deadlock = hang, deepcopy = copy, differ = diverge, disagree = diverge, "
+        "disappear = lose, divisible = uneven, drop = lose, dropped = lose, ema = average, eval = no_grad, "
+        "evaluation = no_grad, flipped = alter, fp16 = float16, fp32 = float32, fp64 = float64, frozen = freeze, "
+        "fully_shard = fsdp2, fullyshardeddataparallel = fsdp1, gathered = unshard, gone = lose, gpu = rank, grad "
+        "= gradient, host = cpu, hsdp = hybrid, inf = infinity, infinite = infinity, inplace = in place, int = "
+        "integer, int64 = integer, int8 = integer, killed = interrupt, layer = module, lost = lose, lr = learning "
+        "rate, miss = lose, missing = lose, modified = update, modify = update, momentum = state, optim = "
+        "optimizer, overwrite = replace, overwritten = replace, parallelism = parallel, param = parameter, pp = "
+        "pipeline, restore = load, resume = load, resuming = load, reverted = undo, scrambled = reorder, shared = "
+        "share, stale = old, stuck = hang, submesh = smaller mesh, submodule = inner module, sync = synchronize, "
+        "tied = share, tp = tensor parallel, twice = second, uint8 = integer, undone = undo, unevenly = uneven, "
+        "unfreeze = freeze, unfrozen = freeze, validation = no_grad, vanish = lose, vocab = vocabulary, weight = "
+        "parameter"
     ).split(", ")
 )
 
