@@ -20,7 +20,7 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.default_planner.DefaultSavePlanner.create_local_plan",
-    features="checkpoint",
+    features="fsdp2, checkpoint",
     workaround="Leave ``enable_plan_caching`` at False, the default.",
 )
 

@@ -22,7 +22,7 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.default_planner.DefaultSavePlanner._create_global_plan_with_caching",
-    features="checkpoint",
+    features="fsdp2, checkpoint",
     workaround="Leave ``enable_plan_caching`` at False, the default.",
 )
 

@@ -16,7 +16,7 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
-    features="checkpoint",
+    features="fsdp2, checkpoint",
     workaround="Pass ``flatten_sharded_tensors=False`` too, unless the state dict has ``ShardedTensor``.",
 )
 
