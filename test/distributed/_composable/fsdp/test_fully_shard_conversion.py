@@ -273,7 +273,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         with refusing(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
             model.half()
         with torch_defect("fsdp2_failed_conversion_loses_gradients"):
-            self.assertEqual({name: param.grad for name, param in model.named_parameters()}, before)
+            self.assertEqual({name: param.grad for name, param in model.named_parameters()}, before, may_be="same")
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
