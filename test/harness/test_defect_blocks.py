@@ -219,7 +219,7 @@ class TestInARun(TestCase):
         self.assertIn("Known defects of this torch", page)
 
         (repaired,) = report["repaired_defects"]
-        self.assertIn(f"repaired in this torch: {SHOWN} (An all-gather extension that sends", done.stdout)
+        self.assertIn(f"repaired in this torch: {SHOWN} ({registry.defect(SHOWN).title}", done.stdout)
         self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, NOT_SHOWN)
         self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
         self.assertNotIn(" (number=1)", "".join(repaired["places"]))

@@ -10,6 +10,8 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import HarnessError, Outcome, RankGroup, group, protocol
 from torch_fsdp_tests.ranks.group import Stage
+from torch_fsdp_tests.ranks.local import LocalRanks
+from torch_fsdp_tests.ranks.server import ServerHandle
 from torch_fsdp_tests.verdict import State
 
 MANY = 128  # ranks
@@ -188,6 +190,27 @@ class TestGroup(TestCase):
 
 
 instantiate_parametrized_tests(TestGroup)
+
+
+class TestServerMail(TestCase):
+    """Without it, a wait could miss the end of a rank, and last until the limit of its test."""
+
+    def test_messages_of_all_starts_are_taken_at_once(self):
+        """The news of the first start comes while that of the last is read. Nothing else wakes a wait for it."""
+        ended = [protocol.Ended(start, start, 0, 1.0) for start in (0, 1, 2)]
+        news = [iter(ended), iter(())]
+        connection = mock.Mock(closed=False, arrived=lambda: news.pop() if news else iter(()))
+        handle = object.__new__(ServerHandle)
+        handle.connection, handle._mail = connection, []
+        place = object.__new__(LocalRanks)
+        process = mock.Mock(**{"read_words.return_value": False, "channel.arrived.return_value": ()})
+        place._server, place._starts, place._processes = handle, {0, 1}, {0: process, 1: process}
+        place.selector = selectors.DefaultSelector()
+        self.addCleanup(place.selector.close)
+        self.assertEqual(place.arrived(), [])
+        self.assertEqual(place.arrived(), ended[:2])
+        self.assertEqual(handle.arrived({2}), ended[2:])
+
 
 if __name__ == "__main__":
     run_tests()

@@ -122,26 +122,28 @@ class LocalRanks:
         """
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
-        for start in sorted(self._starts):
-            for message in self._server.arrived(start):
-                if isinstance(message, protocol.Ended):
-                    events += self._said_by(message.process)
-                elif isinstance(message, protocol.Started):
-                    self._pids.update(pid for pid in message.pids if pid is not None)
-                elif isinstance(message, protocol.Over):
-                    self._starts.discard(start)
-                events.append(message)
-            if self._server.connection.closed and start in self._starts:
-                self._starts.clear()
-                events += [
-                    protocol.Over(start, tuple(self._processes)),
-                    protocol.Broken(start, self._why_dead()),
-                ]
-            if self.over:
-                self._ignore(self._server.connection)
+        if not self.over:
+            events += self._said_by_server()
         for index in self._processes.keys() & ready:
             events += self._said_by(index)
         return events
+
+    def _said_by_server(self) -> Iterable[protocol.Event]:
+        for message in self._server.arrived(self._starts):
+            if isinstance(message, protocol.Ended):
+                yield from self._said_by(message.process)
+            elif isinstance(message, protocol.Started):
+                self._pids.update(pid for pid in message.pids if pid is not None)
+            elif isinstance(message, protocol.Over):
+                self._starts.discard(message.start)
+            yield message
+        if self._server.connection.closed and not self.over:
+            start = min(self._starts)
+            self._starts.clear()
+            yield protocol.Over(start, tuple(self._processes))
+            yield protocol.Broken(start, self._why_dead())
+        if self.over:
+            self._ignore(self._server.connection)
 
     def _said_by(self, index: int) -> Iterable[protocol.Event]:
         process = self._processes[index]

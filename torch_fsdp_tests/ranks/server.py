@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ class ServerHandle:
         theirs.close()
         self._owner = os.getpid()
         self.connection = Connection(ours, protocol.FROM_SERVER)
-        self._mail: dict[int, list[Any]] = {}  # messages that have come, by start
+        self._mail: list[Any] = []  # messages that have been read, and not yet asked for
         self.status: int | None = None  # wait status, after it has died
 
     @property
@@ -158,11 +159,14 @@ class ServerHandle:
             self.status = status if pid else None
         return self.status is None and os.getpid() == self._owner
 
-    def arrived(self, start: int) -> list[Any]:
-        """The server's messages about a start since the last call."""
-        for message in self.connection.arrived():
-            self._mail.setdefault(message.start, []).append(message)
-        return self._mail.pop(start, [])
+    def arrived(self, starts: Collection[int]) -> list[Any]:
+        """The server's messages about these starts since the last call, in their order.
+
+        All at once: what is read and not returned wakes no wait for the connection.
+        """
+        mail = [*self._mail, *self.connection.arrived()]
+        self._mail = [message for message in mail if message.start not in starts]
+        return [message for message in mail if message.start in starts]
 
     def close(self) -> None:
         """End the server: it ends when its control connection closes, and ends its ranks."""
