@@ -126,7 +126,7 @@ REWRITES: dict[str, list[tuple[str, set[str]]]] = {
         ("for a, c in zip(b, d): f(c.e)", {"f(d[0].e)"}),
         ("for k, a in b.items(): f(a.c)", {"f(next(iter(b.values())).c)"}),
         ("for a in m.parameters(): f(a.numel())", {"f(next(iter(m.parameters())).numel())"}),
-        ("for a in b: a.c()", set()),  # nobody would call it again and again
+        ("for a in b: a.c()", set()),  # such a call is not repeated
         ("for a in b: a.c = 1", set()),
         ("for a in f(b): g(a.c)", set()),  # an iterator has no first element
         ("for a in b: pass\nf(a.c)", set()),

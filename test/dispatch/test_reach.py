@@ -289,7 +289,7 @@ AB_TESTS = [f"TestAB.test_{name}" for name in ("all", "all_at_once", "base", "mo
 
 
 class TestUnknown(FolderCase):
-    """Without it, tests that are newer than the map would be left out, and nobody would notice."""
+    """Without it, tests that are newer than the map would be left out without a word."""
 
     def test_what_a_file_declares(self):
         self.assertEqual(declared_tests(DECLARED), A_TESTS + AB_TESTS)

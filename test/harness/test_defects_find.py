@@ -240,7 +240,7 @@ class TestRanking(TestCase):
         self.assertEqual(ranked.best("ema"), [0, 1])
         self.assertEqual(ranked.best("main"), [])
         self.assertEqual(ranked.best("the"), [])
-        self.assertEqual(ranked.best("weights of an unknown animal in a zoo that nobody visits"), [])
+        self.assertEqual(ranked.best("weights of an unknown animal in a zoo without visitors"), [])
 
 
 class TestChanges(TestCase):

@@ -184,7 +184,7 @@ class TestEdits(TestCase):
 
 
 class TestPatch(TestCase):
-    """Without it, a packager could get a patch that does not apply, or one that nobody has tried."""
+    """Without it, a packager could get a patch that does not apply, or one that was never tried."""
 
     def test_patch_is_what_is_imported(self):
         """``patch`` makes the sources that a process with all fixes imports."""

@@ -45,7 +45,7 @@ __unittest = True
 logger = logging.getLogger("torch_fsdp_tests.common_distributed")
 
 ANSWER_LIMIT = 3.0  # seconds for ranks past their limit to answer through their pipes
-_SENT_TEXT = 50_000  # characters of a traceback that a rank sends: more could fill the pipe, which nobody reads yet
+_SENT_TEXT = 50_000  # characters of a traceback that a rank sends: more could fill the pipe, which is not read yet
 # Seconds for which a rank that skips waits for the others, because its exit would break connections that they are still
 # making. If it skips alone, they may wait for its exit.
 SKIP_STAY = 5.0

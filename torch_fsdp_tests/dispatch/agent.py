@@ -141,14 +141,14 @@ class Agent:
         self._file: Child | None = None
         self._is_ending = False
         self._status = ExitStatus.BROKEN  # if rank 0 leaves without a message
-        heeded = (signal.SIGINT, *host.ending_signals())
-        for number in heeded:  # a signal ends this process while rank 0 does not know it, and may never do
+        handled = (signal.SIGINT, *host.ending_signals())
+        for number in handled:  # a signal ends this process while rank 0 does not know it, and may never do
             signal.signal(number, signal.SIG_DFL)
         self._rank_0, _ = peers.join(launch, ORDERS)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
             signal.signal(number, signal.SIG_IGN)
-        children.note(heeded)
+        children.note(handled)
         children.watch(self._rank_0, self._hear)
 
     def serve(self) -> ExitStatus:

@@ -44,7 +44,7 @@ def output_on(device, world_size, workaround):
         if workaround:
             torch.accelerator.synchronize()
         model.reshard()
-        model.weight.to_local().zero_()  # as a load does, on the host
+        model.weight.to_local().zero_()  # as a load does, on the CPU
     return [output.min().item(), output.max().item()], [1024.0, 1024.0]
 
 

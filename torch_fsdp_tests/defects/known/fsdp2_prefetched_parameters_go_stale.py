@@ -1,7 +1,7 @@
 """After ``set_modules_to_forward_prefetch``, forward computes with old parameters if an earlier one did not use them.
 
 An encoder that prefetches the decoder is an example. A forward of the encoder alone under ``no_grad``, as for
-embeddings, gathers the decoder's parameters and nobody takes them. After a backward FSDP2 drops such a gather. After a
+embeddings, gathers the decoder's parameters and leaves them unused. After a backward FSDP2 drops such a gather. After a
 forward without gradients, or under a transform of ``torch.func``, it stays, and the decoder's next forward takes it. An
 optimizer step or a load in between is not seen, also when this forward trains. ``reshard()`` does not drop the gather
 either.
