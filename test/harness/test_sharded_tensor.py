@@ -58,6 +58,7 @@ class TestRanks(ShardedTensorTestBase):
     @with_comms(backend="gloo")
     def test_calls_and_comparisons(self):
         peer = (self.rank + 1) % self.world_size
+        dist.barrier()  # RPC starts before the group, so a fast rank could call one that has no group yet
         self.assertEqual(rpc.rpc_sync(f"worker{peer}", dist.get_rank), peer)
         first = self._sharded()
         self.assert_sharded_tensor_equal(first, self._sharded())
