@@ -151,8 +151,6 @@ class TestCommand(TestCase):
             (["nope"], "there is no benchmark 'nope'; name one of these"),
             (["reaching", "--only", "99"], "99"),
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
-            (["coverage", "--after", "soon"], "--after"),
-            (["rediscovery", "--only", "nope"], "programs can show no defect with such an id"),
         )
         assert_refused(self, command.main, cases)
 

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.benchmarks {coverage,harness,reaching,rediscovery,suite} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.tools.benchmarks {harness,reaching,suite} [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from torch_fsdp_tests.processes import host
 
 BENCHMARKS = {
-    "coverage": "how many statements of torch's FSDP random programs run, beside the suite",
     "harness": "how long a test with ranks takes, compared with torch.testing._internal",
     "reaching": "how soon --reaching finds each of sixty changes to torch's FSDP",
-    "rediscovery": "how soon random programs find each known defect that they can show",
     "suite": "where the time of a run went, from its report",
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that the first argument names. Returns 2 for an unknown one."""
-    known = "\n".join(f"  {name:11s} {words}" for name, words in BENCHMARKS.items())
+    known = "\n".join(f"  {name:8s} {words}" for name, words in BENCHMARKS.items())
     if argv and argv[0] in ("-h", "--help"):
         print(f"usage: python -m {__package__} BENCHMARK [options]\n\nRun one of the benchmarks:\n{known}")
         print("\nBENCHMARK --help shows its options.")
