@@ -74,16 +74,6 @@ def varied() -> dict[str, Any]:
     return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
 
 
-def earlier() -> dict[str, Any]:
-    """A report of the same files: one test passed, one failed, and one was slower."""
-    data = json.loads(json.dumps(varied()))
-    hybrid, offload = data["files"]
-    hybrid["tests"][0] |= {"outcome": "passed", "ranks": [], "reason": ""}
-    hybrid["tests"][1] |= {"seconds": 40.0}
-    offload["tests"][1] |= {"outcome": "failed", "reason": f"it failed {LONG}"}
-    return data | {"torch": "2.12.0", "known_defects": data["known_defects"][:1]}
-
-
 def page_of_mutants() -> str:
     row: dict[str, Any] = {"name": "all", "share": 0.5, "words": "a condition negated"}
     row |= {outcome.value: 1 for outcome in Outcome}
@@ -105,7 +95,6 @@ def page_of_mutants() -> str:
 def pages() -> dict[str, str]:
     return {
         "report": html_report.render(varied()),
-        "comparison": compare.render(earlier(), varied()),
         "mutants": page_of_mutants(),
         "defects": versions_page.render(),
     }
@@ -305,20 +294,12 @@ class TestComparison(unittest.TestCase):
         """Files that only the earlier, larger run had are named together, and do not get a line each."""
         both = a_file("distributed/fsdp/test_both", a_test("T.test_tp"))
         gone = a_file("distributed/fsdp/test_gone", a_test("T.test_1"), a_test("T.test_tp"))
-        defect = varied()["known_defects"][0] | {"tests": ["distributed/fsdp/test_gone::T.test_1"]}
-        reports = (a_report(both, gone, known_defects=[defect]), a_report(both))
+        reports = (a_report(both, gone), a_report(both))
         words = [
             "compared with the earlier report:",
             "only in the earlier report: 1 file, such as distributed/fsdp/test_gone",
         ]
         self.assertEqual(compare.lines(*reports), words)
-        page = compare.render(*reports)
-        self.assertIn(
-            "No test differs.</p><p>Only in the earlier report, and not compared: <code>distributed/fsdp/test_gone<",
-            page,
-        )
-        self.assertNotIn("shown before only", page)
-        self.assertRegex(page, '<b>FSDP1</b>.*?data-title="passed"><span class="">1</span></td>')
         self.assertEqual(
             [str(each) for each in compare.differences(*reversed(reports))][0],
             "new: distributed/fsdp/test_gone::T.test_1",
@@ -343,48 +324,28 @@ class TestComparison(unittest.TestCase):
         reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
         self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
         self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
-        page = compare.render(*reports)
-        self.assertIn("<span class=bad>1 test newly failing</span>, <span class=ok>1 test new</span>", page)
-        self.assertRegex(page, "not there</span>.*?crashed")
-
-    def test_page_shows_both_reports(self):
-        page = pages()["comparison"]
-        for words in (
-            "FSDP of torch 2.12.0 on cpu and torch 2.13.0 on cpu",
-            "<span class=bad>1 test newly failing</span>, <span class=warn>1 test newly showing a known defect</span>",
-            '<td class="h"><b>2.12.0</b></td><td class="h"><b>2.13.0</b></td>',
-            '<td class="h">gloo</td><td class="h">gloo</td>',
-            '<span class=dim>1 → </span><b><span class="bad">2</span></b>',
-            "before: failed",
-            '>40.0 s</td><td class="n" data-title="after">0.5 s</td>',
-            "Known defects shown now only<span class=count> 1</span>",
-        ):
-            self.assertTrue(words in page, words)
-        self.assertNotIn("shown before only", page)
-
-    def test_reports_of_an_earlier_version_are_read(self):
-        old = {name: value for name, value in varied().items() if name not in ("suite", "date", "host", "capabilities")}
-        self.assertIn("machine-1", compare.render(old | {"version": 2}, varied()))
 
     def test_as_a_command(self):
+        """A report of version 2 lacks many facts."""
+        file = a_file("test_x", a_test("T.test_1", State.CRASHED))
+        old = {name: value for name, value in report_of(a_test("T.test_1")).items() if name in ("files", "torch")}
         with tempfile.TemporaryDirectory() as folder:
-            paths = [Path(folder, name) for name in ("before.json", "after.json")]
-            for path, data in zip(paths, (earlier(), varied())):
-                path.write_text(json.dumps(data))
-            arguments = [*map(str, paths), f"{folder}/page.html"]
+            for name, data in (
+                ("before", old | {"version": 2}),
+                ("after", a_report(file)),
+                ("other", {"version": 7, "files": [{}]}),
+            ):
+                Path(folder, f"{name}.json").write_text(json.dumps(data))
+            before, after, other = (f"{folder}/{name}.json" for name in ("before", "after", "other"))
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                codes = [compare.main(words) for words in (arguments, [arguments[0], "/no/where"])]
+                codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
                 with self.assertRaisesRegex(SystemExit, "2"):
-                    compare.main(arguments[:1])
-            self.assertEqual(codes, [0, 2])
-            self.assertEqual(Path(arguments[2]).read_text(), compare.render(earlier(), varied()))
-            self.assertIn(
-                "\nnewly failing: distributed/fsdp/test_fsdp_hybrid_shard::TestHybrid.test_crashes\n", out.getvalue()
-            )
-            self.assertRegex(
-                err.getvalue(), "/no/where cannot be read: .*\nusage: .*(?s:.)*arguments are required: AFTER"
-            )
+                    compare.main([before])
+            self.assertEqual(codes, [0, 2, 2])
+            self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
+            words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\nusage: .*"
+            self.assertRegex(err.getvalue(), rf"{words}(?s:.)*arguments are required: AFTER")
 
 
 @unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")

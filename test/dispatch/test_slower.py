@@ -57,7 +57,6 @@ class TestSlower(unittest.TestCase):
         reports = [report_of(*side) for side in tests]
         words = "the tests took 2.00 times as long as before (median)"
         self.assertIn(words, compare.lines(*reports)[1])
-        self.assertIn(words, compare.render(*reports))
         self.assertEqual(compare.lines(reports[0], reports[0]), ["nothing differs from the earlier report"])
 
     def test_words_have_the_spread(self):
@@ -75,7 +74,6 @@ class TestSlower(unittest.TestCase):
         _, rank, test = compare.lines(*reports)
         self.assertEqual(rank, f"rank 2 on host-b {used}")
         self.assertEqual(test, f"slower: test_x::T.test_1: 1.0s, now 3.0s; rank 2 {used}")
-        self.assertIn('<td class="">rank 2 on host-b</td>', compare.render(*reports))
 
     def test_ranks_that_are_slower_together_are_no_stragglers(self):
         for was, now in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.features import FEATURES, features_of
+from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
@@ -251,17 +251,7 @@ def _head(data: Mapping[str, Any]) -> str:
     )
 
 
-def filters(states: Collection[str], features: Collection[str]) -> str:
-    """The filter of a page with these states and features, in their usual order."""
-    names = [feature.name for feature in FEATURES if feature.name in features]
-    return page.filters([state for state in STATES if state in states], names)
-
-
 # --- what was tested --------------------------------------------------------------------------------------------------
-
-
-def state_of_feature(row: Mapping[str, Any]) -> str:
-    return state_of_several({state: row[name] for state, name in COUNTED.items()})
 
 
 def number(count: int, kind: str = "") -> str:
@@ -279,19 +269,6 @@ def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
     return f"<ul class=small>{''.join(items[:_REASONS])}</ul>{more}" if items else ""
 
 
-def grouped(rows: Iterable[Mapping[str, Any]], cells: Any) -> list[Row]:
-    """Return the rows of a table of features, each group below its name."""
-    table = []
-    for group, its in itertools.groupby(rows, key=lambda row: row["group"]):
-        table.append(Row([escape(group)]))
-        table += [Row(cells(row)) for row in its]
-    return table
-
-
-def feature_name(row: Mapping[str, Any]) -> str:
-    return page.above(page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"]), escape(row["about"]))
-
-
 def _sought(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
     """Show a number of a feature as a link to its tests in this state."""
     return page.sought(number(row[name], kind), feature=row["name"], state=state) if row[name] else ""
@@ -300,8 +277,10 @@ def _sought(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
 def _features(data: Mapping[str, Any]) -> str:
     def cells(row: Mapping[str, Any]) -> list[str]:
         kinds = {"ok": row["passed"], "bad": row["failed"], "warn": row["known_failures"] + row["known_defects"]}
+        state = state_of_several({state: row[name] for state, name in COUNTED.items()})
+        name = page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"])
         return [
-            f"{mark(state_of_feature(row))}<div class=what>{feature_name(row)}</div>",
+            f"{mark(state)}<div class=what>{page.above(name, escape(row['about']))}</div>",
             page.parts(kinds | {"skip": row["skipped"] + row["not_run"]}),
             number(row["passed"]),
             _sought(row, "failed", "failed", "bad"),
@@ -314,7 +293,10 @@ def _features(data: Mapping[str, Any]) -> str:
     listed = any(row["known_failures"] for row in data["features"])  # most runs have no such list
     numbers = ["passed", "failed", *["known failures"] * listed, "known defects", "skipped"]
     columns = [("feature", "f"), ("", "b"), *((title, "n") for title in numbers), ("what was missing", "m")]
-    table = page.table(columns, grouped(data["features"], cells), stack=True)
+    rows = []
+    for group, its in itertools.groupby(data["features"], key=lambda row: row["group"]):
+        rows += [Row([escape(group)]), *(Row(cells(row)) for row in its)]
+    table = page.table(columns, rows, stack=True)
     words = (
         "✓ every test had the expected outcome; ✗ a test failed; "
         f"{'~ a test failed, as the list of known failures says; ' * listed}- no test was executed. Tests that show "
@@ -577,6 +559,7 @@ def _tests(data: Mapping[str, Any]) -> str:
 def render(data: Mapping[str, Any]) -> str:
     """Render the page of a run, from its ``report.json``."""
     present = counts(data)
+    filters = page.filters([state for state in STATES if present[state]], [row["name"] for row in data["features"]])
     parts = [
         Section("Features", _features(data)),
         Section("Capabilities", _capabilities(data)),
@@ -595,5 +578,5 @@ def render(data: Mapping[str, Any]) -> str:
     ]
     return page.document(
         f"{title(data)}: {verdict(data)[0]}",
-        [_head(data), page.sections(parts, filters(present, {row["name"] for row in data["features"]}))],
+        [_head(data), page.sections(parts, filters)],
     )

@@ -262,7 +262,7 @@ def _run(
     earlier: Report | None,
     children: Children,
 ) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import compare, last_failures, report
+    from torch_fsdp_tests.dispatch import last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
@@ -279,7 +279,7 @@ def _run(
     )
     keep = []
     if run.report and not run.list_tests:
-        report.set_aside(run.report, compare.PAGE)
+        report.set_aside(run.report)
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     children.note((signal.SIGINT, *host.ending_signals()))
@@ -348,12 +348,7 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         lambda: f"report: {installation.short_path(report.write(run.report or Path(), results))}",
     )
     if earlier is not None:
-        pair = earlier, report.as_json(results)
-        remarks += compare.lines(*pair)
-        path = run.report or Path()
-        attempt(
-            "the comparison", run.report, lambda: f"comparison: {installation.short_path(compare.write(path, *pair))}"
-        )
+        remarks += compare.lines(earlier, report.as_json(results))
     return remarks, complete
 
 

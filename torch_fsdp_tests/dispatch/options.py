@@ -268,8 +268,7 @@ def make_parser() -> Parser:
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "report what differs from the report.json of an earlier run, or of its folder; "
-    words += "with --report also as a page, compare.html"
+    words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
     words = f"accepted, so that command lines of its CI can be pasted: {', '.join((*WITHOUT_EFFECT, WITH_VALUE))} VALUE"

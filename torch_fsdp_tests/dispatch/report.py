@@ -165,9 +165,9 @@ def write(folder: Path, results: Results) -> Path:
     return folder / PAGE
 
 
-def set_aside(folder: Path, *others: str) -> None:
+def set_aside(folder: Path) -> None:
     """Rename the reports of an earlier run, so that nobody takes them for this run's if it is killed."""
-    for name in (FILE, PAGE, UNFINISHED, *others):
+    for name in (FILE, PAGE, UNFINISHED):
         stem, dot, ending = name.rpartition(".")
         atomic.set_aside(folder / name, f"{stem}.{PREVIOUS}{dot}{ending}")
 
