@@ -16,8 +16,7 @@ from torch_fsdp_tests.dispatch.report import FILE
 from torch_fsdp_tests.dispatch.slower import (
     Report,
     Test,
-    about_ranks,
-    about_times,
+    about_pace,
     in_seconds,
     is_longer,
     pace,
@@ -58,7 +57,7 @@ class Difference:
         if self.was is None or self.now is None:
             return what
         if self.kind in ("slower", "faster"):
-            return f"{what}: {in_seconds(self.was)}, now {in_seconds(self.now)}{about_ranks(self.was, self.now)}"
+            return f"{what}: {in_seconds(self.was)}, now {in_seconds(self.now)}"
         return f"{what}: {self.now['reason']}" if self.kind in _WITH_REASON else what
 
 
@@ -120,7 +119,7 @@ def lines(before: Report, after: Report) -> list[str]:
     added = set(files_gone(after, before))
     changes = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
     machines = [f"{title}: {was}, now {now}" for title, (was, now) in _machines(before, after).items()]
-    changes = [*machines, *about_times(before, after), *changes]
+    changes = [*machines, *about_pace(before, after), *changes]
     for which, files in (("this", sorted(added)), ("the earlier", files_gone(before, after))):
         if files:
             changes.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")

@@ -1,4 +1,4 @@
-"""Time as evidence: which tests became slower beyond the noise, and which rank. It never fails a run.
+"""Time as evidence: which tests became slower beyond the noise. It never fails a run.
 
 Tests are compared with the pace of all tests, because a machine can be slower as a whole. The noise of a test is known
 if both reports have rounds of it.
@@ -6,9 +6,8 @@ if both reports have rounds of it.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_fsdp_tests.verdict import State
@@ -23,11 +22,8 @@ ROUNDS_SLOWER_AT_LEAST = 0.05
 SPREADS = 3.0
 MANY_TESTS = 10  # that show together how fast the machine was; their median is what others are compared with
 PACE_TOLD = 1.1  # times as slow or fast, at which this is told
-RANK_SLOWER_BY = 1.25  # times as much CPU time as the other ranks, each compared with before
-RANK_AT_LEAST = 0.5  # seconds of CPU time more
 Report = Mapping[str, Any]
 Test = Mapping[str, Any]
-Pair = tuple[Test, Test]  # one test before and now
 
 
 def tests_in(report: Report) -> Iterator[tuple[Mapping[str, Any], Test]]:
@@ -54,17 +50,18 @@ def _spread(test: Test) -> Mapping[str, float]:
     return rounds["seconds"] if rounds["rounds"] >= ENOUGH_ROUNDS else {}
 
 
-def pairs_of(before: Report, after: Report) -> list[Pair]:
-    """The results of each test that passed in both reports."""
-    was, now = tests_of(before), tests_of(after)
-    both = [(was[name], now[name]) for name in was.keys() & now.keys()]
-    return [pair for pair in both if all(State(test["outcome"]).counted_as is State.PASSED for test in pair)]
-
-
 def pace(before: Report, after: Report) -> float:
     """How many times as long the tests took as before: the median of all. 1 if there are too few to say."""
-    pairs = [(was["seconds"], now["seconds"]) for was, now in pairs_of(before, after)]
-    ratios = [now / was for was, now in pairs if was >= ROUNDS_SLOWER_AT_LEAST and now > 0]
+    was, now = (
+        {
+            name: test["seconds"]
+            for name, test in tests_of(report).items()
+            if State(test["outcome"]).counted_as is State.PASSED
+        }
+        for report in (before, after)
+    )
+    both = [name for name in was.keys() & now.keys() if was[name] >= ROUNDS_SLOWER_AT_LEAST and now[name] > 0]
+    ratios = [now[name] / was[name] for name in both]
     return statistics.median(ratios) if len(ratios) >= MANY_TESTS else 1.0
 
 
@@ -78,63 +75,9 @@ def is_longer(test: Test, other: Test, general: float) -> bool:
     return bool(test["seconds"] > max(usual * ROUNDS_SLOWER_BY, usual + ROUNDS_SLOWER_AT_LEAST, usual + noise))
 
 
-@dataclasses.dataclass(frozen=True)
-class RankTime:
-    """The CPU time of a rank in some tests before and now, and how many times it grew, beside that of other ranks."""
-
-    rank: int
-    was: float
-    now: float
-    times: float
-    others: float  # the median of the other ranks' times
-
-    def is_slower(self, least: float = RANK_AT_LEAST) -> bool:
-        """Whether it grew more than that of the others, by at least so many seconds."""
-        return self.times > RANK_SLOWER_BY * self.others and self.now - self.was * self.others > least
-
-    def __str__(self) -> str:
-        seconds = f"{self.was:.1f}s, now {self.now:.1f}s"
-        return (
-            f"used {self.times:.2f} times the CPU time of before ({seconds}), the other ranks {self.others:.2f} times"
-        )
-
-
-def rank_times(pairs: Iterable[Pair]) -> list[RankTime]:
-    """The ranks of tests that have as many processes now as before. Empty for fewer than two."""
-    sums: dict[int, tuple[float, float]] = {}
-    for before, after in pairs:
-        sides = [test.get("rank_cpu") or () for test in (before, after)]
-        for rank, (was, now) in enumerate(zip(*sides, strict=True) if len(sides[0]) == len(sides[1]) else ()):
-            if was and now:
-                earlier, later = sums.get(rank, (0.0, 0.0))
-                sums[rank] = earlier + was, later + now
-    times = {rank: now / was for rank, (was, now) in sums.items()}
-    return [
-        RankTime(rank, was, now, times[rank], statistics.median(times[other] for other in times if other != rank))
-        for rank, (was, now) in sorted(sums.items())
-        if len(times) > 1
-    ]
-
-
-def name_of(rank: RankTime, report: Report) -> str:
-    """A rank, with its host if there are several."""
-    hosts = {name: host for name, host in (report.get("hosts") or {}).items() if not isinstance(host, str)}
-    on = [f" on {name}" for name, host in hosts.items() if rank.rank in host["ranks"] and len(hosts) > 1]
-    return f"rank {rank.rank}{''.join(on)}"
-
-
-def about_times(before: Report, after: Report) -> list[str]:
-    """What is slower or faster than before as a whole: all tests, or one rank."""
+def about_pace(before: Report, after: Report) -> list[str]:
+    """A line if the tests as a whole are slower or faster than before."""
     general = pace(before, after)
-    told = []
-    if not 1 / PACE_TOLD < general < PACE_TOLD:
-        words = f"the tests took {general:.2f} times as long as before (median)"
-        told.append(f"{words}; a test is called slower or faster if it differs from that")
-    ranks = rank_times(pairs_of(before, after))
-    return [*told, *(f"{name_of(rank, after)} {rank}" for rank in ranks if rank.is_slower())]
-
-
-def about_ranks(was: Test, now: Test) -> str:
-    """The ranks that explain why one test is slower, to follow what is said about it."""
-    ranks = [rank for rank in rank_times([(was, now)]) if rank.is_slower(ROUNDS_SLOWER_AT_LEAST)]
-    return "".join(f"; rank {rank.rank} {rank}" for rank in ranks)
+    words = f"the tests took {general:.2f} times as long as before (median)"
+    told = f"{words}; a test is called slower or faster if it differs from that"
+    return [] if 1 / PACE_TOLD < general < PACE_TOLD else [told]
