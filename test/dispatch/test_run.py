@@ -2,8 +2,6 @@
 
 import ast
 import fcntl
-import importlib
-import importlib.util
 import io
 import json
 import os
@@ -277,36 +275,6 @@ class TestSelecting(TreeCase):
         self.assertEqual(
             order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"]
         )
-
-
-@unittest.skipIf(importlib.util.find_spec("argcomplete") is None, "needs argcomplete")
-class TestCompletion(TreeCase):
-    """Without it, the tab key could offer nothing, or names of tests and options that do not exist."""
-
-    def completed(self, words: str) -> list[str]:
-        """The completions that the shell gets when the tab key is pressed after these words."""
-        completions = self.root / "completions"
-        completions.unlink(missing_ok=True)
-        line = f"run_test.py --test-directory {self.tree} {words}"
-        shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
-        ends = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions)}
-        self.run_command(env={**shell, **ends, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"})
-        self.assertEqual((self.out, self.code), ("", 0), self.err)
-        return [word.strip() for word in completions.read_text().splitlines()]
-
-    def test_options_and_tests(self):
-        self.write({"a/test_x": PASS, "a/b/test_y": PASS + FAIL, "test_p": PASS})
-        (self.tree / "quick.txt").touch()
-        for words, wanted in (
-            ("--fail-f", ["--fail-fast"]),
-            ("-i ", ["a/", "quick", "test_p"]),
-            ("-i a/", ["a/b/", "a/test_x"]),
-            ("-x a/b/", ["a/b/test_y"]),
-            ("-i a/b/test_y::", ["a/b/test_y::TestF", "a/b/test_y::TestP"]),
-            ("--device cp", ["cpu"]),
-        ):
-            with self.subTest(words=words):
-                self.assertEqual(sorted(self.completed(words)), wanted)
 
 
 class TestSurroundings(unittest.TestCase):

@@ -131,14 +131,9 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend, others)
 
 
-def known_types() -> list[str]:
-    """The device types that torch, this project and the installed vendors' packages know."""
-    return sorted({HOST, *_TORCHS_OWN, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()})
-
-
 def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
     """Raise if this cannot be a device type. An extension that torch imports may define any other name."""
-    known = known_types()
+    known = sorted({HOST, *_TORCHS_OWN, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()})
     if device in known:
         return
     bare = device.partition(":")[0].lower()

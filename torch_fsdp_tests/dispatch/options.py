@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
-from torch_fsdp_tests.dispatch import completion, devices, keywords
+from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
@@ -314,7 +314,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
     default_directory = (root / DEFAULT_DIRECTORY).absolute()
-    completion.complete(parser, default_directory, environment)
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(parser.parse_intermixed_args(argv[:dashes])).items()
