@@ -536,7 +536,7 @@ class TestOptions(unittest.TestCase):
             ("--seed", str(2**64)): "is not a whole number from 0 to 18446744073709551615",
             ("--timeout", "0"): "'0' is not a number of seconds greater than 0",
             ("--timeout", "1e308"): "'1e308' is not a number of seconds greater than 0 and up to 31622400",
-            ("--slow-after", "nan"): "'nan' is not a number of seconds",
+            ("--timeout", "nan"): "'nan' is not a number of seconds",
             ("--devices", "0-99999999999"): "'0-99999999999' has more than 10000 devices",
             ("--devices", "1,1"): "names a device twice",
             ("--devices", "0-"): "'0-' is not a range of devices, such as 0-7",

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, Balanced, FolderCase, TreeCase, body, fits, schema
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import atomic, coverage, times
+from torch_fsdp_tests.dispatch import atomic, console, coverage, runner, times
 from torch_fsdp_tests.dispatch.console import wants_colours
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
@@ -485,16 +485,18 @@ class TestConsole(TreeCase):
         says = ["(?m)^output of test_x, on Abacus 9, BLAS mkl, 2 threads$"]
         self.check({"test_x": record + FAIL, "test_y": ""}, failed=1, says=says, env=variable)
 
+    @unittest.mock.patch.object(runner, "SLOW_AFTER", 0.4)  # a run is a fork of this process
     def test_slow_files_are_named_again_and_again(self):
-        out = self.check({"test_x": body("time.sleep(1.2)")}, ["--slow-after", "0.4"], passed=1)
+        out = self.check({"test_x": body("time.sleep(1.2)")}, passed=1)
         named = re.findall(r"slow: test_x has run for ([\d.]+)s", out)
         self.assertGreater(len(named), 1, out)
         self.assertIn("now at TestX.test_1", out)
-        self.assertNotIn("slow:", self.check({}, ["--slow-after", "0.4", *self.recorded(test_x=5)], passed=1))
+        self.assertNotIn("slow:", self.check({}, self.recorded(test_x=5), passed=1))
 
+    @unittest.mock.patch.object(console, "QUIET", 0.4)
     def test_a_log_is_told_that_the_run_goes_on(self):
         files = {"test_x": body("pass", "time.sleep(2)")}
-        out = self.check(files, [*self.recorded(test_x=0.1), "--slow-after", "0.8"], passed=2)
+        out = self.check(files, self.recorded(test_x=0.1), passed=2)
         # It should have ended after 0.1 s, and is expected to take as long again as it is late.
         late = re.findall(r"(?m)^\[0/1\] 1 test done, 0 failed, about (\d+\.\d)s left: test_x (\d+\.\d)s$", out)
         self.assertGreater(len(late), 0, out)

@@ -90,7 +90,7 @@ class Console:
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
-        self.refresh = REFRESH if self.is_terminal else min(QUIET, run.slow_after / 2)
+        self.refresh = REFRESH if self.is_terminal else QUIET
         self._said_at = time.monotonic()
         self._status = ""
         self._introduced = False

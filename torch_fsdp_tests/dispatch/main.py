@@ -233,7 +233,7 @@ def _plan(
         selection,
         known.files,
         known.classes,
-        threshold=math.inf if run.by_reach or run.completes_map else run.split_threshold,
+        threshold=math.inf if run.by_reach or run.completes_map else plan.SPLIT_THRESHOLD,
         weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
         names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )

@@ -192,8 +192,6 @@ def make_parser() -> Parser:
         metavar=("N", "M"),
         help="run the Nth of M parts, counted from 1",
     )
-    words = f"split a file that takes longer than S seconds by its tests (default: {RunTests.split_threshold:g})"
-    add("--split-threshold", type=positive, metavar="S", help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
     add("--devices", type=_names, metavar="LIST", help=words)
     words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
@@ -216,10 +214,6 @@ def make_parser() -> Parser:
         metavar="S",
         help="time limit of a file in seconds (default: depends on its recorded time)",
     )
-    words = (
-        "report a file as slow when it has run for S seconds and for twice its recorded time, and then every S seconds"
-    )
-    add("--slow-after", type=positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=whole_number(0, MOST_RERUNS), metavar="N", help=words)
     words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"

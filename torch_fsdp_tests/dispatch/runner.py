@@ -35,8 +35,9 @@ UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
 LEAST_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
 LIMIT_FACTOR = 10.0  # times the known time
 NO_LIMIT = 86400.0  # seconds; there is always a limit
-SLOW_FACTOR = 2.0  # times the recorded time, after which a running file may be reported as slow
-assert RunTests.slow_after < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+SLOW_AFTER = 60.0  # seconds after which a running file is reported as slow, and then again and again
+SLOW_FACTOR = 2.0  # times the recorded time, before which it is not
+assert SLOW_AFTER < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
 
@@ -268,8 +269,8 @@ class Runner:
     def _slow_at(self, running: TestProcess) -> float:
         """When to report a running file as slow: when it is late, and then again from time to time."""
         if running.said_slow is not None:
-            return running.said_slow + self._run.slow_after
-        return running.began + max(self._run.slow_after, SLOW_FACTOR * running.job.part.get_time(0.0))
+            return running.said_slow + SLOW_AFTER
+        return running.began + max(SLOW_AFTER, SLOW_FACTOR * running.job.part.get_time(0.0))
 
     def _time_left(self, now: float) -> float | None:
         jobs = [w.job for w in self._queue]

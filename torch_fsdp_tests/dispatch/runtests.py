@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 
 DEFAULT_DIRECTORY = "test"  # in the checkout, or in the installed package
 REPORTS = "test-reports"
@@ -37,7 +36,6 @@ class RunTests:
 
     shard: int = 1  # counted from one
     num_shards: int = 1
-    split_threshold: float = SPLIT_THRESHOLD
     devices: tuple[str, ...] | None = None
     jobs: int | None = None
     device: str | None = None
@@ -48,7 +46,6 @@ class RunTests:
     shuffle: bool = False
     timeout: float | None = None
     no_limit: bool = False
-    slow_after: float = 60.0
     keep_going: bool = False
     fail_fast: bool = False
     reruns: int = 0
