@@ -92,7 +92,7 @@ class TestForkServer(TreeCase):
             "breaks": "import no_such_module\n",
             "passes": body(program, fork),
         }
-        says = ["words(.|\n)*on purpose", "exited with status 3", "SIGSEGV", "no_such_module"]
+        says = ["words(.|\n)*on purpose", "exited with code 3", "SIGSEGV", "no_such_module"]
         forked = {name: FORKED + text for name, text in ends.items()}
         env = little_torch(self.root) | {"VERBOSE_TEST_LOGS": "1"}
         out = self.check_forked(forked, passed=2, failed=4, says=says, env=env)

@@ -135,7 +135,7 @@ class TestContent(unittest.TestCase):
             "<dt>free memory</dt><dd>5.5 GiB</dd>",
             "Traceback &lt;b&gt;&amp;xxx",
             "A <code>call</code>",
-            "was killed by SIGKILL before reporting anything",
+            "was killed by SIGKILL (out of memory?) before reporting anything",
         ):
             self.assertTrue(words in page, words)
         self.assertEqual(re.findall(r'mark ok" title="passed">✓</span><code>(\w+)', page), ["fork"])

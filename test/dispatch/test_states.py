@@ -120,7 +120,8 @@ STATES: dict[str, tuple[Any, ...]] = {
     "skips_alone": ("error", None, PASSED, ("skipped", "skipped: not here", {"message": "not here"})),
     "is_killed": ("crashed", "body",
                   ("still running", "was still running after .* s, and was killed", {"killed": True, "limit": None}),
-                  ("crashed", "was killed by SIGKILL before reporting anything", {"signal": "SIGKILL", "said": ""})),
+                  ("crashed", r"was killed by SIGKILL .out of memory.. before .*",
+               {"signal": "SIGKILL", "said": ""})),
     "leaves": ("crashed", "body", PASSED,
                ("crashed", "exited with code 3 before reporting anything", {"exit_code": 3, "signal": None})),
     "times_out": ("timed out", "body", PASSED,
@@ -240,13 +241,13 @@ test_class_skips::TestX.test_1: skipped: class needs more
 test_class_skips::TestX.test_2: skipped: class needs more
 test_down::TestP.test_p: passed
 test_down::tearDownModule: error, file, fixture: OSError: down
-test_early::(the file itself): crashed, file: the process exited with status 0 before its tests were known
+test_early::(the file itself): crashed, file: the process exited with code 0 before its tests were known
 test_exits::(the file itself): error, file: the file ended before its tests with exit status 0, as if they had ...
 test_forgot::(the file itself): error, file: the file ended without running its tests: end it with `if __name__ == ...
 test_garbage::TestX.test_1: passed
 test_garbage::TestX.test_2: failed, body: AssertionError: None
 test_import::(the file itself): error, file: ModuleNotFoundError: No module named 'no_such_module'
-test_late::(the file itself): crashed, file: the process exited with status 7 after its tests
+test_late::(the file itself): crashed, file: the process exited with code 7 after its tests
 test_late::TestP.test_p: passed
 test_link::(the file itself): error, file: FileNotFoundError: [Errno 2] No such file or directory: ...
 test_lost::TestX.test_1: harness error, harness: its outcome was not reported
@@ -269,18 +270,18 @@ test_phases::TestY.test_1: error, fixture: KeyError: 1
 test_phases::TestZ.test_1: unexpected success
 test_phases::TestZ.test_2: expected failure
 test_sigkill::TestX.test_1: passed
-test_sigkill::TestX.test_2: crashed: did not finish: the process was killed by SIGKILL
-test_sigkill::TestX.test_3: not run: not run: the process was killed by SIGKILL before it
+test_sigkill::TestX.test_2: crashed: did not finish: the process was killed by SIGKILL (out of memory?)
+test_sigkill::TestX.test_3: not run: not run: the process was killed by SIGKILL (out of memory?) before it
 test_sigsegv::TestX.test_1: passed
-test_sigsegv::TestX.test_2: crashed: did not finish: the process was killed by SIGSEGV
-test_sigsegv::TestX.test_3: not run: not run: the process was killed by SIGSEGV before it
+test_sigsegv::TestX.test_2: crashed: did not finish: the process was killed by SIGSEGV (see the stack)
+test_sigsegv::TestX.test_3: not run: not run: the process was killed by SIGSEGV (see the stack) before it
 test_stream::TestX.test_1: passed
 test_subtests::TestX.test_fails: failed, body: AssertionError: 2 == 2
 test_subtests::TestX.test_skips: skipped: not that one
 test_subtests::TestX.test_some_skip: passed: skipped in part, 2 of 5 subtests: needs an even number
 test_syntax::(the file itself): error, file: SyntaxError: invalid syntax (test_syntax.py, line 2)
-test_three::TestX.test_1: crashed: did not finish: the process exited with status 3
-test_zero::TestX.test_1: crashed: did not finish: the process exited with status 0
+test_three::TestX.test_1: crashed: did not finish: the process exited with code 3
+test_zero::TestX.test_1: crashed: did not finish: the process exited with code 0
 """
 
 # The element of a test in JUnit, by the state of the test. An error has those of the other states.

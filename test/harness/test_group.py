@@ -151,7 +151,7 @@ class TestGroup(TestCase):
         place.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
         self.assertEqual(made.ready(), not ending)
         made.close()
-        words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL"]
+        words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL (out of memory?)"]
         self.assertEqual([each.reason for each in made.late_deaths], words if ending else [])
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
         self.assertEqual(place.orders[0], run if ending else [*run, protocol.Leave()])

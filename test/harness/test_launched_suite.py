@@ -67,7 +67,7 @@ class TestFaults(TestCase):
         self.assertEqual(host["ranks"], list(range(RANKS)))
 
     def test_file_that_another_rank_cannot_import_ends_with_its_words(self):
-        for words in (f"rank {RANKS - 1}", "exit status 1", "not to be had here"):
+        for words in (f"rank {RANKS - 1}", "exited with code 1", "not to be had here"):
             self.assertIn(words, faults().reasons("import_fails"))
         self.assertNotIn("passed", faults().outcomes("import_fails").values())
 

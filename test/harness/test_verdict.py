@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
+from torch_fsdp_tests.dispatch import agent, agents, result
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.ranks.outcome import (
     BODY_MARK,
@@ -21,11 +22,45 @@ from torch_fsdp_tests.ranks.outcome import (
     RanksErred,
     RanksFailed,
     capture,
+    death_of_server,
     judge,
     raised,
 )
-from torch_fsdp_tests.verdict import COUNTED, State, Verdict, by_cause, closing_line, tally
+from torch_fsdp_tests.verdict import COUNTED, RankResult, State, Verdict, by_cause, closing_line, tally
 from torch_fsdp_tests.verdict.stream import Ended, TestResult
+
+
+class TestDeaths(TestCase):
+    """Without it, a report could say how a process died, but not what to look for."""
+
+    @parametrize(
+        "number,hint",
+        [
+            subtest((signal.SIGKILL, " (out of memory?)"), name="kill"),
+            subtest((signal.SIGBUS, " (shared memory full?)"), name="bus"),
+            subtest((signal.SIGSEGV, " (see the stack)"), name="segv"),
+            subtest((signal.SIGABRT, " (gloo and NCCL abort when a peer is gone)"), name="abrt"),
+            subtest((signal.SIGTERM, ""), name="term"),
+        ],
+    )
+    def test_a_signal_has_a_hint_in_every_report(self, number, hint):
+        words = f"was killed by {number.name}{hint}"
+        rank = RankResult(1, State.CRASHED, signal=number.name)
+        file = result.Ending(result.How.KILLED, number.name)
+        self.assertEqual(rank.headline(), f"{words} before reporting anything")
+        self.assertEqual(rank.headline(plural=True), f"were{words[3:]} before reporting anything")
+        self.assertEqual(Ending.from_wait_status(number).in_words(), words)
+        self.assertEqual(death_of_server(number), f"the rank server {words}")
+        self.assertEqual(file.in_words(), words)
+        self.assertEqual(agents._death(agent.FileEnded(1, number, "")), words)
+
+    def test_an_exit_code_has_none(self):
+        self.assertEqual(
+            RankResult(1, State.CRASHED, exit_code=9).headline(), "exited with code 9 before reporting anything"
+        )
+        self.assertEqual(Ending(code=9).in_words(), "exited with code 9")
+        self.assertEqual(result.Ending(result.How.EXITED, 9).in_words(), "exited with code 9")
+        self.assertEqual(agents._death(agent.FileEnded(1, 9 << 8, "")), "exited with code 9")
 
 
 class TestCounts(TestCase):
@@ -297,6 +332,7 @@ class TestExitCodes(TestCase):
         self.assertEqual(verdict.state, state)
 
 
+instantiate_parametrized_tests(TestDeaths)
 instantiate_parametrized_tests(TestBlame)
 instantiate_parametrized_tests(TestExpectedFailures)
 instantiate_parametrized_tests(TestExitCodes)

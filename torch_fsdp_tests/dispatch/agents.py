@@ -29,7 +29,7 @@ from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
-from torch_fsdp_tests.verdict import ranks_in_words, shown
+from torch_fsdp_tests.verdict import death, ranks_in_words, shown
 
 END_LIMIT = 20.0  # seconds for an agent to end its part of a file
 END_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
@@ -186,19 +186,17 @@ class Agents(Site):
             return None
         for rank, part in sorted(self._parts.items()):
             if part.ended is not None and now >= part.ended_at + END_NEWS:
-                return f"the file's process at rank {rank} ({self._in_words(rank, part.ended)})"
+                return f"the file's process {self._where(rank)}, which {_death(part.ended)}"
         return None
 
-    def _in_words(self, rank: int, ended: agent.FileEnded) -> str:
-        code = os.waitstatus_to_exitcode(ended.status)
-        how = f"exit status {code}" if code >= 0 else host.signal_name(-code)
-        return f"{how}, on {self._peers.of_rank[rank].hello.host}"
+    def _where(self, rank: int) -> str:
+        return f"at rank {rank} on {self._peers.of_rank[rank].hello.host}"
 
     def told(self) -> tuple[list[str], str]:
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
             over = part.over or agent.FileOver(self._number)
-            where = f"at rank {rank} on {self._peers.of_rank[rank].hello.host}"
+            where = self._where(rank)
             notes += [f"the process {each} was left running {where}, and was killed" for each in over.leaks]
             if part.ended is None:
                 continue
@@ -207,7 +205,7 @@ class Agents(Site):
                 limit = f"{agent.PATIENCE:g} s"
                 notes.append(f"the file's process {where} did not exit within {limit}, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
-                notes.append(f"the file's process at rank {rank} ended early: {self._in_words(rank, part.ended)}")
+                notes.append(f"the file's process {where} ended early: it {_death(part.ended)}")
             else:
                 continue
             output.append(f"--- the file's process {where} printed ---\n{part.ended.output}")
@@ -245,3 +243,8 @@ def _differences(theirs: Mapping[str, str], own: Mapping[str, str]) -> list[str]
 def _relative(root: Path, test_directory: Path) -> str:
     inside = test_directory.is_relative_to(root)
     return str(test_directory.relative_to(root) if inside else test_directory)
+
+
+def _death(ended: agent.FileEnded) -> str:
+    code = os.waitstatus_to_exitcode(ended.status)
+    return death(code if code >= 0 else host.signal_name(-code))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.verdict import Scope, State, death
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
@@ -24,11 +24,11 @@ class How(str, enum.Enum):
 
 
 _WORDS = {
-    How.EXITED: ("exit status {}", "exited with status {}"),
-    How.KILLED: ("{}", "was killed by {}"),
+    How.EXITED: ("exit status {}", "{death}"),
+    How.KILLED: ("{}", "{death}"),
     How.TIMED_OUT: ("time limit of {:g} s", "was stopped at the file's time limit of {:g} s"),
     How.STOPPED: ("stopped with the run", "was stopped with the run"),
-    How.LOST: ("lost {}", "was stopped because {} was lost"),
+    How.LOST: ("lost {}", "was stopped because of the loss of {}"),
     How.NOT_STARTED: ("not started: {}", "could not be started: {}"),
 }
 
@@ -46,7 +46,7 @@ class Ending:
 
     def in_words(self) -> str:
         """What happened to the process, to follow "the process"."""
-        return _WORDS[self.how][1].format(self.detail)
+        return _WORDS[self.how][1].format(self.detail, death=death(self.detail))
 
 
 def worst_of_each(tests: Iterable[TestResult]) -> list[TestResult]:

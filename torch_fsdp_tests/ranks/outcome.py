@@ -25,6 +25,7 @@ from torch_fsdp_tests.verdict import (
     State,
     Verdict,
     by_cause,
+    death,
     first_line,
     kinds_of,
     ranks_in_words,
@@ -87,9 +88,9 @@ class Ending:
         return self.code if self.signal is None else -self.signal
 
     def in_words(self) -> str:
-        if self.signal is not None:
-            return f"was killed by {host.signal_name(self.signal)}"
-        return "was still running" if self.code is None else f"exited with code {self.code}"
+        if self.exitcode is None:
+            return "was still running"
+        return death(self.code if self.signal is None else host.signal_name(self.signal))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +347,4 @@ def death_of_server(status: int | None) -> str:
     """Describe why the rank server is gone."""
     if status is None:
         return "the rank server closed its connection"
-    ending = Ending.from_wait_status(status)
-    hint = " (out of memory?)" if ending.signal == signal.SIGKILL else ""
-    return f"the rank server {ending.in_words()}{hint}"
+    return f"the rank server {Ending.from_wait_status(status).in_words()}"

@@ -244,8 +244,7 @@ class RankResult:
             end_state = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
             limit = "" if self.limit is None else f" (the limit is {self.limit:g} s)"
             return f"{report}{end_state} after {self.at:.1f} s{limit}, and {was} killed"
-        end = f"{was} killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
-        return report + end + ("" if self.said else " before reporting anything")
+        return report + death(self.signal or self.exit_code, was) + ("" if self.said else " before reporting anything")
 
     def in_one_line(self, plural: bool = False) -> str:
         """What the rank did, with the first line of its exception."""
@@ -260,6 +259,23 @@ class RankResult:
         """
         has_reported = bool(self.said) or self.killed
         return self.state is State.STILL_RUNNING, self.follows, self.state is State.SKIPPED, has_reported, self.at
+
+
+# What may be behind a signal that nobody here has sent.
+_HINTS = {
+    "SIGKILL": "out of memory?",
+    "SIGBUS": "shared memory full?",
+    "SIGSEGV": "see the stack",
+    "SIGABRT": "gloo and NCCL abort when a peer is gone",
+}
+
+
+def death(end: float | str | None, was: str = "was") -> str:
+    """How a process ended, to follow its name: with this exit code, or by the signal with this name."""
+    if not isinstance(end, str):
+        return f"exited with code {end}"
+    hint = f" ({_HINTS[end]})" if end in _HINTS else ""
+    return f"{was} killed by {end}{hint}"
 
 
 def by_cause(ranks: Iterable[RankResult]) -> list[RankResult]:
