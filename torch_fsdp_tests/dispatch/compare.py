@@ -13,15 +13,7 @@ from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.report import FILE
-from torch_fsdp_tests.dispatch.slower import (
-    Report,
-    Test,
-    about_pace,
-    in_seconds,
-    is_longer,
-    pace,
-    tests_of,
-)
+from torch_fsdp_tests.dispatch.slower import Report, Test, about_pace, in_seconds, is_longer, pace, side_by_side
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import State
 
@@ -82,20 +74,20 @@ def files_gone(before: Report, after: Report) -> list[str]:
 
 def differences(before: Report, after: Report) -> list[Difference]:
     """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
-    was, now, files = tests_of(before), tests_of(after), set(files_gone(before, after))
-    general = pace(before, after)
-    differing = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
-    for name in now.keys() - was.keys():
-        fails = State(now[name]["outcome"]).is_bad
-        differing.append(Difference("newly failing" if fails else "new", *name, None, now[name]))
-    for name in was.keys() & now.keys():
-        kind = _kind(was[name], now[name], general)
-        if kind is not None:
-            differing.append(Difference(kind, *name, was[name], now[name]))
+    gone, general = set(files_gone(before, after)), pace(before, after)
+    differing = []
+    for (file, name), (was, now) in side_by_side(before, after).items():
+        kind = _kind(was, now, general)
+        if kind is not None and file not in gone:
+            differing.append(Difference(kind, file, name, was, now))
     return sorted(differing, key=lambda each: (KINDS.index(each.kind), each.file, each.name))
 
 
-def _kind(was: Test, now: Test, general: float) -> str | None:
+def _kind(was: Test | None, now: Test | None, general: float) -> str | None:
+    if now is None:
+        return "gone"
+    if was is None:
+        return "newly failing" if State(now["outcome"]).is_bad else "new"
     earlier, state = State(was["outcome"]).counted_as, State(now["outcome"]).counted_as
     if state is not earlier and (state.is_executed or earlier.is_executed):
         match state:

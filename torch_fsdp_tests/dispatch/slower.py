@@ -6,6 +6,7 @@ if both reports have rounds of it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,6 +37,12 @@ def tests_of(report: Report) -> dict[tuple[str, str], Test]:
     return {(file["file"], test["test"]): test for file, test in tests_in(report)}
 
 
+def side_by_side(*reports: Report) -> dict[tuple[str, str], tuple[Test | None, ...]]:
+    """The results of each test in all of these reports, by file and name."""
+    sides = [tests_of(report) for report in reports]
+    return {name: tuple(side.get(name) for side in sides) for name in dict.fromkeys(itertools.chain(*sides))}
+
+
 def in_seconds(test: Test) -> str:
     """The seconds of a test. With rounds the median, and between which seconds half of them took."""
     spread = _spread(test)
@@ -52,16 +59,13 @@ def _spread(test: Test) -> Mapping[str, float]:
 
 def pace(before: Report, after: Report) -> float:
     """How many times as long the tests took as before: the median of all. 1 if there are too few to say."""
-    was, now = (
-        {
-            name: test["seconds"]
-            for name, test in tests_of(report).items()
-            if State(test["outcome"]).counted_as is State.PASSED
-        }
-        for report in (before, after)
-    )
-    both = [name for name in was.keys() & now.keys() if was[name] >= ROUNDS_SLOWER_AT_LEAST and now[name] > 0]
-    ratios = [now[name] / was[name] for name in both]
+    ratios = []
+    for results in side_by_side(before, after).values():
+        was, now = (
+            test["seconds"] if test and State(test["outcome"]).counted_as is State.PASSED else 0.0 for test in results
+        )
+        if was >= ROUNDS_SLOWER_AT_LEAST and now > 0:
+            ratios.append(now / was)
     return statistics.median(ratios) if len(ratios) >= MANY_TESTS else 1.0
 
 

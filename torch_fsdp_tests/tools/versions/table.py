@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import columns, plural
-from torch_fsdp_tests.dispatch.slower import tests_of
+from torch_fsdp_tests.dispatch.slower import Test, side_by_side, tests_in, tests_of
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State
 
@@ -28,10 +28,6 @@ class Row:
     problem: str = ""
 
     @property
-    def tests(self) -> dict[str, Mapping[str, Any]]:
-        return {"::".join(name): test for name, test in tests_of(self.data).items()} if self.data else {}
-
-    @property
     def what(self) -> str:
         """What was run, as a user types it."""
         shard = f"--shard {self.data['shard']} {self.data['num_shards']}" if self.data["num_shards"] > 1 else ""
@@ -40,7 +36,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         if not self.data:
             return (self.label, "", "", self.problem, *["0"] * 5)
-        shown = sum(test["outcome"] == State.KNOWN_DEFECT.value for test in self.tests.values())
+        shown = sum(test["outcome"] == State.KNOWN_DEFECT.value for _, test in tests_in(self.data))
         defects = f"{len(self.data['known_defects'])} ({plural(shown, 'test')})" if shown else "0"
         what = "; ".join(filter(None, (self.what, self.problem)))
         about = (self.data["torch"] or self.label, self.data["python"], self.data["device"] or "", what)
@@ -67,20 +63,16 @@ class Table:
         self.rows = rows
         complete = [row for row in rows if row.data and not row.problem]
         self.compared = [row for row in complete if row.what == complete[-1].what]
-        exists: dict[str, list[str]] = {}  # the labels of the versions that have a test, by its name
-        executes: dict[str, list[str]] = {}
-        for row in self.compared:
-            for name, test in sorted(row.tests.items()):
-                exists.setdefault(name, []).append(row.label)
-                executes.setdefault(name, []).extend([row.label] * State(test["outcome"]).is_executed)
-        self.exists_only, self.executes_only = self._grouped(exists), self._grouped(executes)
+        self.exists_only = self._only(lambda test: True)
+        self.executes_only = self._only(lambda test: State(test["outcome"]).is_executed)
 
-    def _grouped(self, places: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
-        """Tests by their versions, without those of all versions and of none. The newest versions come last."""
+    def _only(self, holds: Callable[[Test], bool]) -> dict[tuple[str, ...], list[str]]:
+        """Tests for which this holds only on some versions, by these. The newest versions come last."""
         everywhere = tuple(row.label for row in self.compared)
         groups: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
-        for name, on in places.items():
-            groups[tuple(on)].append(name)
+        for name, results in sorted(side_by_side(*(row.data for row in self.compared)).items()):
+            on = tuple(label for label, test in zip(everywhere, results) if test is not None and holds(test))
+            groups[on].append("::".join(name))
         partial = groups.keys() - {(), everywhere}
         return {on: groups[on] for on in sorted(partial, key=lambda on: [label not in on for label in everywhere])}
 
@@ -121,8 +113,9 @@ class Table:
         return "\n\n".join(parts) + "\n"
 
 
-def _failures(row: Row) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(name, test) for name, test in sorted(row.tests.items()) if State(test["outcome"]).is_bad]
+def _failures(row: Row) -> list[tuple[str, Test]]:
+    tests = tests_of(row.data).items() if row.data else ()
+    return [("::".join(name), test) for name, test in sorted(tests) if State(test["outcome"]).is_bad]
 
 
 def _listed(labels: Sequence[str]) -> str:
