@@ -65,7 +65,7 @@ class TestSlower(unittest.TestCase):
         spread = "1.00s (0.98-1.02s, 40 rounds), now 1.50s (1.47-1.53s, 30 rounds)"
         self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
         page = html_report.render(report_of(test_of(1.0, 0.2, 40)))
-        self.assertIn("1.0 s<div class='dim small'>0.8 to 1.2 s</div>", page)
+        self.assertIn("1.0s<div class='dim small'>0.8s to 1.2s</div>", page)
 
     def test_a_report_without_rounds(self):
         """As those of earlier versions."""

@@ -16,7 +16,7 @@ from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.dispatch.rounds import place, told
@@ -188,7 +188,7 @@ def rounds_in_words(data: Mapping[str, Any]) -> str:
     if rounds is None:
         return ""
     asked = [f"of {rounds['asked']}"] * (rounds["asked"] is not None)
-    asked += [f"in {page.seconds(rounds['limit'])} at most"] if rounds["limit"] is not None else []
+    asked += [f"in {seconds(rounds['limit'])} at most"] if rounds["limit"] is not None else []
     failed = [f"{rounds['failed']} failed"] * bool(rounds["failed"])
     return ", ".join([" ".join([str(rounds["complete"]), *asked]), *failed])
 
@@ -231,7 +231,7 @@ def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
     boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in shown]
     files, _, noun = plural(len(data["files"]), "file").partition(" ")
-    return [*boxes, (page.seconds(data["seconds"]), "wall time", ""), (files, noun, "")]
+    return [*boxes, (seconds(data["seconds"]), "wall time", ""), (files, noun, "")]
 
 
 def title(data: Mapping[str, Any]) -> str:
@@ -481,7 +481,7 @@ def _timeline(data: Mapping[str, Any]) -> str:
             x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
             kind = STATES["failed" if attempt["failed"] else _state_of_file(file)][0]
             name = _name(file).rpartition("/")[2].removeprefix("test_")
-            title = escape(f"{_name(file)}: {page.seconds(attempt['ended'] - attempt['began'])}, {_ending(attempt)}")
+            title = escape(f"{_name(file)}: {seconds(attempt['ended'] - attempt['began'])}, {_ending(attempt)}")
             for slot in attempt["slots"]:
                 y = slot * _ROW + 2
                 parts.append(
@@ -505,8 +505,8 @@ def _timeline(data: Mapping[str, Any]) -> str:
 def _spread(test: Mapping[str, Any]) -> str:
     """Show the seconds of a test, and over several rounds between which seconds half of them took."""
     spread = (test.get("rounds") or {}).get("seconds")
-    seconds = page.seconds(test["seconds"])
-    return page.above(seconds, f"{spread['low']:.1f} to {spread['high']:.1f} s") if spread else seconds
+    took = seconds(test["seconds"])
+    return page.above(took, f"{seconds(spread['low'])} to {seconds(spread['high'])}") if spread else took
 
 
 def _slowest(data: Mapping[str, Any]) -> str:
@@ -527,7 +527,7 @@ def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     shown_details = f"<span class='dim small'>{', '.join(details)}</span>" if details else ""
     return (
         f"<li {_item(file, test, is_test=True)}>{mark(state_of(test))}<span class=what>{page.code(test['test'])} "
-        f"{shown_details}{why}</span><span class=time>{page.seconds(test['seconds'])}</span></li>"
+        f"{shown_details}{why}</span><span class=time>{seconds(test['seconds'])}</span></li>"
     )
 
 
@@ -537,7 +537,7 @@ def _tests(data: Mapping[str, Any]) -> str:
     for file in data["files"]:
         count = collections.Counter(map(state_of, file["tests"]))
         took = sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])
-        expected = f' title="{page.seconds(file["estimate"])} expected"' if file["estimate"] is not None else ""
+        expected = f' title="{seconds(file["estimate"])} expected"' if file["estimate"] is not None else ""
         amounts = [
             (number(count["failed"], "bad"), "failed"),
             (number(count["known failure"], "warn"), "known to fail"),
@@ -548,7 +548,7 @@ def _tests(data: Mapping[str, Any]) -> str:
         head = (
             f"{mark(_state_of_file(file))}<span class=what>{page.code(_name(file))}</span>{figures}"
             f'<span class="n small">{plural(len(_tests_of(file)), "test")}</span>'
-            f'<span class="n dim small"{expected}>{page.seconds(took)}</span>'
+            f'<span class="n dim small"{expected}>{seconds(took)}</span>'
         )
         lines = "".join(_test(file, test) for test in file["tests"])
         about = f'class=file {page.HOLDER}="{escape(file["file"])}"'

@@ -21,10 +21,6 @@ _FEW = 30  # names that are always visible; longer lists are folded away
 _MOST = 20_000  # characters of one text that a page shows
 
 
-def seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
-
-
 def text(value: object) -> str:
     """Any value as HTML text."""
     return escape(clean(str(value)))

@@ -16,8 +16,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.listing import plural
-from torch_fsdp_tests.dispatch.listing import seconds as duration
+from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import ReachMap
@@ -116,7 +115,7 @@ def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> N
     left = spent / max(1, number - known) * (of - number)
     about = {Outcome.NOTICED: f" by {finding.by} ({finding.how})", Outcome.MISSED: f" by {finding.executed} tests"}
     words = about.get(finding.outcome, f": {finding.why}")
-    rest = f", {duration(left)} left" if number < of else ""
+    rest = f", {seconds(left)} left" if number < of else ""
     print(f"[{number}/{of}] {finding.id} {finding.outcome.value}{words}  {finding.seconds:.1f}s{rest}", flush=True)
     if finding.outcome is Outcome.MISSED:
         print(f"    {Path(finding.path).name}:{finding.line}")

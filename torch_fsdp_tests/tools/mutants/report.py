@@ -14,6 +14,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.listing import seconds
 from torch_fsdp_tests.dispatch.page import Section
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
@@ -133,7 +134,7 @@ def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
                 page.code(e["id"]),
                 page.code(e.get("by", "")),
                 escape(e.get("how", "")),
-                page.seconds(e.get("seconds", 0.0)),
+                seconds(e.get("seconds", 0.0)),
             ],
             page.item(e["outcome"], is_test=True),
         )
@@ -151,7 +152,7 @@ def _head(data: Mapping[str, Any]) -> str:
         for outcome in Outcome
     ]
     if data["median_seconds"] is not None:
-        boxes.append((page.seconds(data["median_seconds"]), "until half were noticed", ""))
+        boxes.append((seconds(data["median_seconds"]), "until half were noticed", ""))
     about = {name: page.text(data[name]) for name in ("torch", "device", "package")}
     about["Python"] = page.text(data["python"])
     tried = len(data["mutants"])
