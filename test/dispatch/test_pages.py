@@ -1,9 +1,7 @@
 """The pages of results: their contents, and how they look and filter in Chromium, if it is installed."""
 
-import contextlib
 import functools
 import html
-import io
 import json
 import re
 import shutil
@@ -16,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from little_results import MACHINE, a_file, a_report, a_test, report_of, two_hosts
+from little_results import a_file, a_report, a_test, report_of, two_hosts
 from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.defects import versions_page
-from torch_fsdp_tests.dispatch import compare, html_report
+from torch_fsdp_tests.dispatch import html_report
 from torch_fsdp_tests.tools.mutants import report as mutants
 from torch_fsdp_tests.tools.mutants.findings import Outcome
 from torch_fsdp_tests.verdict import RankResult, State
@@ -241,111 +239,6 @@ class TestContent(unittest.TestCase):
         self.assertEqual(light, dark)
         self.assertEqual(light, paper)
         self.assertLessEqual(set(re.findall(r"var\((--\w+)\)", text)), light)
-
-
-class TestComparison(unittest.TestCase):
-    """Without it, a test that newly fails could be missing from a comparison."""
-
-    def test_kinds_of_differences(self):
-        def kind(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-            tests = (a_test("T.test_1", **was), a_test("T.test_1", **now))
-            return [each.kind for each in compare.differences(*(report_of(test) for test in tests))]
-
-        ok, bad, skip, defect, known = (
-            {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
-        )
-        for was, now, wanted in (
-            (ok, bad, "newly failing"),
-            (skip, bad, "newly failing"),
-            (defect, bad, "newly failing"),
-            (ok, skip, "newly skipped"),
-            (bad, skip, "newly skipped"),
-            (ok, {"outcome": State.NOT_RUN}, "newly not run"),
-            (ok, defect, "newly showing a known defect"),
-            (bad, ok, "newly passing"),
-            (bad, defect, "newly showing a known defect"),
-            (skip, defect, "newly executed"),
-            (defect, ok, "newly passing"),
-            (ok, known, "newly a known failure"),
-            (bad, known, "newly a known failure"),
-            (skip, known, "newly a known failure"),
-            (known, ok, "newly passing"),
-            (known, bad, "newly failing"),
-            (known, skip, "newly skipped"),
-            (known, known, None),
-            (skip, {"outcome": State.NOT_RUN}, None),
-            (skip, ok, "newly executed"),
-            ({"seconds": 1.0}, {"seconds": 2.1}, "slower"),
-            ({"seconds": 2.1}, {"seconds": 1.0}, "faster"),
-            ({"seconds": 0.1}, {"seconds": 1.0}, None),
-            ({"seconds": 10.0}, {"seconds": 12.0}, None),
-            (bad, bad, None),
-        ):
-            with self.subTest(f"{was} {now}"):
-                self.assertEqual(kind(was, now), [wanted] if wanted else [])
-
-    def test_tests_that_are_gone_or_new_are_named(self):
-        reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))
-        self.assertEqual(
-            sorted(map(str, compare.differences(*reports))), ["gone: test_x::T.test_old", "new: test_x::T.test_2"]
-        )
-
-    def test_files_that_are_gone_are_named_together(self):
-        """Files that only the earlier, larger run had are named together, and do not get a line each."""
-        both = a_file("distributed/fsdp/test_both", a_test("T.test_tp"))
-        gone = a_file("distributed/fsdp/test_gone", a_test("T.test_1"), a_test("T.test_tp"))
-        reports = (a_report(both, gone), a_report(both))
-        words = [
-            "compared with the earlier report:",
-            "only in the earlier report: 1 file, such as distributed/fsdp/test_gone",
-        ]
-        self.assertEqual(compare.lines(*reports), words)
-        self.assertEqual(
-            [str(each) for each in compare.differences(*reversed(reports))][0],
-            "new: distributed/fsdp/test_gone::T.test_1",
-        )
-        words = ["compared with the earlier report:", "only in this report: 1 file, such as distributed/fsdp/test_gone"]
-        self.assertEqual(compare.lines(*reversed(reports)), words)
-
-    def test_machines_that_differ_are_named(self):
-        """Free memory may differ. An older report has no such facts."""
-        file = a_file("test_x", a_test("T.test_1"))
-        for machine, words in (
-            (MACHINE | {"memory": 1.0}, ["nothing differs from the earlier report"]),
-            ({}, ["nothing differs from the earlier report"]),
-            (MACHINE | {"cpu": "Abacus 10"}, ["compared with the earlier report:", "CPU: Abacus 9, now Abacus 10"]),
-        ):
-            with self.subTest(machine):
-                self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
-
-    def test_a_new_test_that_fails_is_newly_failing(self):
-        """This is so in a file that the earlier report does not have, too."""
-        new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
-        reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
-        self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
-        self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
-
-    def test_as_a_command(self):
-        """A report of version 2 lacks many facts."""
-        file = a_file("test_x", a_test("T.test_1", State.CRASHED))
-        old = {name: value for name, value in report_of(a_test("T.test_1")).items() if name in ("files", "torch")}
-        with tempfile.TemporaryDirectory() as folder:
-            for name, data in (
-                ("before", old | {"version": 2}),
-                ("after", a_report(file)),
-                ("other", {"version": 7, "files": [{}]}),
-            ):
-                Path(folder, f"{name}.json").write_text(json.dumps(data))
-            before, after, other = (f"{folder}/{name}.json" for name in ("before", "after", "other"))
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
-                with self.assertRaisesRegex(SystemExit, "2"):
-                    compare.main([before])
-            self.assertEqual(codes, [0, 2, 2])
-            self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
-            words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\nusage: .*"
-            self.assertRegex(err.getvalue(), rf"{words}(?s:.)*arguments are required: AFTER")
 
 
 @unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")

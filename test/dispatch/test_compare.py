@@ -1,0 +1,183 @@
+"""What differs between two reports, and which tests are slower, from numbers alone."""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from little_results import MACHINE, a_file, a_report, a_test, report_of
+
+from torch_fsdp_tests.dispatch import compare, html_report
+from torch_fsdp_tests.verdict import State
+
+
+def test_of(median: float, width: float = 0.0, rounds: int = 0, name: str = "T.test_1") -> dict[str, Any]:
+    """A test that took so many seconds. Half of its rounds took at most ``width`` more or less."""
+    spread = {"least": 0.0, "low": median - width, "median": median, "high": median + width, "most": 99.0}
+    record = {"rounds": rounds, "failed": 0, "outcomes": {}, "failures": [], "seconds": spread}
+    return a_test(name, seconds=median, rounds=record if rounds else None)
+
+
+def kinds(was: dict[str, Any], now: dict[str, Any], *others: tuple[float, float]) -> list[str]:
+    """The kinds of differences of a test beside others, which took these seconds before and now."""
+    sides = ([was], [now])
+    for number, seconds in enumerate(others):
+        for side, value in zip(sides, seconds, strict=True):
+            side.append(test_of(value, name=f"T.other_{number}"))
+    differing = compare.differences(*(report_of(*tests) for tests in sides))
+    return [each.kind for each in differing if each.name == "T.test_1"]
+
+
+class TestComparison(unittest.TestCase):
+    """Without it, a test that newly fails could be missing from a comparison."""
+
+    def test_kinds_of_differences(self):
+        ok, bad, skip, defect, known = (
+            {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
+        )
+        for was, now, wanted in (
+            (ok, bad, "newly failing"),
+            (skip, bad, "newly failing"),
+            (defect, bad, "newly failing"),
+            (ok, skip, "newly skipped"),
+            (bad, skip, "newly skipped"),
+            (ok, {"outcome": State.NOT_RUN}, "newly not run"),
+            (ok, defect, "newly showing a known defect"),
+            (bad, ok, "newly passing"),
+            (bad, defect, "newly showing a known defect"),
+            (skip, defect, "newly executed"),
+            (defect, ok, "newly passing"),
+            (ok, known, "newly a known failure"),
+            (bad, known, "newly a known failure"),
+            (skip, known, "newly a known failure"),
+            (known, ok, "newly passing"),
+            (known, bad, "newly failing"),
+            (known, skip, "newly skipped"),
+            (known, known, None),
+            (skip, {"outcome": State.NOT_RUN}, None),
+            (skip, ok, "newly executed"),
+            ({"seconds": 1.0}, {"seconds": 2.1}, "slower"),
+            ({"seconds": 2.1}, {"seconds": 1.0}, "faster"),
+            ({"seconds": 0.1}, {"seconds": 1.0}, None),
+            ({"seconds": 10.0}, {"seconds": 12.0}, None),
+            (bad, bad, None),
+        ):
+            with self.subTest(f"{was} {now}"):
+                found = kinds(a_test("T.test_1", **was), a_test("T.test_1", **now))
+                self.assertEqual(found, [wanted] if wanted else [])
+
+    def test_tests_that_are_gone_or_new_are_named(self):
+        reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))
+        self.assertEqual(
+            sorted(map(str, compare.differences(*reports))), ["gone: test_x::T.test_old", "new: test_x::T.test_2"]
+        )
+
+    def test_files_that_are_gone_are_named_together(self):
+        """Files that only the earlier, larger run had are named together, and do not get a line each."""
+        both = a_file("distributed/fsdp/test_both", a_test("T.test_tp"))
+        gone = a_file("distributed/fsdp/test_gone", a_test("T.test_1"), a_test("T.test_tp"))
+        reports = (a_report(both, gone), a_report(both))
+        words = [
+            "compared with the earlier report:",
+            "only in the earlier report: 1 file, such as distributed/fsdp/test_gone",
+        ]
+        self.assertEqual(compare.lines(*reports), words)
+        self.assertEqual(
+            [str(each) for each in compare.differences(*reversed(reports))][0],
+            "new: distributed/fsdp/test_gone::T.test_1",
+        )
+        words = ["compared with the earlier report:", "only in this report: 1 file, such as distributed/fsdp/test_gone"]
+        self.assertEqual(compare.lines(*reversed(reports)), words)
+
+    def test_machines_that_differ_are_named(self):
+        """Free memory may differ. An older report has no such facts."""
+        file = a_file("test_x", a_test("T.test_1"))
+        for machine, words in (
+            (MACHINE | {"memory": 1.0}, ["nothing differs from the earlier report"]),
+            ({}, ["nothing differs from the earlier report"]),
+            (MACHINE | {"cpu": "Abacus 10"}, ["compared with the earlier report:", "CPU: Abacus 9, now Abacus 10"]),
+        ):
+            with self.subTest(machine):
+                self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
+
+    def test_a_new_test_that_fails_is_newly_failing(self):
+        """This is so in a file that the earlier report does not have, too."""
+        new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
+        reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
+        self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
+        self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
+
+    def test_as_a_command(self):
+        """A report of version 2 lacks many facts."""
+        file = a_file("test_x", a_test("T.test_1", State.CRASHED))
+        old = {name: value for name, value in report_of(a_test("T.test_1")).items() if name in ("files", "torch")}
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in (
+                ("before", old | {"version": 2}),
+                ("after", a_report(file)),
+                ("other", {"version": 7, "files": [{}]}),
+            ):
+                Path(folder, f"{name}.json").write_text(json.dumps(data))
+            before, after, other = (f"{folder}/{name}.json" for name in ("before", "after", "other"))
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
+                with self.assertRaisesRegex(SystemExit, "2"):
+                    compare.main([before])
+            self.assertEqual(codes, [0, 2, 2])
+            self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
+            words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\nusage: .*"
+            self.assertRegex(err.getvalue(), rf"{words}(?s:.)*arguments are required: AFTER")
+
+
+class TestSlower(unittest.TestCase):
+    """Without it, noise could be reported as slower, or a slower test be taken for noise."""
+
+    def test_rounds_show_the_noise(self):
+        for was, now, expected in (
+            (test_of(1.0, 0.01, 40), test_of(1.3, 0.01, 40), ["slower"]),
+            (test_of(1.3, 0.01, 40), test_of(1.0, 0.01, 40), ["faster"]),
+            (test_of(1.0, 0.1, 40), test_of(1.3, 0.01, 40), []),  # it varied
+            (test_of(1.0, 0.01, 40), test_of(1.3, 0.1, 40), []),
+            (test_of(1.0, 0.0, 40), test_of(1.05, 0.0, 40), []),
+            (test_of(0.1, 0.0, 40), test_of(0.14, 0.0, 40), []),
+            (test_of(1.0, 0.01, 40), test_of(1.3, 0.01, 3), []),  # too few rounds
+            (test_of(1.0, 0.01, 40), test_of(1.3), []),
+        ):
+            with self.subTest(was=was["seconds"], now=now["seconds"]):
+                self.assertEqual(kinds(was, now), expected)
+
+    def test_a_machine_that_is_slower_as_a_whole(self):
+        """Tests are compared with the median of all, if there are many."""
+        twice = [(1.0, 2.0)] * 20
+        self.assertEqual(kinds(test_of(2.0), test_of(4.0), *twice), [])
+        self.assertEqual(kinds(test_of(2.0), test_of(4.0), *twice[:5]), ["slower"])
+        self.assertEqual(kinds(test_of(2.0), test_of(8.0), *twice), ["slower"])
+        self.assertEqual(kinds(test_of(4.0), test_of(4.0), *twice), ["faster"])
+        tests = [[test_of(seconds, name=f"T.test_{number}") for number in range(20)] for seconds in (1.0, 2.0)]
+        reports = [report_of(*side) for side in tests]
+        words = "the tests took 2.00 times as long as before (median)"
+        self.assertIn(words, compare.lines(*reports)[1])
+        self.assertEqual(compare.lines(reports[0], reports[0]), ["nothing differs from the earlier report"])
+
+    def test_words_have_the_spread(self):
+        sides = test_of(1.0, 0.02, 40), test_of(1.5, 0.03, 30)
+        _, words = compare.lines(*(report_of(test) for test in sides))
+        spread = "1.00s (0.98-1.02s, 40 rounds), now 1.50s (1.47-1.53s, 30 rounds)"
+        self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
+        page = html_report.render(report_of(test_of(1.0, 0.2, 40)))
+        self.assertIn("1.0s<div class='dim small'>0.8s to 1.2s</div>", page)
+
+    def test_a_report_without_rounds(self):
+        """As those of earlier versions."""
+        old = {key: value for key, value in test_of(1.0).items() if key != "rounds"}
+        self.assertEqual(kinds(old, test_of(1.0, 0.1, 40)), [])
+
+
+if __name__ == "__main__":
+    unittest.main()
