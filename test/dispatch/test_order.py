@@ -56,10 +56,22 @@ class TestWords(OrderCase):
         self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c_reshard"])[::-1],
                          ["test_a", "test_b", "test_c_reshard"])  # fmt: skip
 
-    def test_rare_ones_tell_more(self):
-        source = test_file(test_a="use(common)", test_b="use(common)", test_c="use(rare_one)", test_d="use(common)")
-        edit = Edit(FUNCTION, "rare_one(common)")
-        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c", "test_d"])[0], "test_c")
+    def test_which_words_tell_most(self):
+        helpers = {"test_a": "self._other()", "test_b": "self._check()", "_check": "x.prefetch = 1", "_other": "pass"}
+        rare = dict.fromkeys(("test_a", "test_c", "test_d"), "use(common)") | {"test_b": "use(rare_one)"}
+        around = Edit(FUNCTION, "changed", around="def f():\n  around = changed")
+        for why, bodies, edit in (
+            ("rare ones", rare, Edit(FUNCTION, "rare_one(common)")),
+            ("those of helpers count for their callers", helpers, Edit(FUNCTION, "prefetch")),
+            ("changed lines", {"test_a": "use(around)", "test_b": "use(changed)"}, around),
+            ("the name of the function", {"test_a": "x.gather()", "test_b": "x.unshard()"}, Edit(FUNCTION)),
+        ):
+            with self.subTest(why):
+                tests = [name for name in bodies if name.startswith("test")]
+                self.assertEqual(self.names(test_file(**bodies), edit, tests=tests)[0], "test_b")
+        source = test_file(test_a="use(offload)", test_a_long="pass")  # generated tests have those of their definition
+        tests = ["test_a_long_x_1", "test_a_x_1"]
+        self.assertEqual(self.names(source, Edit(FUNCTION, "offload"), tests=tests)[0], "test_a_x_1")
 
     def test_those_of_all_tests_tell_nothing(self):
         tests = dict.fromkeys(["test_a", "test_b"], Executed([FUNCTION], 1.0))
@@ -69,24 +81,6 @@ class TestWords(OrderCase):
             order.scores(known.tests, [Edit(FUNCTION, text)]) for text in ("rare_one(common)", "rare_one")
         )
         self.assertEqual(with_it, without)
-
-    def test_those_of_helpers_count_for_the_tests_that_call_them(self):
-        source = test_file(test_a="self._other()", test_b="self._check()", _check="x.prefetch = 1", _other="pass")
-        self.assertEqual(self.names(source, Edit(FUNCTION, "prefetch"), tests=["test_a", "test_b"])[0], "test_b")
-
-    def test_changed_lines_tell_more_than_the_lines_around(self):
-        source = test_file(test_a="use(around)", test_b="use(changed)")
-        edit = Edit(FUNCTION, "changed", around="def f():\n  around = changed")
-        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b"])[0], "test_b")
-
-    def test_the_name_of_the_function_counts(self):
-        source = test_file(test_a="x.gather()", test_b="x.unshard()")
-        self.assertEqual(self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"])[0], "test_b")
-
-    def test_generated_tests_have_the_words_of_their_definition(self):
-        source = test_file(test_a="use(offload)", test_a_long="pass")
-        tests = ["test_a_long_x_1", "test_a_x_1"]
-        self.assertEqual(self.names(source, Edit(FUNCTION, "offload"), tests=tests)[0], "test_a_x_1")
 
 
 class TestKinds(OrderCase):

@@ -117,15 +117,11 @@ class TestOrder(unittest.TestCase):
         start = {placement.job.key: placement.start for placement in placed}
         self.assertEqual(start[wide.key], 3.0)
 
-    def test_narrow_jobs_fill_the_gap(self):
-        first, wide, filler = jobs_of((3, 10.0), (4, 5.0), (1, 10.0))
-        start = {p.job.key: p.start for p in plan.simulate([first, wide, filler], 4, 60)}
-        self.assertEqual((start[filler.key], start[wide.key]), (0.0, 10.0))
-
-    def test_a_gap_is_not_filled_past_the_promise(self):
-        first, wide, too_long = jobs_of((3, 10.0), (4, 5.0), (1, 11.0))
-        start = {p.job.key: p.start for p in plan.simulate([first, wide, too_long], 4, 60)}
-        self.assertEqual((start[wide.key], start[too_long.key]), (10.0, 15.0))
+    def test_a_gap_is_filled_but_not_past_the_promise(self):
+        for seconds, began in ((10.0, 0.0), (11.0, 15.0)):
+            first, wide, filler = jobs_of((3, 10.0), (4, 5.0), (1, seconds))
+            start = {p.job.key: p.start for p in plan.simulate([first, wide, filler], 4, 60)}
+            self.assertEqual((start[wide.key], start[filler.key]), (10.0, began))
 
     def test_nothing_overlaps(self):
         draw = random.Random(3)

@@ -118,7 +118,10 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     device = device or environment.get(DEVICE_VARIABLE)
     if device:
         _refuse_unknown(device, environment)
-    vendor = _vendor(device) if device else _of_installed_torch(environment)
+    # Without a name the one whose device the installed torch most likely picks: an extension's if a package declares it
+    # and torch imports extensions, or if one of its variables is set.
+    likely = (vendor for vendor in _candidates(environment) if _visible(vendor, environment))
+    vendor = _vendor(device) if device else next(likely, None)
     if vendor is None or vendor.device_type == HOST:
         return DeviceSet(HOST, (), backend="gloo")
     if names is not None and not vendor.visibility_variables:
@@ -249,15 +252,6 @@ def _vendor(device_type: str) -> Vendor:
     ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_type]
     built = (vendor for vendor in ours if _torch_versions().get(vendor.torch_build or ""))
     return vendors.load(device_type) or next(built, None) or next(iter(ours), Vendor(device_type))
-
-
-def _of_installed_torch(environment: Mapping[str, str]) -> Vendor | None:
-    """The vendor whose device the installed torch most likely picks, or None for the CPU.
-
-    An extension's device is picked if a package declares it and torch imports extensions, or if one of its variables is
-    set.
-    """
-    return next((vendor for vendor in _candidates(environment) if _visible(vendor, environment)), None)
 
 
 def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:

@@ -86,8 +86,8 @@ class Hosts:
         if name in self._hosts:
             self._hosts[name].lost = True
 
-    def with_verdict(self, verdict: Verdict) -> list[str]:
-        return [name for name, host in self._hosts.items() if host.verdict is verdict]
+    def has_suspect(self) -> bool:
+        return any(host.verdict is Verdict.SUSPECT for host in self._hosts.values())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         total = sum(host.seconds for host in self._hosts.values())

@@ -11,7 +11,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.hosts import Hosts, Verdict
+from torch_fsdp_tests.dispatch.hosts import Hosts
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -163,7 +163,7 @@ class Results:
         if self.signal is not None:
             return ExitStatus(128 + self.signal)  # as shells number it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
-            return ExitStatus.HOST if self.hosts.with_verdict(Verdict.SUSPECT) else ExitStatus.FAILED
+            return ExitStatus.HOST if self.hosts.has_suspect() else ExitStatus.FAILED
         if self.unknown():
             return ExitStatus.REFUSED
         if not self.executed:

@@ -44,14 +44,12 @@ class Times:
         """The spread: half of the rounds took from ``low`` to ``high``."""
         if not self.values:
             return {}
-        low, median, high = quartiles(self.values)
+        quartiles = [*self.values] * 3  # of a single one
+        if len(self.values) > 1:
+            quartiles = statistics.quantiles(self.values, n=4, method="inclusive")
+        low, median, high = quartiles
         names = {"least": min(self.values), "low": low, "median": median, "high": high, "most": max(self.values)}
         return {name: round(value, 3) for name, value in names.items()}
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The values below which a quarter, a half and three quarters of the values are."""
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 @dataclasses.dataclass

@@ -153,14 +153,11 @@ class Runner:
             for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
-            left = (w.job.part.name for w in self._queue if not w.attempts and not self._ran_before(w.job))
-            self.results.not_started = list(dict.fromkeys(left))
+            rounds = self.results.rounds
+            left = [w.job for w in self._queue if not w.attempts and not (rounds and rounds.has(w.job.key))]
+            self.results.not_started = list(dict.fromkeys(job.part.name for job in left))
             self.results.seconds = self._now()
         return self.results
-
-    def _ran_before(self, job: Job) -> bool:
-        """Whether the job has a result of an earlier round."""
-        return self.results.rounds is not None and self.results.rounds.has(job.key)
 
     def run_rounds(self) -> Results:
         """Run all jobs once, or in rounds where the options ask for them."""

@@ -102,10 +102,6 @@ def _needs(path: Path, name: str, value: Any) -> Needs:
     return Needs(**value)
 
 
-def _most(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: max(number, before.get(name, 1)) for name, number in now.items()}
-
-
 def check(folder: Path, environment: Mapping[str, str]) -> None:
     """Raise :class:`MalformedList` if times cannot be added to those in the folder."""
     for path in (folder / FILE_TIMES, folder / CLASS_TIMES, folder / NEEDS):
@@ -134,7 +130,10 @@ def save(
         data = read_json(path) if path.exists() else {}
         table = data.setdefault(keys[0], {}).setdefault(keys[1], {})
         if name == NEEDS:
-            recorded = {file: _most(value, table.get(file, {})) for file, value in recorded.items()}
+            recorded = {
+                file: {what: max(number, table.get(file, {}).get(what, 1)) for what, number in value.items()}
+                for file, value in as_data.items()
+            }
         table.update(recorded)
         data[keys[0]][keys[1]] = dict(sorted(table.items()))
         write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
