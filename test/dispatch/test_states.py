@@ -121,7 +121,7 @@ STATES: dict[str, tuple[Any, ...]] = {
     "is_killed": ("crashed", "body",
                   ("still running", "was still running after .* s, and was killed", {"killed": True, "limit": None}),
                   ("crashed", r"was killed by SIGKILL .out of memory.. before .*",
-               {"signal": "SIGKILL", "said": ""})),
+                   {"signal": "SIGKILL", "said": ""})),
     "leaves": ("crashed", "body", PASSED,
                ("crashed", "exited with code 3 before reporting anything", {"exit_code": 3, "signal": None})),
     "times_out": ("timed out", "body", PASSED,
