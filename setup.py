@@ -14,7 +14,8 @@ sys.path.insert(0, str(HERE))
 
 from torch_fsdp_tests import installation  # noqa: E402
 
-TRAVELLING = ("test/*.*", "test/distributed/**/*.*")  # the tests of the suite itself stay in the checkout
+# The tests of the suite itself stay in the checkout.
+TRAVELLING = ("test/*.*", "test/distributed/**/*.*", "*.md", "docs/*.md")
 
 
 def _write_commit(root: Path) -> None:
@@ -23,14 +24,15 @@ def _write_commit(root: Path) -> None:
 
 
 class BuildWithTests(build_py):
-    """Puts the tests into the package, where the installed suite looks for them, and the commit beside them."""
+    """Puts the tests and the documents into the package, and the commit beside them."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # the checkout is what is installed
             return
         package = Path(self.build_lib, installation.PACKAGE.name)
-        shutil.rmtree(package / "test", ignore_errors=True)  # of an earlier build
+        for folder in ("test", "docs"):
+            shutil.rmtree(package / folder, ignore_errors=True)  # of an earlier build
         for path in (path for pattern in TRAVELLING for path in sorted(HERE.glob(pattern))):
             is_left = path.suffix == ".pyc" or any(part.startswith(".") for part in path.relative_to(HERE).parts)
             if path.is_file() and not is_left:

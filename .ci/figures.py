@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the figures of a whole run into README.md and test/README.md.
+"""Write the figures of a whole run into README.md and docs/benchmarks.md.
 
 python run_test.py --keep-going --reruns 1 --report DIR
 python .ci/figures.py DIR/report.json
@@ -24,7 +24,7 @@ from torch_fsdp_tests.verdict import SkipKind, closing_line, tally  # noqa: E402
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
 # What the reasons of these kinds have in common. Other reasons are told one by one.
 COMMON = {
-    SkipKind.TORCH: "the feature is newer than this torch",
+    SkipKind.TORCH: "the feature is newer than this version of PyTorch",
     SkipKind.SLOW: "it is slow, for most because of a C++ compiler; `PYTORCH_TEST_WITH_SLOW=1` runs it",
 }
 
@@ -38,7 +38,7 @@ def total(report: dict[str, Any]) -> str:
     lines.append(closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])))
     on = datetime.datetime.fromisoformat(report["date"])
     ended = f"On {on.day} {on:%B %Y} it ended after {seconds(report['seconds'])} ({about}) with"
-    return "\n".join([ended, "", "```", *lines, "```"])
+    return "\n".join([ended, "", "```text", *lines, "```"])
 
 
 def folders(report: dict[str, Any]) -> str:
@@ -56,7 +56,7 @@ def folders(report: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            _table(("folder", "files", "tests", "skipped", "seconds, one file after the other"), rows),
+            _table(("folder", "files", "tests", "skipped", "serial seconds"), rows),
             "These tests skip:",
             _table(("tests", "why"), [(str(tests), reason) for reason, tests in _reasons(report).most_common()]),
         ]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         sys.exit(f"usage: python {sys.argv[0]} REPORT.JSON")
     read = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     write(ROOT / "README.md", total(read))
-    write(ROOT / "test" / "README.md", folders(read))
+    write(ROOT / "docs" / "benchmarks.md", folders(read))
     return 0
 
 

@@ -12,7 +12,8 @@ from torch_fsdp_tests import __version__
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "run_test.py").is_file() else None
-ROOT = CHECKOUT or PACKAGE  # the folder that holds the tests: an installed package has them inside
+ROOT = CHECKOUT or PACKAGE  # the folder that holds the tests and the documents: an installed package has them inside
+DOCUMENTS = ROOT / "docs"
 COMMAND = "torch-fsdp-tests"
 COMMIT = "commit.txt"  # in the package where there is no repository: what :func:`commit` said where it was built
 

@@ -343,7 +343,7 @@ class TestUnknown(FolderCase):
         self.assertEqual(before.merged(newer, [("b", "T.gone")]), expected)
 
     def test_the_map_that_ships_is_up_to_date(self):
-        """To refresh it, run the command in torch_fsdp_tests/dispatch/README.md."""
+        """To refresh it, run the command in docs/changing-fsdp.md."""
         directory = Path(__file__).parents[1]
         declared = {
             file: declared_tests(source_of(path))

@@ -27,6 +27,7 @@ LIMIT = 300  # seconds for one step
 NEEDED = {"pip": ">=22.3", "setuptools": ">=77"}  # pip for --python, setuptools for the licence
 USED = ("torch", "numpy", "expecttest")  # by the tests; these packages come from the environment of this test
 FILE = "distributed/fsdp/test_fsdp_uneven"
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # beside those of docs
 
 
 def lacking() -> str | None:
@@ -67,9 +68,9 @@ class TestWheel(TreeCase):
         cls.work = Path(folder.name)
         source = cls.work / "source"
         source.mkdir()
-        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run_test.py"):
+        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "run_test.py", *DOCUMENTS):
             shutil.copy(CHECKOUT / name, source)
-        for name in (".ci", "torch_fsdp_tests", "test"):
+        for name in (".ci", "docs", "torch_fsdp_tests", "test"):
             shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         identity = ["-c", "user.name=x", "-c", "user.email=x@x.org", "-c", "commit.gpgsign=false"]
         for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "x"]):
@@ -143,6 +144,14 @@ class TestWheel(TreeCase):
         wanted = {str(path.relative_to(CHECKOUT)) for path in files if path.suffix in (".py", ".json", ".txt")}
         tools = {name for name in wanted if name.startswith("torch_fsdp_tests/tools/")}
         self.assertEqual(wanted - names, tools)
+
+    def test_help_names_the_folder_of_the_documents(self):
+        shown = self.installed("torch-fsdp-tests", "--help").stdout
+        (folder,) = re.findall(r"^documentation: (.+)$", shown, re.MULTILINE)
+        found = {str(path.relative_to(Path(folder).parent)) for path in Path(folder).parent.rglob("*.md")}
+        wanted = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "docs").glob("*.md")}
+        self.assertEqual(found, wanted | {*DOCUMENTS})
+        self.assertGreater(len(wanted), 5)
 
     def test_messages_name_the_program_that_was_called(self):
         self.write({"test_f": FAIL})

@@ -307,7 +307,7 @@ class TestAbacus(TestCase):
         return done.stdout
 
     def test_ten_minutes_on_a_gpu_can_be_tried(self):
-        """The command of HARDWARE.md runs its files and its scripts, and records them."""
+        """The command of docs/vendors.md runs its files and its scripts, and records them."""
         with tempfile.TemporaryDirectory() as made:
             done = run(ROOT / ".ci" / "gpu", "--dry", "-j", "2", "--output", made, ABACUS_LATE="last")
             self.assertEqual((done.returncode, Path(made, "left-out.txt").read_text()), (0, ""), done.stdout)

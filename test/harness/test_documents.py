@@ -1,49 +1,127 @@
-"""The documents: their links are valid, and README stays short."""
+"""The documents: their commands work, their links are valid, they are short, and their words are the usual ones."""
 
+import ast
+import doctest
+import functools
+import io
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import tempfile
+import tokenize
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+from pages import COMMANDS, ROOT, Block, blocks, documents, is_command, prose, simple_commands
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-ROOT = Path(__file__).parents[2]
+INPUTS = Path(__file__).parent / "inputs"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-LONGEST_README = 130  # lines
+LONGEST_README = 110  # lines
+MOST_WORDS = 13_000  # of all documents together
+OUTPUT_OF = "2.13."  # the version of torch whose output the documents show
+LIMIT = 300  # seconds for an executed block
+LANGUAGES = (*COMMANDS, "text", "python", "json", "toml")
+FOREIGN = {"-e", "-p1"}  # options of other programs
 
 
-def pages() -> list[Path]:
-    """Every document of the project."""
-    return [*ROOT.glob("*.md"), *ROOT.glob("test/**/*.md"), *ROOT.glob("torch_fsdp_tests/**/*.md")]
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-def prose(page: Path) -> str:
-    """The text of a page without its code blocks."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def links_of(page: Path) -> list[str]:
-    return LINK.findall(prose(page))
+def all_blocks() -> Iterator[tuple[str, Block]]:
+    return ((name(page), block) for page in documents() for block in blocks(read(page)))
+
+
+@functools.cache
+def parsed(lines: tuple[str, ...]) -> tuple[dict[str, str], set[str]]:
+    """The command lines that the parsers of their programs reject, each with what they say, and all known options."""
+    commands = [(line, words) for line in lines for words in simple_commands(line)]
+    command = [sys.executable, str(INPUTS / "parse_commands.py")]
+    given = json.dumps([words for _, words in commands])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    problems = {line: why for (line, _), why in zip(commands, answer["problems"]) if why}
+    return problems, set(answer["options"])
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a block that can be parsed: those of a fence, or those in the backticks of a paragraph."""
+    if not block.is_checked:
+        return []
+    if block.language is None:
+        return [span for span in block.spans() if is_command(span)]
+    return block.commands() if block.language in COMMANDS else []
+
+
+def executed(command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    program = ["bash", "-e", "-o", "pipefail", "-c", command]
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def anchors(page: Path) -> set[str]:
     """The link targets after ``#``: headings in lower case, with hyphens for spaces, without punctuation."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    headings = [line for block in blocks(read(page)) if block.language is None for line in block.text.splitlines()]
+    found = (re.fullmatch(r"#+ (.*)", line) for line in headings)
+    return {re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-") for heading in found if heading}
+
+
+def links_of(page: Path) -> list[str]:
+    return [link for block in blocks(read(page)) if block.language is None for link in LINK.findall(block.text)]
 
 
 def dead_links(page: Path) -> list[str]:
     """The relative links of a page without an existing file or heading."""
     dead = []
     for link in links_of(page):
-        name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
             dead.append(link)
     return dead
+
+
+@functools.cache
+def words_to_avoid() -> tuple[list[Path], dict[re.Pattern[str], str]]:
+    """The files that are checked, and patterns of words with what to write instead."""
+    _, files, words = re.split(r"^\[\w+\]$", read(INPUTS / "words.txt"), flags=re.MULTILINE)
+    rows = (line.rsplit(" | ", 1) for line in words.splitlines() if line)
+    patterns = {re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE): instead for pattern, instead in rows}
+    return [path for glob in files.split() for path in sorted(ROOT.glob(glob))], patterns
+
+
+def words_of(path: Path) -> str:
+    """What the check of words reads: the prose of a document, or all identifiers, comments and texts of code."""
+    if path.suffix == ".md":
+        return prose(read(path))
+    tokens = tokenize.generate_tokens(io.StringIO(read(path)).readline)
+    kinds = tokenize.NAME, tokenize.STRING, tokenize.COMMENT
+    return "\n".join(token.string.replace("_", " ") for token in tokens if token.type in kinds)
+
+
+def wrong_words(text: str) -> list[str]:
+    """The words in a text that should not be there, each with what to write instead."""
+    text = re.sub(r"\s+", " ", text)
+    patterns = words_to_avoid()[1]
+    return [
+        f"{text[max(0, found.start() - 30) : found.end() + 20]!r}: instead of {found[0]!r} write: {instead}"
+        for pattern, instead in patterns.items()
+        for found in pattern.finditer(text)
+    ]
 
 
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
@@ -51,7 +129,7 @@ class TestDocuments(TestCase):
     """Without it, a reader could meet a dead link, or never find a document."""
 
     def test_every_link_leads_somewhere(self):
-        found = {str(page.relative_to(ROOT)): dead_links(page) for page in pages()}
+        found = {name(page): dead_links(page) for page in documents()}
         self.assertIn("README.md", found)
         self.assertEqual({page: links for page, links in found.items() if links}, {})
 
@@ -61,18 +139,25 @@ class TestDocuments(TestCase):
             reached |= new
             links = {(page.parent / link.partition("#")[0]).resolve() for page in new for link in links_of(page)}
             new = {link for link in links if link.suffix == ".md" and link.exists()} - reached
-        self.assertEqual({str(page.relative_to(ROOT)) for page in set(pages()) - reached}, set())
+        self.assertEqual({name(page) for page in set(documents()) - reached}, set())
 
-    def test_readme_is_short(self):
-        lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-        self.assertLessEqual(len(lines), LONGEST_README)
+    def test_documents_are_short(self):
+        self.assertLessEqual(len(read(ROOT / "README.md").splitlines()), LONGEST_README)
+        self.assertLessEqual(sum(len(read(page).split()) for page in documents()), MOST_WORDS)
 
-    def test_figures_have_their_marks(self):
-        """The command that makes the figures refuses a page without the marks."""
-        figures = runpy.run_path(str(ROOT / ".ci" / "figures.py"))
-        for page in ("README.md", "test/README.md"):
-            text = (ROOT / page).read_text(encoding="utf-8")
-            self.assertEqual([text.count(mark) for mark in (figures["BEGIN"], figures["END"])], [1, 1], page)
+    def test_generated_parts_have_their_marks(self):
+        """The commands that make them reject a page without the marks."""
+        figures, gpu = (runpy.run_path(str(ROOT / ".ci" / script)) for script in ("figures.py", "gpu"))
+        for page, made in (("README.md", figures), ("docs/benchmarks.md", figures), ("docs/benchmarks.md", gpu)):
+            text = read(ROOT / page)
+            self.assertEqual([text.count(made[mark]) for mark in ("BEGIN", "END")], [1, 1], page)
+
+    def test_words_are_the_usual_ones(self):
+        files, patterns = words_to_avoid()
+        self.assertGreater(len(patterns), 20)
+        found = {name(path): wrong_words(words_of(path)) for path in files}
+        self.assertIn("README.md", found)
+        self.assertEqual({path: words for path, words in found.items() if words}, {})
 
     def test_dead_links_are_found(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -82,12 +167,110 @@ class TestDocuments(TestCase):
             )
             self.assertEqual(dead_links(page), ["#three", "none.md"])
 
+    def test_wrong_words_are_found(self):
+        (found,) = wrong_words("There is a way\nround.")
+        self.assertTrue(found.endswith("instead of 'way round' write: workaround"), found)
+        (found,) = wrong_words("def refuse unsupported")  # as in an identifier
+        self.assertIn("rejects", found)
+        self.assertEqual(wrong_words("a workaround, a torch build, `refused`" and prose("`refused` a torch build")), [])
+
+
+@unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
+class TestCommands(TestCase):
+    """Without it, a document could show a command, an option or a path that no longer exists."""
+
+    def test_every_block_with_commands_says_how_it_is_checked(self):
+        for page, block in all_blocks():
+            if block.language is not None:
+                self.assertIn(block.language, LANGUAGES, f"{page}: {block.text}")
+                self.assertTrue(block.mark or block.language not in COMMANDS, f"{page} has no mark above {block.text}")
+
+    def test_every_command_is_parsed(self):
+        lines = {line: page for page, block in all_blocks() for line in commands_of(block)}
+        self.assertGreater(len(lines), 40)
+        problems, _ = parsed(tuple(lines))
+        self.assertEqual({f"{lines[line]}: {line}": why for line, why in problems.items()}, {})
+
+    def test_every_option_exists(self):
+        _, options = parsed(tuple({line: page for page, block in all_blocks() for line in commands_of(block)}))
+        spans = [(page, span) for page, block in all_blocks() if block.is_checked for span in block.spans()]
+        unknown = {
+            (page, word)
+            for page, span in spans
+            if span.startswith("-") and not is_command(span)
+            for word in re.findall(r"(?<![\w-])--?[a-z][\w-]*", span)
+            if word not in options | FOREIGN
+        }
+        self.assertEqual(unknown, set())
+
+    def test_every_path_exists(self):
+        spans = [(page, span) for page, block in all_blocks() if block.is_checked for span in block.spans()]
+        paths = [(page, span) for page, span in spans if re.fullmatch(r"(test|torch_fsdp_tests|docs)/[\w./-]+", span)]
+        self.assertGreater(len(paths), 20)
+        made_names = re.compile(r"/(ID|[A-Z]+)\b")
+        missing = {(page, path) for page, path in paths if not (ROOT / path).exists() and not made_names.search(path)}
+        self.assertEqual(missing, set())
+
+    def test_executed_commands(self):
+        marked = [block for _, block in all_blocks() if block.mark == "executed" and block.language in COMMANDS]
+        found = {command: block for block in marked for command in block.commands()}
+        self.assertGreater(len(found), 2)
+        for command, block in found.items():
+            with self.subTest(command):
+                done = executed(command)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+                if block.language == "console" and torch.__version__.startswith(OUTPUT_OF):
+                    wanted = block.text.partition("\n")[2]
+                    fits = doctest.OutputChecker().check_output(f"{wanted}\n", done.stdout, doctest.ELLIPSIS)
+                    self.assertTrue(fits, f"the document shows\n{wanted}\nbut this was printed:\n{done.stdout}")
+
+    def test_examples(self):
+        """Those that are marked run as a test file."""
+        found = [block for _, block in all_blocks() if block.language in ("python", "json")]
+        for block in found:
+            ast.parse(block.text) if block.language == "python" else json.loads(block.text)
+        (example,) = [block for block in found if block.mark == "executed"]
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "test_example.py").write_text(example.text)
+            done = executed(f"python run_test.py --test-directory {folder}")
+        self.assertIn("1 passed, 0 failed, 0 skipped", done.stdout, done.stderr)
+
+    def test_wrong_commands_are_found(self):
+        wrong = [
+            "git diff | python run_test.py --reach -",
+            "python -m torch_fsdp_tests.defects --find",
+            "python -m torch_fsdp_tests.nothing",
+            "python run_test.py -i distributed/fsdp/test_that_is_gone",
+            "torchrun --nproc-per-node 2 run_test.py --jobz 2",
+            "torchrun --procs 2 run_test.py",
+            "srun -N 2 python run_test.py --jobz",
+            "python -m torch_fsdp_tests.tools.versions 2.13.0 -- --jobz",
+            'pip install -e ".[nothing]"',
+            "rm -r /",
+            ".ci/nothing",
+            ".ci/gpu --nothing",
+        ]
+        right = ["X=1 python run_test.py -i smoke > log.txt 2>&1", "python x.py 2>&1 | python run_test.py --version"]
+        problems, _ = parsed((*wrong, right[0]))
+        self.assertEqual([*problems], wrong)
+        self.assertEqual(simple_commands(right[1]), [["python", "x.py"], ["python", "run_test.py", "--version"]])
+
+    def test_blocks(self):
+        text = "a `b`\nc\n<!-- parsed -->\n```sh\nd \\\n  e\n```\n- f\n\n"
+        text += "  <!-- executed -->\n  ```console\n  $ g\n  h\n  ```\n"
+        text += "<!-- not executed: i -->\n| j |\n\nk"
+        found = [(block.mark, block.language, block.text) for block in blocks(text)]
+        wanted = [("", None, "a `b`\nc"), ("parsed", "sh", "d \\\n  e"), ("", None, "- f")]
+        wanted += [("executed", "console", "$ g\nh"), ("not executed: i", None, "| j |"), ("", None, "k")]
+        self.assertEqual(found, wanted)
+        self.assertEqual([block.commands() for block in blocks(text) if block.language], [["d    e"], ["g"]])
+
 
 class TestVariables(TestCase):
     """Without it, a variable that changes how tests run could be documented nowhere."""
 
     def test_each_variable_without_an_option_is_documented(self):
-        documented = "".join(page.read_text(encoding="utf-8") for page in pages())
+        documented = "".join(map(read, documents()))
         own = [each for each in settings.VARIABLES if not each.option and not each.is_upstreams]
         self.assertEqual([each.name for each in own if f"`{each.name}" not in documented], [])
 

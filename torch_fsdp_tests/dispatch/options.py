@@ -141,7 +141,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog=installation.program_name(),
         description="Run the tests of FSDP with the installed torch. Each file runs in a process of its own.",
-        epilog=f"{settings.table()}\nexit statuses:\n{statuses}",
+        epilog=f"{settings.table()}\nexit statuses:\n{statuses}\n\ndocumentation: {installation.DOCUMENTS}",
         argument_default=argparse.SUPPRESS,
     )
     words = "print the versions of the suite, torch and Python, and exit"
