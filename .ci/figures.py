@@ -25,6 +25,7 @@ BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python 
 # What the reasons of these kinds have in common. Other reasons are told one by one.
 COMMON = {
     SkipKind.TORCH: "the feature is newer than this version of PyTorch",
+    SkipKind.DEVICE: "the device or its backend lacks something, such as memory of its own, streams or graphs",
     SkipKind.SLOW: "it is slow, for most because of a C++ compiler; `PYTORCH_TEST_WITH_SLOW=1` runs it",
 }
 

@@ -21,6 +21,8 @@ from pages import COMMANDS, ROOT, Block, blocks, documents, is_command, prose, s
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.verdict import State
 
 INPUTS = Path(__file__).parent / "inputs"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -159,6 +161,15 @@ class TestDocuments(TestCase):
         self.assertIn("README.md", found)
         self.assertEqual({path: words for path, words in found.items() if words}, {})
 
+    def test_every_outcome_and_exit_status_is_explained(self):
+        page = read(ROOT / "docs" / "reading-a-report.md")
+        good = State.PASSED, State.EXPECTED_FAILURE, State.SKIPPED
+        outcomes = set(State) - {*good, State.STILL_RUNNING}  # the last one is never that of a test
+        self.assertEqual([state.value for state in outcomes if f"\n| {state.value} |" not in page], [])
+        (sentence,) = re.findall(r"^The exit status of a run is .*?\n\n", page, re.MULTILINE | re.DOTALL)
+        statuses = {int(number) for number in re.findall(r"\b\d\b", sentence)}
+        self.assertEqual(statuses, {status.value for status in ExitStatus if status < 128})
+
     def test_dead_links_are_found(self):
         with tempfile.TemporaryDirectory() as folder:
             page = Path(folder) / "page.md"
@@ -170,9 +181,13 @@ class TestDocuments(TestCase):
     def test_wrong_words_are_found(self):
         (found,) = wrong_words("There is a way\nround.")
         self.assertTrue(found.endswith("instead of 'way round' write: workaround"), found)
-        (found,) = wrong_words("def refuse unsupported")  # as in an identifier
-        self.assertIn("rejects", found)
-        self.assertEqual(wrong_words("a workaround, a torch build, `refused`" and prose("`refused` a torch build")), [])
+        with tempfile.TemporaryDirectory() as folder:
+            code, page = Path(folder) / "code.py", Path(folder) / "page.md"
+            code.write_text('def mend_it():\n    """Rejects it."""  # in silence\n    print("lonely")\n')
+            words = {line.rpartition("instead of ")[2].partition(" write")[0] for line in wrong_words(words_of(code))}
+            self.assertEqual(words, {"'mend'", "'in silence'", "'lonely'"})
+            page.write_text("a workaround in a torch build, `refused`\n\n```text\nrefused\n```\n")
+            self.assertEqual(wrong_words(words_of(page)), [])
 
 
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
@@ -218,7 +233,7 @@ class TestCommands(TestCase):
         for command, block in found.items():
             with self.subTest(command):
                 done = executed(command)
-                self.assertEqual((done.returncode, done.stderr), (0, ""))
+                self.assertEqual(done.returncode, 0, done.stderr)
                 if block.language == "console" and torch.__version__.startswith(OUTPUT_OF):
                     wanted = block.text.partition("\n")[2]
                     fits = doctest.OutputChecker().check_output(f"{wanted}\n", done.stdout, doctest.ELLIPSIS)
