@@ -1,6 +1,7 @@
 """The documents: their commands work, their links are valid, they are short, and their words are the usual ones."""
 
 import ast
+import concurrent.futures
 import doctest
 import functools
 import io
@@ -230,9 +231,10 @@ class TestCommands(TestCase):
         marked = [block for _, block in all_blocks() if block.mark == "executed" and block.language in COMMANDS]
         found = {command: block for block in marked for command in block.commands()}
         self.assertGreater(len(found), 2)
-        for command, block in found.items():
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            all_done = [*pool.map(executed, found)]
+        for (command, block), done in zip(found.items(), all_done):
             with self.subTest(command):
-                done = executed(command)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 if block.language == "console" and torch.__version__.startswith(OUTPUT_OF):
                     wanted = block.text.partition("\n")[2]
