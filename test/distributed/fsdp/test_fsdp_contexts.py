@@ -1,4 +1,4 @@
-"""Every context manager of FSDP1 and DDP is left by an exception, and everything afterwards is as usual."""
+"""Every context manager of FSDP1, DDP and ``replicate`` is left by an exception, and training goes on as usual."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
@@ -22,7 +23,13 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
+from torch_fsdp_tests.fsdp.references import (
+    average_gradients,
+    data_parallel,
+    full_parameters,
+    named,
+    replicate_in_place,
+)
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 
 Context = Callable[[Any], AbstractContextManager[Any]]
@@ -86,12 +93,42 @@ def within(context: Context, use: Use) -> Use:
     return use_within
 
 
+def after(use: Use, context: Context) -> Context:
+    """Call ``use`` in the context before anything else."""
+
+    @contextlib.contextmanager
+    def used(model: nn.Module) -> Iterator[None]:
+        with context(model):
+            use(model)
+            yield
+
+    return used
+
+
 def backward(model: nn.Module) -> None:
     square_loss(model, seed=7).backward()
 
 
 def sharded(model: Any) -> AbstractContextManager[Any]:
     return FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+
+@contextlib.contextmanager
+def unsynchronized(model: Any) -> Iterator[None]:
+    """Accumulate gradients on each rank, with the API of the model's wrapper."""
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return full_parameters(model) if isinstance(model, FSDP) else dict(named(model))
 
 
 CONTEXTS: dict[str, Context] = {
@@ -116,13 +153,33 @@ CONTEXTS: dict[str, Context] = {
 }
 
 
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {"DDP": data_parallel, "replicate": replicate_in_place}
+# A module of ``replicate`` has none of the methods of ``Join``.
+JOINS: dict[str, Context] = {
+    "join": lambda model: model.join(),
+    "join, switched off": lambda model: model.join(enable=False),
+    "join that raises for all ranks": lambda model: model.join(throw_on_early_termination=True),
+    "Join": lambda model: Join([model]),
+}
+REPLICATED: dict[str, Context] = {
+    **JOINS,
+    "no_sync": unsynchronized,
+    "in forward": hooked("register_forward_hook", backward),
+    "in forward in no_sync": hooked("register_forward_hook", within(unsynchronized, backward)),
+    "in backward in no_sync": hooked("register_full_backward_hook", within(unsynchronized, backward)),
+    "in forward in join": hooked("register_forward_hook", within(lambda model: model.join(), backward)),
+    "after a backward in join": after(backward, lambda model: model.join()),
+    "after a backward in no_sync": after(backward, unsynchronized),
+}
+
+
 def is_valid(context: str, kind: str, **_: Any) -> bool:
     if context == "summon_full_params on the CPU":  # of other devices, and only of shards
         return kind != "not sharded" and accelerator.current().has("device_memory")
     return context != "summon_full_params with gradients" or kind == "original"
 
 
-class TestContexts(FSDPTest):
+class _ContextsBase(FSDPTest):
     world_size = 2
 
     def _step(self, plain: nn.Module, model: Any, optims: list[torch.optim.Optimizer], microbatches: int) -> None:
@@ -131,7 +188,7 @@ class TestContexts(FSDPTest):
         for each in (plain, model):
             losses.append([])
             for index in range(microbatches, 0, -1):
-                with model.no_sync() if each is model and index > 1 else contextlib.nullcontext():
+                with unsynchronized(each) if each is model and index > 1 else contextlib.nullcontext():
                     losses[-1].append(square_loss(each, seed=2 * index + self.rank))
                     losses[-1][-1].backward()
         self.assertEqual(losses[1], losses[0])
@@ -139,8 +196,10 @@ class TestContexts(FSDPTest):
         for optim in optims:
             optim.step()
             optim.zero_grad()
-        self.assertEqual(full_parameters(model), named(plain))
+        self.assertEqual(full_values(model), named(plain))
 
+
+class TestContexts(_ContextsBase):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
     def test_exception_in_context(self, context, kind, first):
@@ -165,6 +224,27 @@ class TestContexts(FSDPTest):
         stuck = context.endswith(("saving", "loading"))
         with torch_defect("fsdp1_refused_load_prevents_saving", when=stuck):
             self.assertEqual(model.state_dict(), plain.state_dict())
+
+
+def is_defined(context: str, wrapper: str, **_: Any) -> bool:
+    return wrapper == "DDP" or "oin" not in context
+
+
+class TestContextsOfReplicas(_ContextsBase):
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(is_defined, context=list(REPLICATED), wrapper=list(WRAPPERS), first=[True, False])
+    def test_exception_in_context(self, context, wrapper, first):
+        """After the exception, which all ranks raise, gradients are synchronized and accumulated as before."""
+        plain = layers().to(self.device)
+        model = WRAPPERS[wrapper](copy.deepcopy(plain))
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+        if not first:
+            self._step(plain, model, optims, microbatches=2)
+        with self.assertRaises(OnPurpose), REPLICATED[context](model):
+            fail()
+        model.zero_grad()
+        for microbatches in (2, 1):
+            self._step(plain, model, optims, microbatches)
 
 
 if __name__ == "__main__":
