@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
 
@@ -46,6 +48,26 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "zeros for unused parameters": [("set_reduce_scatter_unused_params", {"reduce_scatter_unused_params": True})],
     "two input buffers": [("set_reduce_scatter_max_input_buffers", {"max_input_buffers": 2})],
     "storage is kept": [("set_keep_unsharded_storage", {"keep": True})],
+    "default collectives": [
+        ("set_custom_all_gather", {"comm": internals.fsdp2_collectives.DefaultAllGather()}),
+        ("set_custom_reduce_scatter", {"comm": internals.fsdp2_collectives.DefaultReduceScatter()}),
+    ],
+    "a hook of all-reduce": [("set_all_reduce_hook", {"hook": lambda reduced: None})],
+    "divide factor, deprecated": [("set_reduce_scatter_divide_factor", {"factor": 2.0})],
+    "a group for reductions on and off": [
+        ("set_separate_reduce_scatter_group", {"enable": True}),
+        ("set_separate_reduce_scatter_group", {"enable": False}),
+    ],
+    "unsharding in backward off and on": [
+        ("set_unshard_in_backward", {"unshard_in_backward": False}),
+        ("set_unshard_in_backward", {"unshard_in_backward": True}),
+    ],
+    "memory of the process group off": [("set_allocate_memory_from_process_group_for_comm", {"enable": False})],
+}
+# They need a device, or all of a step, and have tests of their own.
+OTHERS = {
+    *("set_post_optim_event", "set_symm_mem_for_comm"),
+    *("reset_iter_state", "set_manual_backward_finalization", "finalize_backward"),
 }
 
 
@@ -54,25 +76,53 @@ def evaluate(model: Any, inp: torch.Tensor) -> None:
         model(inp)
 
 
+def fail_in_forward(model: Any, inp: torch.Tensor) -> None:
+    def fail(*unused: Any) -> None:
+        raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError), model[-1].out_proj.register_forward_hook(fail):
+        model(inp)
+
+
+def recover(model: Any, inp: torch.Tensor) -> None:
+    fail_in_forward(model, inp)
+    model.reset_iter_state()
+
+
+FAILED = "between an exception in forward and the reset"
+RECOVERED = "after an exception in forward and a reset"
 STATES: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "before the first forward": lambda model, inp: None,
     "after a forward under no_grad": evaluate,
     "after a step": lambda model, inp: (model(inp).sum().backward(), model.zero_grad()),
+    FAILED: fail_in_forward,
+    RECOVERED: recover,
 }
+
+
+def is_possible(state: str, **_: Any) -> bool:
+    return state not in (FAILED, RECOVERED) or hasattr(FSDPModule, "reset_iter_state")
 
 
 class TestFullyShardMethods(TrainingMixin, FSDPTest):
     world_size = 2
 
+    def test_each_public_method_is_called(self):
+        public = {name for name in vars(FSDPModule) if not name.startswith("_")}
+        called = {name for calls in CALLS.values() for name, _ in calls}
+        self.assertEqual(public - called - OTHERS, set(), "give each a row in CALLS", may_be="empty")
+
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(call=list(CALLS), state=list(STATES), of=["root", "submodule"], by=["position", "keyword"])
+    @pairwise_subtests(
+        is_possible, call=list(CALLS), state=list(STATES), of=["root", "submodule"], by=["position", "keyword"]
+    )
     def test_training_after_call(self, call, state, of, by):
         """A method is called in a state before each step. Training is that of the plain model."""
         manual_seed(42)
         plain = nn.Sequential(MLP(4), MLP(4)).to(self.device)
         model = self._replica(plain)
-        shard_each((*model, model))
-        target = model if of == "root" else model[0]
+        shard_each((model[-1], model))
+        target = model if of == "root" else model[-1]
 
         def step(each: Any, inp: torch.Tensor) -> torch.Tensor:
             if each is model:
@@ -81,12 +131,14 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
                     if hasattr(FSDPModule, name):  # newer versions have more
                         method = getattr(target, name)
                         method(**kwargs) if by == "keyword" else method(*kwargs.values())
+                if state == FAILED:
+                    model.reset_iter_state()
             return train(each, inp)
 
         self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(state=list(STATES), by=["position", "keyword"])
+    @pairwise_subtests(state=list(STATES)[:3], by=["position", "keyword"])
     def test_forward_method_that_is_registered(self, state, by):
         """A method becomes a forward in each state."""
         manual_seed(42)
