@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
@@ -84,9 +85,14 @@ def fail_in_forward(model: Any, inp: torch.Tensor) -> None:
         model(inp)
 
 
+def reset(model: Any) -> None:
+    model.reset_iter_state()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
 def recover(model: Any, inp: torch.Tensor) -> None:
     fail_in_forward(model, inp)
-    model.reset_iter_state()
+    reset(model)
 
 
 FAILED = "between an exception in forward and the reset"
@@ -132,7 +138,7 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
                         method = getattr(target, name)
                         method(**kwargs) if by == "keyword" else method(*kwargs.values())
                 if state == FAILED:
-                    model.reset_iter_state()
+                    reset(model)
             return train(each, inp)
 
         self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
