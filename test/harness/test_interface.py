@@ -1,129 +1,144 @@
-"""The table of FSDP's interface names a test, or a gap, for each parameter of the installed torch."""
-
-from __future__ import annotations
+"""Each public method and parameter of the installed torch's FSDP stands in a test of FSDP, or here as a gap."""
 
 import ast
-import functools
+import enum
 import inspect
-import runpy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed.checkpoint.state_dict as state_dict
 import torch.distributed.fsdp as fsdp
+from sources import TESTS_OF_FSDP, trees
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-TESTS = Path(__file__).resolve().parents[1]
-TABLE = runpy.run_path(str(TESTS / "distributed" / "interface.py"))  # for an import, ``test`` is the standard library's
-ROWS, FILES, Gap = TABLE["ROWS"], TABLE["FILES"], TABLE["Gap"]
-CLASSES = {
-    "FSDPModule": fsdp.FSDPModule,
-    "FullyShardedDataParallel": fsdp.FullyShardedDataParallel,
-    "ShardedGradScaler": ShardedGradScaler,
-    "UnshardHandle": fsdp.UnshardHandle,
+# What no test gives, with the reason: a parameter as ``fully_shard(mesh)``, a method as ``FSDPModule.unshard()``.
+GAPS = {
+    "LocalOptimStateDictConfig(offload_to_cpu)": "optimizers have no local state dicts yet: tests take the default",
+    **dict.fromkeys(
+        ("OptimStateDictConfig(offload_to_cpu)", "StateDictConfig(offload_to_cpu)"),
+        "a base class, of which only the default is tested: the tests give the parameter to the derived classes",
+    ),
 }
-FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-CONFIGS = (
-    *("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecision"),
-    *("CPUOffload", "StateDictConfig", "FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig"),
-    *("OptimStateDictConfig", "FullOptimStateDictConfig", "LocalOptimStateDictConfig"),
-    *("ShardedOptimStateDictConfig", "StateDictSettings"),
-)
-WITH_CONSTRUCTOR = ("FullyShardedDataParallel", "ShardedGradScaler")
+
+CLASSES = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel, ShardedGradScaler, fsdp.UnshardHandle)
+MADE_BY_TORCH = (fsdp.FSDPModule, fsdp.UnshardHandle)
+ALIASES = {"FSDP": "FullyShardedDataParallel"}
+# A file that calls methods of a class names the class, or else this.
+INSTEAD = {"FSDPModule": "fully_shard", "UnshardHandle": "unshard"}
+
+
+def interface() -> dict[str, Callable[..., Any]]:
+    """The public callables of the installed torch. Older versions lack some."""
+    modules = {fsdp: fsdp.__all__, state_dict: state_dict.__all__}
+    found = {name: getattr(module, name) for module, names in modules.items() for name in names}
+    found = {name: each for name, each in found.items() if each.__module__.startswith("torch.distributed.")}
+    found["ShardedGradScaler"] = ShardedGradScaler
+    for cls in CLASSES:
+        methods = {name: getattr(member, "__func__", member) for name, member in vars(cls).items() if name[0] != "_"}
+        found |= {f"{cls.__name__}.{name}": each for name, each in methods.items() if inspect.isfunction(each)}
+    return {
+        name: each for name, each in found.items() if each not in MADE_BY_TORCH and not isinstance(each, enum.EnumMeta)
+    }
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """The parameters that a caller names, or the name "" if there is none."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found = inspect.signature(function).parameters.values()
-    return [each.name for each in found if each.kind not in kinds and each.name not in ("self", "cls")] or [""]
+    """The parameters that a caller gives, in their order."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind not in variable and each.name not in ("self", "cls")]
 
 
-def interface_of_torch() -> Iterator[tuple[str, str]]:
-    """The public names of the installed torch with each of their parameters. Older versions lack some."""
-    callables = {name: getattr(fsdp, name) for name in (*FUNCTIONS, *CONFIGS) if hasattr(fsdp, name)}
-    names = [name for name in state_dict.__all__ if name.startswith(("get_", "set_"))]
-    callables |= {name: getattr(state_dict, name) for name in (*names, "StateDictOptions")}
-    for owner, cls in CLASSES.items():
-        if owner in WITH_CONSTRUCTOR:
-            callables[owner] = cls
-        for name, member in vars(cls).items():
-            function = getattr(member, "__func__", member)
-            if not name.startswith("_") and inspect.isfunction(function):
-                callables[f"{owner}.{name}"] = function
-    for name, function in callables.items():
-        yield from ((name, parameter) for parameter in parameters_of(function))
+class Mentions(ast.NodeVisitor):
+    """What one file names, and with which arguments it calls what."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.names: set[str] = set()
+        self.given: set[tuple[str, str | int]] = set()  # a keyword, or the place of a positional argument
+        self.forwarded: set[str] = set()  # called with ``**``, or a value of a dict, which a helper calls
+        self.words: set[str] = set()  # keywords of any call, and keys of dicts
+        self.visit(tree)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.names.add(called(node))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.names.add(called(node))
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        self.words |= {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+        for value in node.values:
+            self.forwarded |= set(map(called, value.elts if isinstance(value, ast.Tuple) else [value]))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function, arguments = node.func, node.args
+        if called(function) == "partial":
+            function, *arguments = arguments
+        name = called(function)
+        self.given |= {(name, place) for place, _ in enumerate(arguments)}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                self.forwarded.add(name)
+            else:
+                self.given.add((name, keyword.arg))
+                self.words.add(keyword.arg)
+        self.generic_visit(node)
+
+    def gives(self, name: str, parameter: str, place: int) -> bool:
+        """Whether a call gives this parameter. For a call out of sight, any word of the file counts."""
+        seen = not self.given.isdisjoint({(name, parameter), (name, place)})
+        return seen or (name in self.forwarded and parameter in self.words)
 
 
-def missing_rows(found: Iterator[tuple[str, str]]) -> list[str]:
-    """What to add to the table for these names and parameters."""
-    return [
-        f"{name}({parameter}) has no row in test/distributed/interface.py: add a test's id, or a Gap with the reason"
-        for name, parameter in found
-        if not ROWS.get(name, {}).get(parameter)
-    ]
+def called(node: ast.expr) -> str:
+    """The last name of a function's expression."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return ALIASES.get(name, name)
 
 
-@functools.cache
-def classes_in(file: str) -> dict[str, ast.ClassDef]:
-    tree = ast.parse((TESTS / f"{file}.py").read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def fault_of(id: str) -> str | None:
-    """Why the test with this id does not run, or None."""
-    for short, long in FILES.items():
-        if id.startswith(short):
-            id = long + id.removeprefix(short)
-    file, cls, name = id.split("::")
-    if not (TESTS / f"{file}.py").exists():
-        return f"there is no file {file}"
-    if cls not in classes_in(file):
-        return f"{file} has no class {cls}"
-    for node in classes_in(file)[cls].body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            skips = [each for each in map(ast.unparse, node.decorator_list) if each.startswith("unittest.skip(")]
-            return f"{id} is always skipped" if skips else None
-    return f"{cls} of {file} has no test {name}"
-
-
-def cases() -> Iterator[tuple[str, Any]]:
-    for name, parameters in ROWS.items():
-        for parameter, rows in parameters.items():
-            yield from ((f"{name}({parameter}), {case}", value) for case, value in rows.items())
+def not_mentioned(offered: Mapping[str, Callable[..., Any]], files: Sequence[Mentions]) -> Iterator[str]:
+    """The public parameters of these callables that no file gives, and the callables that none names."""
+    for full, function in offered.items():
+        owner, _, name = full.rpartition(".")
+        naming = [
+            each for each in files if name in each.names and (not owner or INSTEAD.get(owner, owner) in each.names)
+        ]
+        if not naming:
+            yield f"{full}()"
+        for place, parameter in enumerate(parameters_of(function)):
+            if parameter[0] != "_" and not any(each.gives(name, parameter, place) for each in naming):
+                yield f"{full}({parameter})"
 
 
 class TestInterface(TestCase):
-    """Without it, a new parameter of FSDP could stay untested, or the table could name a test that is gone."""
+    """Without it, a new parameter of FSDP could stay untested."""
 
-    def test_each_parameter_has_a_row(self):
-        self.assertEqual(missing_rows(interface_of_torch()), [])
+    def test_only_gaps_are_not_mentioned(self):
+        """Give the parameter in a test, or add it to GAPS with a reason. A gap that a test now fills has to go."""
+        files = [Mentions(tree) for _, tree in trees(TESTS_OF_FSDP)]
+        self.assertEqual(sorted(not_mentioned(interface(), files)), sorted(GAPS))
 
-    def test_each_named_test_exists(self):
-        faults = {case: fault_of(value) for case, value in cases() if isinstance(value, str)}
-        self.assertEqual({case: fault for case, fault in faults.items() if fault}, {})
-
-    def test_each_gap_has_a_reason(self):
-        gaps = [value.why for _, value in cases() if isinstance(value, Gap)]
-        self.assertTrue(all(len(why.split()) > 3 for why in gaps), gaps)
-
-    def test_a_new_parameter_is_reported(self):
-        def fully_shard(module, *, mesh=None, shard_on_moon=False):
+    def test_each_kind_of_mention_is_seen(self):
+        def given(by, *, name, _private=0):
             pass
 
-        found = missing_rows(("fully_shard", each) for each in parameters_of(fully_shard))
-        self.assertEqual(len(found), 1)
-        self.assertIn("fully_shard(shard_on_moon) has no row in test/distributed/interface.py", found[0])
+        class Owner:
+            def method(self):
+                pass
 
-    def test_a_test_that_is_gone_is_reported(self):
-        file = "fsdp2/frozen::TestFullyShardFrozen"
-        self.assertIsNone(fault_of(f"{file}::test_communication"))
-        self.assertIn("has no test test_gone", str(fault_of(f"{file}::test_gone")))
-        self.assertIn("has no class", str(fault_of("fsdp2/frozen::TestGone::test_gone")))
-        self.assertIn("there is no file", str(fault_of("fsdp2/gone::TestGone::test_gone")))
+        offered: dict[str, Callable[..., Any]] = {"given": given, "Owner.method": Owner.method}
+        everything = ["given(by)", "given(name)", "Owner.method()"]
+        for source, missing in {
+            "given(1, name=2); Owner().method()": [],
+            "partial(module.given, 1, **{'name': 2}); Owner.method": [],
+            "table = {'given': (given, 1)}; helper(by=1, name=2); other.method()": everything[2:],
+            "given; helper(by=1, name=2); Owner; 'method'": everything,
+            "x": ["given()", *everything],
+        }.items():
+            self.assertEqual(list(not_mentioned(offered, [Mentions(ast.parse(source))])), missing, source)
 
 
 if __name__ == "__main__":
