@@ -287,7 +287,6 @@ class TestReports(TreeCase):
             self.command("--list"),
             [sys.executable, "-m", "torch_fsdp_tests.dispatch.compare", report, report],
             [sys.executable, "-m", "torch_fsdp_tests.tools.benchmarks", "--help"],
-            [sys.executable, "-m", "torch_fsdp_tests.tools.devices", "1"],
             [sys.executable, "-m", "torch_fsdp_tests.defects", "--list"],
         ):
             with self.subTest(command), open("/dev/full", "w") as full:
