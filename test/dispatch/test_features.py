@@ -1,7 +1,5 @@
 """The features that the tests belong to, and the table of features in ``report.json``."""
 
-import ast
-import functools
 import unittest
 from pathlib import Path
 from typing import Any
@@ -10,17 +8,9 @@ from unittest import mock
 from torch_fsdp_tests.dispatch import features
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.features import FEATURES, declared, features_of, summary
+from torch_fsdp_tests.dispatch.syntax import tests_by_class
 
 TESTS = Path(__file__).resolve().parents[1]
-PACKAGE = Path(features.__file__).parents[1]
-
-
-@functools.cache
-def names_in(path: Path) -> tuple[set[str], set[str]]:
-    """The classes and the tests that a file defines."""
-    nodes = list(ast.walk(ast.parse(path.read_text()))) if path.exists() else []
-    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    return classes, {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 class TestDeclarations(unittest.TestCase):
@@ -33,16 +23,13 @@ class TestDeclarations(unittest.TestCase):
         files = discover(TESTS)
         self.assertEqual([name for name in files if about.isdisjoint((name, *map(str, Path(name).parents)))], [])
 
-    def test_every_declaration_names_a_folder_file_class_or_test(self):
-        """A test may be inherited from the package, and may be named with values of its parameters."""
-        inherited = set[str]().union(*(names_in(path)[1] for path in PACKAGE.rglob("*.py")))
+    def test_every_declaration_names_a_folder_file_or_class(self):
         gone = []
         for name in declared():
-            file, _, test = name.partition("::")
-            cls, _, method = test.partition(".")
-            classes, methods = names_in(TESTS / f"{file}.py")
-            exists = cls in classes if cls else (TESTS / f"{file}.py").exists() or (TESTS / file).is_dir()
-            if not exists or (method and not any(f"{method}_".startswith(f"{it}_") for it in methods | inherited)):
+            file, _, cls = name.partition("::")
+            path = TESTS / f"{file}.py"
+            classes = tests_by_class(path.read_text()) or {} if cls else {cls: ()}
+            if cls not in classes or not (path.exists() or (TESTS / file).is_dir()):
                 gone.append(name)
         self.assertEqual(gone, [])
 
@@ -61,7 +48,7 @@ class TestSummary(unittest.TestCase):
 
 folder = FSDP1
 folder/test_x = Memory
-    TestX.test_offload = Offload
+    TestX = Offload
     TestTP = Tensor parallelism
 folder/test_y
 """
@@ -74,10 +61,9 @@ folder/test_y
 
     def test_features_of_a_test(self):
         for (file, test), wanted in {
-            ("folder/test_x", "TestX.test_offload"): ["FSDP1", "Offload", "Memory"],
-            ("folder/test_x", "TestXCUDA.test_offload_mode_True_cuda"): ["FSDP1", "Offload", "Memory"],
-            ("folder/test_x", "TestX.test_offloaded"): ["FSDP1", "Memory"],
-            ("folder/test_x", "TestXAndMore.test_offload"): ["FSDP1", "Memory"],
+            ("folder/test_x", "TestX.test_it"): ["FSDP1", "Offload", "Memory"],
+            ("folder/test_x", "TestXCUDA.test_it_cuda"): ["FSDP1", "Offload", "Memory"],
+            ("folder/test_x", "TestXAndMore.test_it"): ["FSDP1", "Memory"],
             ("folder/test_x", "TestTP.test_offload"): ["FSDP1", "Memory", "Tensor parallelism"],
             ("folder/test_y", "TestTP.test_offload"): ["FSDP1"],
             ("folder/below/test_x", "TestTP.test_offload"): ["FSDP1"],
@@ -100,7 +86,7 @@ folder/test_y
             test("TestTP.test_b", "known failure"),
             test("TestTP.test_c", "not run"),
             test("TestTP.test_d", "skipped", "needs graphs"),
-            test("TestX.test_other", "failed"),
+            test("TestY.test_other", "failed"),
         ]
         rows = {row["name"]: row for row in summary([{"file": "folder/test_x", "tests": tests}])}
         counts = ("passed", "failed", "skipped", "known_defects", "known_failures", "not_run")

@@ -1,8 +1,8 @@
 """The features of FSDP, the tests of each, and their results. A test may belong to several features.
 
 ``data/features.txt`` first has the features, by group, with their short names in brackets. Then it has a line for each
-folder, file, class or test, with its features. Classes and tests stand indented below their file. A test that is not
-named belongs to the features of its class, its file and its folders.
+folder, file or class, with its features. Classes stand indented below their file. A test belongs to the features of its
+class, its file and its folders. A class has the features of at least a quarter of its tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FEATURES = tuple(_features())
 
 @functools.cache
 def declared() -> Mapping[str, Sequence[str]]:
-    """The features of each declared ``folder``, ``folder/file``, ``folder/file::Class`` or ``::Class.test``."""
+    """The features of each declared ``folder``, ``folder/file`` or ``folder/file::Class``."""
     features_by_name: dict[str, list[str]] = {}
     file = ""
     for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
@@ -56,17 +56,13 @@ def declared() -> Mapping[str, Sequence[str]]:
 
 
 def names_of(file: str, test: str) -> Iterator[str]:
-    """The names by which a test can be declared. A declared class or test may be longer in a report: by a type of
-    device, as in ``TestInputCPU``, and by parameters, as in ``test_it_offload_True``.
+    """The names by which a test can be declared. A class may be longer in a report, by a type of device, as in
+    ``TestInputCPU``.
     """
     folders = file.split("/")
     yield from ("/".join(folders[:end]) for end in range(1, len(folders) + 1))
-    cls, _, method = test.rpartition(".")
-    words = method.split("_")
-    methods = ["_".join(words[:end]) for end in range(1, len(words) + 1)]
-    for name in (cls[:end] for end in range(1, len(cls) + 1) if end == len(cls) or cls[end:].isupper()):
-        yield f"{file}::{name}"
-        yield from (f"{file}::{name}.{method}" for method in methods)
+    cls = test.rpartition(".")[0]
+    yield from (f"{file}::{cls[:end]}" for end in range(1, len(cls) + 1) if end == len(cls) or cls[end:].isupper())
 
 
 def features_of(file: str, test: str) -> list[Feature]:
