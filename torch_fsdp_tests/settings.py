@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
-
+DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
+BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
+RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
 TIMEOUT_VARIABLE = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"
 DEFAULT_TIMEOUT = 120  # seconds
 LONGEST_TIMEOUT = 7 * 86400  # seconds
@@ -33,6 +34,10 @@ MOST_RANKS = 65536  # of one test; more than any launcher makes
 # Of a test that does not set its own number, on the CPU. On other devices it is lent at most as many devices.
 USUAL_RANKS = 4
 FEW_RANKS = 2  # of a test for which a few are enough, on the CPU
+
+
+class ConfigurationError(ValueError):
+    """The requested device, backend or number of ranks is not available. The message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

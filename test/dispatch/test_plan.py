@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device import vendors
-from torch_fsdp_tests.device.vendors import ConfigurationError, Vendor
+from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, keywords, last_failures, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import discover
@@ -28,6 +28,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.verdict.stream import TestResult
 

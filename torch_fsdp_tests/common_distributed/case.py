@@ -28,7 +28,6 @@ from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import (
     Assignment,
@@ -44,6 +43,7 @@ from torch_fsdp_tests.ranks import (
 )
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, THEN_RAISED, RankReport, enters_test
 from torch_fsdp_tests.ranks.rank import open_outputs
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import Phase, Reason, State, events, joined, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
 
@@ -61,7 +61,7 @@ def get_timeout(test_id: str) -> int:
     returns.
 
     Differs from upstream's: the default is 120 and not 300, and the environment is read at each call. Raises
-    :class:`~torch_fsdp_tests.device.vendors.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
+    :class:`~torch_fsdp_tests.settings.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
     number.
     """
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.fsdp.shards import shard_of
-
 Parts = dict[str, torch.Tensor]
 
 
@@ -66,3 +64,19 @@ def local_parts(
             shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
             found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
     return found, expected
+
+
+def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torch.Tensor:
+    """The chunk with this index that ``torch.chunk`` returns along a dimension, or an empty one if there are fewer."""
+    all_chunks = whole.chunk(chunks, dim)
+    return all_chunks[index] if index < len(all_chunks) else whole.narrow(dim, 0, 0)
+
+
+def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
+    """This rank's part of ``whole``, if ``param`` was sharded over the last dimension of its mesh first."""
+    for dim in reversed(range(param.device_mesh.ndim)):
+        placement = param.placements[dim]
+        if not placement.is_replicate():
+            index, chunks = param.device_mesh.get_local_rank(dim), param.device_mesh.size(dim)
+            whole = chunk_of(whole, index, chunks, placement.dim)
+    return whole

@@ -13,8 +13,8 @@ import expecttest
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.verdict import events, stream
 
 from . import state, testcase

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator_probe, vendors
 from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
-from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+from torch_fsdp_tests.device.capabilities import STAGED
 from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.verdict import events, in_one_line
 
 # Backends that move no data between processes, so a test over them proves nothing.
@@ -75,7 +76,7 @@ class Accelerator:
     @property
     def backend_with_host(self) -> str:
         """The backend, and gloo for tensors in host memory if the device is not the host."""
-        alone = self.is_host or self.backend == accelerator_probe.STAGED
+        alone = self.is_host or self.backend == STAGED
         return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
@@ -203,7 +204,7 @@ _OF_THE_HOST = _OF_GLOO | {"premul_sum"}
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
-    other = accelerator_probe.STAGED
+    other = STAGED
     if other == backend:
         return None
     accelerator_probe.register(other)

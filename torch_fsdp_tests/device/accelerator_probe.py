@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.device.vendors import ConfigurationError
+from torch_fsdp_tests.device.capabilities import STAGED
 from torch_fsdp_tests.processes.forkserver import forked
+from torch_fsdp_tests.settings import ConfigurationError
 
 PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
 FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
@@ -34,9 +35,6 @@ assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LI
 
 # The variable that lets two ranks share a GPU over NCCL. NCCL 2.28.9, which comes with torch 2.11, ignores it.
 _SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
-
-
-STAGED = "staged"  # the backend of this project, see :mod:`.staged`
 
 
 def register(backend: str | None) -> None:

@@ -1,6 +1,8 @@
-"""The names of what a device may be able to do, each with the words for it. Imports no torch."""
+"""The names of what a device may be able to do, each with the words for it, and of a backend. Imports no torch."""
 
 from collections.abc import Mapping
+
+STAGED = "staged"  # the backend of this project, see :mod:`.staged`
 
 CAPABILITIES: Mapping[str, str] = {
     "device_memory": "memory of its own, separate from the host's",

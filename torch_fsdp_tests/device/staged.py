@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from torch_fsdp_tests.device.accelerator_probe import STAGED
+from torch_fsdp_tests.device.capabilities import STAGED
 from torch_fsdp_tests.installed_torch import torch_names
 
 _dispatch = torch_names.module("torch.utils._python_dispatch")

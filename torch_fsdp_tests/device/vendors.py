@@ -14,20 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import in_one_line
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "torch_fsdp_tests.accelerators"
-
-DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
-BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
-RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
-
-
-class ConfigurationError(ValueError):
-    """The requested device, backend or number of ranks is not available. The message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device import vendors
-from torch_fsdp_tests.device.vendors import (
-    BACKEND_VARIABLE,
-    DEVICE_VARIABLE,
-    RANKS_VARIABLE,
-    ConfigurationError,
-    Vendor,
-)
+from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
 
 HOST = "cpu"
 LEAST_TORCH = ">=2.9"
@@ -41,7 +36,7 @@ except Exception as error:
     sys.exit({_CANNOT_BE_HAD})
 try:
     accelerator.current()
-except vendors.ConfigurationError as error:
+except ConfigurationError as error:
     print(error)
     sys.exit({_CANNOT_BE_HAD})
 """

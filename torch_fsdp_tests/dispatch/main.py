@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.device.vendors import ConfigurationError
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -27,6 +26,7 @@ from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, shown, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 MOST_SHARDS = MOST_JOBS = 10_000
 MOST_RERUNS = 1000

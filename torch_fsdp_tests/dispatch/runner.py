@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.device.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.dispatch import coverage, devices, forkserver, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
@@ -29,6 +28,7 @@ from torch_fsdp_tests.dispatch.site import Site
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State, events
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from torch_fsdp_tests.common_utils import TestCase
-from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.installed_torch import torch_names
 
+_sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 _HOST = torch.device("cpu")
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}  # for comparisons after a round trip, bit for bit
 # With the default tolerance the second moments, which are squares, could as well be zeros.
@@ -32,7 +33,7 @@ StateDict = dict[str, Any]
 
 def is_sharded(value: object) -> bool:
     """Whether the value is a DTensor or a ShardedTensor."""
-    return isinstance(value, (DTensor, internals.sharded_tensors.ShardedTensor))
+    return isinstance(value, (DTensor, _sharded_tensors.ShardedTensor))
 
 
 def whole(value: Any) -> Any:
@@ -42,8 +43,10 @@ def whole(value: Any) -> Any:
     if not is_sharded(value):
         return value
     shards = [(shard.metadata.shard_offsets, shard.tensor.cpu()) for shard in value.local_shards()]
+    shards_of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards_of_all, shards)
     full = torch.full(value.size(), float("nan"), dtype=value.dtype)
-    for offsets, shard in itertools.chain.from_iterable(of_all_ranks(shards)):
+    for offsets, shard in itertools.chain.from_iterable(shards_of_all):
         full[tuple(slice(start, start + size) for start, size in zip(offsets, shard.shape, strict=True))] = shard
     return full
 

@@ -20,8 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from torch_fsdp_tests.device.vendors import ConfigurationError
-from torch_fsdp_tests.settings import LAUNCHED_VARIABLE
+from torch_fsdp_tests.settings import LAUNCHED_VARIABLE, ConfigurationError
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

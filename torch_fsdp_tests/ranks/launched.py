@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.vendors import RANKS_VARIABLE
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
@@ -35,6 +34,7 @@ from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
+from torch_fsdp_tests.settings import RANKS_VARIABLE
 from torch_fsdp_tests.verdict import ranks_in_words, stream
 
 __unittest = True
