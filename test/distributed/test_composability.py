@@ -152,8 +152,8 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
                 pipeline.step(self._batch())
             self.assertEqual(calls.counts(), Counter(all_gather=GROUPS, reduce_scatter=GROUPS))
             gathers, *others = computing
-            self.assertEqual(gathers.counts(), Counter(all_gather=GROUPS) if schedule in SINGLE else {})
-            self.assertEqual([call for each in others for call in each], [])
+            self.assertEqual(gathers.counts(), Counter(all_gather=GROUPS) if schedule in SINGLE else {}, may_be="empty")
+            self.assertEqual([call for each in others for call in each], [], may_be="empty")
 
     def _calls_of_computations(self, pipeline: Pipeline, calls: Calls) -> list[Calls]:
         """Return a list. Each computation of a stage adds to it the ``calls`` that it makes."""
@@ -294,7 +294,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
             pipeline.modules.zero_grad()
         with recorded("reduce_scatter") as calls:
             output = pipeline.eval(batch)
-        self.assertEqual(calls, [])
+        self.assertEqual(calls, [], may_be="empty")
         if output is not None:  # on the rank of the last stage
             self.assertEqual(output, plain(batch[0]))
         # Without a backward, a stage may stay unsharded (since 2.15), but an optimizer needs sharded parameters.

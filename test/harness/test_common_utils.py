@@ -165,8 +165,8 @@ class EqualityTest(TestCase):
             ("same", one, one.detach()),
             ("same", {"a": one}, {"a": one}),
             ("same", ours := {"a": 1}, ours),
-            ("empty", list(""), list("")),
-            ("empty", set(""), set("")),
+            ("empty", [], []),
+            ("empty", set(), set()),
             ("empty", {"a": {}}, {"a": {}}),
             ("empty", {"a": torch.ones(0)}, {"a": torch.ones(0)}),
             ("zero", [torch.zeros(2), torch.ones(0)], [torch.zeros(2), torch.ones(0)]),
@@ -205,25 +205,7 @@ class EqualityTest(TestCase):
             ]:
                 self.assertEqual(x, y)
 
-    def test_the_call_has_the_expected_value(self):
-        nothing, zeros, infinite = list(""), torch.ones(2) - 1, 1e308 * 10
-        with as_test_of_fsdp():
-            self.assertEqual(nothing, [])
-            self.assertEqual((nothing, {}), ([], {}))
-            self.assertEqual(set(nothing), set())
-            self.assertEqual(nothing, [1] if zeros.any() else [])
-            self.assertEqual(zeros, torch.zeros(2))
-            self.assertEqual(zeros, torch.zeros_like(zeros), "in one line")
-            self.assertEqual(
-                torch.tensor(infinite),
-                torch.tensor(float("inf")),
-                "in four lines",
-            )
-            compare = {
-                "in a line that Python cannot parse alone": lambda: self.assertEqual(nothing, []),
-            }
-            compare.popitem()[1]()
-            self.failure(zeros, torch.zeros(2))  # the comparison is in another function, which does not say so
+    def test_words_that_name_no_kind_are_refused(self):
         with self.assertRaisesRegex(ValueError, "may_be has vacuous, and can only have same, empty, zero, small, nonf"):
             self.assertEqual(1, 1, may_be=("same", "vacuous"))
 

@@ -218,8 +218,7 @@ class TestCase(expecttest.TestCase):
         In this suite's tests of FSDP a comparison also fails if it proves nothing: if ``x`` and ``y`` are one object or
         share their memory ("same"), have no elements ("empty"), only zeros ("zero"), numbers below the tolerance
         ("small"), or an infinity or NaN at the same place ("nonfinite"). A call that means such values says so, with
-        ``may_be="zero"`` or a tuple of these words, or by an expected value such as ``[]`` or ``torch.zeros(4)``. See
-        :mod:`.vacuous`.
+        ``may_be="zero"`` or a tuple of these words. See :mod:`.vacuous`.
 
         ``msg`` is added to the message, or, when callable, makes the message from the one given to it. Raises
         ``ValueError`` if only one of ``atol`` and ``rtol`` is given, a number is compared with a larger tensor, or

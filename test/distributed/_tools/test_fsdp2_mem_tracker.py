@@ -462,7 +462,11 @@ class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
         self._check_phases(tracker, reshard_after_forward)
         # The wrapper is inside the unit, so the unit does not see its recomputation.
         recomputed = sorted(name for name, phase in found if phase == "Pre-Forward AC")
-        self.assertEqual(recomputed, [str(index) for index in range(BLOCKS)] if checkpoint_impl == "composable" else [])
+        self.assertEqual(
+            recomputed,
+            [str(index) for index in range(BLOCKS)] if checkpoint_impl == "composable" else [],
+            may_be="empty",
+        )
 
 
 class TestTrackerInTraining(TrackerTest):

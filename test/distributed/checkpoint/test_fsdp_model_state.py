@@ -153,7 +153,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
                 if name != "forwards":
                     rows = chunk_of(wanted.get_parameter(name), self.rank, loaded_by)
                     shards = [shard.tensor for shard in value.local_shards()]
-                    self.assertEqual(shards, [rows] if len(rows) else [], msg=name, rtol=0, atol=0)
+                    self.assertEqual(shards, [rows] if len(rows) else [], msg=name, rtol=0, atol=0, may_be="empty")
 
     @with_comms
     @skip_if_lt_x_gpu(4)

@@ -252,10 +252,10 @@ class TestStateDictOptions(StateDictTest):
             found = whole_tree(get_model_state_dict(model))
             if wrong == "Missing":
                 # A broadcast fills missing keys with the model's own values, so nothing is reported.
-                self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key])
+                self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key], may_be="empty")
                 self.assertEqual(found, {**wanted, key: self._plain().state_dict()[key]}, **EXACT)
             else:
-                self.assertEqual(list(unexpected), [key] if hears else [])
+                self.assertEqual(list(unexpected), [key] if hears else [], may_be="empty")
                 self.assertEqual(found, wanted, **EXACT)
 
     @skip_if_lt_x_gpu(2)
@@ -349,8 +349,9 @@ class TestStateDictOptions(StateDictTest):
         missing, unexpected = set_model_state_dict(model, given, options=dataclasses.replace(options, strict=False))
         self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
         names = [internals.clean_name(name.replace("_orig_mod.", "")).removeprefix("module.") for name in missing]
-        self.assertEqual(names, [] if options.full_state_dict else ["1.bias"])  # filled with the model's own values
-        self.assertEqual(list(unexpected), ["unknown"] if given else [])
+        # A full state dict is filled with the model's own values.
+        self.assertEqual(names, [] if options.full_state_dict else ["1.bias"], may_be="empty")
+        self.assertEqual(list(unexpected), ["unknown"] if given else [], may_be="empty")
 
     @skip_if_lt_x_gpu(2)
     def test_missing_key_of_compiled_model(self):
@@ -385,7 +386,7 @@ class TestStateDictOptions(StateDictTest):
         saving, loading = (self._wrapped(wrapper, StatesOfEachKind(seed, self.device)) for seed in (0, 1))
         state_dict = get_model_state_dict(saving, options=options)
         if options.full_state_dict and options.cpu_offload and self.rank > 0:
-            self.assertEqual(state_dict, {})
+            self.assertEqual(state_dict, {}, may_be="empty")
         else:
             self._verify_msd(plain.state_dict(), state_dict, options, offload_to_cpu=options.cpu_offload, **EXACT)
         set_model_state_dict(loading, self._given(state_dict, options), options=options)
@@ -431,7 +432,7 @@ class TestStateDictOptions(StateDictTest):
         del state_dict["_extra_state"]
         set_model_state_dict(loading, dict(state_dict), options=options)
         with torch_defect("dsd_missing_extra_state_is_made_up", when=options.full_state_dict):
-            self.assertEqual(loading.given, [])
+            self.assertEqual(loading.given, [], may_be="empty")
         self.assertEqual(whole(loading.weight), whole(saving.weight), **EXACT)
 
     @skip_if_lt_x_gpu(2)
@@ -446,7 +447,7 @@ class TestStateDictOptions(StateDictTest):
         state_dict = get_model_state_dict(saving, options=options)
         self.assertIn("0.kept", state_dict)
         self.assertNotIn("1.lost", state_dict)
-        self.assertEqual(set_model_state_dict(loading, state_dict, options=options), ([], []))
+        self.assertEqual(set_model_state_dict(loading, state_dict, options=options), ([], []), may_be="empty")
         self.assertEqual((loading[0].kept.tolist(), loading[1].lost.tolist()), ([1.0, 1.0], [2.0, 2.0]))
 
     def _embeddings(self, cls: type, seed: int) -> tuple[nn.Module, Any]:

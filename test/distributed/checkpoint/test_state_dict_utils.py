@@ -45,7 +45,7 @@ class TestStateDictUtils(DTensorTestBase):
 
     def _check_on(self, ranks: tuple[int, ...], found: dict[str, Any], wanted: dict[str, Any]) -> None:
         """These ranks must have the whole dict in host memory, and the others nothing."""
-        self.assertEqual(found, wanted if self.rank in ranks else {}, **EXACT)
+        self.assertEqual(found, wanted if self.rank in ranks else {}, **EXACT, may_be="empty")
         self.assertTrue(all(value.device == HOST for value in found.values()))
 
     @with_comms

@@ -172,7 +172,7 @@ class TestCheckpointOnDisk(FSDPTest):
         elif group.rank() == 0:
             dcp.save(state_dict, storage_writer=FileSystemWriter(f"{path}/model"), no_dist=True)
         else:
-            self.assertEqual(state_dict, {})
+            self.assertEqual(state_dict, {}, may_be="empty")
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
         kinds = {type(state["exp_avg"]) for state in state_dict["state"].values()}

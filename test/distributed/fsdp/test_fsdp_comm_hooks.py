@@ -335,7 +335,7 @@ class TestCommunicationHooks(FSDPTest):
         inputs = torch.rand(3, 8, device=self.device)
         with hooked.no_sync():
             hooked(inputs).sum().backward()
-        self.assertEqual(state.calls, [])
+        self.assertEqual(state.calls, [], may_be="empty")
         hooked(inputs).sum().backward()
         self.assertEqual(len(state.calls), 3)
         plain(inputs).sum().backward()

@@ -123,7 +123,7 @@ class TestFSDPExecOrder(FSDPTest):
         with _order_warnings() as before:
             for _ in range(iters_before_path_change):
                 self._iterate(model, device)
-        self.assertEqual(before, [])
+        self.assertEqual(before, [], may_be="empty")
         deviates = self.rank != 0
         if deviates:
             model.flip_path()
@@ -136,7 +136,7 @@ class TestFSDPExecOrder(FSDPTest):
             "and may give incorrect results or hang.\nExpected to all-gather for [['layer1.weight']] but trying to "
             "all-gather parameters for [['layer2.0.weight', 'layer2.2.weight']]"
         )
-        self.assertEqual(found, [expected] if deviates else [])
+        self.assertEqual(found, [expected] if deviates else [], may_be="empty")
         self.assertIs(data.warn_status, status.WARNING if deviates else status.NONE)
 
         model.module.run_backward(loss)
@@ -144,7 +144,7 @@ class TestFSDPExecOrder(FSDPTest):
             for _ in range(2):
                 self.assertIs(data.warn_status, status.WARNED if deviates else status.NONE)
                 self._iterate(model, device)
-        self.assertEqual(later, [])
+        self.assertEqual(later, [], may_be="empty")
         self._assert_group_works(device)
 
     @skip_if_lt_x_gpu(2)
@@ -160,7 +160,7 @@ class TestFSDPExecOrder(FSDPTest):
                 model.eval()
                 for _ in range(3):
                     self._forward(model, device)
-        self.assertEqual(found, [])
+        self.assertEqual(found, [], may_be="empty")
         self.assertEqual(internals.execution_order(model).current_order_index, 0)
         # The check still works: in train mode the other path is noticed.
         model.train()
@@ -200,7 +200,7 @@ class TestFSDPExecOrder(FSDPTest):
             if not checks:
                 model.flip_path()
             self._iterate(model, device)
-        self.assertEqual(found, [])
+        self.assertEqual(found, [], may_be="empty")
 
 
 def _validations(gathers: list[Call]) -> int:

@@ -122,7 +122,7 @@ class TestFSDPFineTune(FSDPTest):
             everywhere = [mine] if instance.sharding_strategy is NO_SHARD else of_all_ranks(mine)
             of_each = [[piece for piece in pieces if piece is not None] for pieces in zip(*everywhere, strict=True)]
             if not any(grad is not None for grad in wanted):
-                self.assertEqual([piece for pieces in of_each for piece in pieces], [])
+                self.assertEqual([piece for pieces in of_each for piece in pieces], [], may_be="empty")
                 continue
             # Either one flat gradient, which may end in padding, or a gradient for each parameter.
             found = torch.cat([piece for pieces in of_each for piece in pieces])

@@ -186,7 +186,7 @@ class TestGradAcc(FSDPTest):
                     self._backward(model, batch)
                     plain.get_loss(batch, plain(*batch)).backward()
                     self.assertEqual([flat_param.grad.size() for flat_param in flat_params], whole)
-            self.assertEqual(reductions, [])
+            self.assertEqual(reductions, [], may_be="empty")
             # Nothing is reduced yet: the gradient is that of a model that trains on this rank's data only.
             mine = plain.transformer.encoder.layers[0]
             expected = torch.cat([param.grad.flatten() for param in mine.parameters()])

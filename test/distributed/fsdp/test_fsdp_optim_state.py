@@ -225,7 +225,7 @@ class TestFSDPOptimState(FSDPTest):
     ) -> None:
         """States and parameter groups match the reference by name. With ``rank0_only`` other ranks have nothing."""
         if rank0_only and dist.get_rank(group) > 0:
-            self.assertEqual(osd, {})
+            self.assertEqual(osd, {}, may_be="empty")
             return
         names = {param: name for name, param in reference.model.named_parameters()}
         wanted = {names[param]: state for param, state in reference.optim.state.items()}
@@ -410,7 +410,7 @@ class TestFSDPOptimState(FSDPTest):
         osd = save(run.model, run.optim)
         new = live_storages().keys() - before.keys()
         if self.rank > 0:
-            self.assertEqual(osd, {})
+            self.assertEqual(osd, {}, may_be="empty")
             # A backend thread may still hold the input and output of the last gather.
             self.assertLessEqual(len(new), 2)
         else:
@@ -535,7 +535,7 @@ class TestFSDPOptimState(FSDPTest):
             )
             with self.assertRaisesRegex(ValueError, message):
                 way.convert(saved, target)
-            self.assertEqual(target.optim.state_dict()["state"], {})
+            self.assertEqual(target.optim.state_dict()["state"], {}, may_be="empty")
             return
         converted = way.convert(saved, target)
         (skipped,) = set(range(len(params))) - set(converted["state"])
@@ -816,7 +816,7 @@ class TestFSDPOptimState(FSDPTest):
         run = self._dummy()
         state = run.optim.state_dict()["state"]
         osd = FSDP.optim_state_dict(run.model, run.optim)
-        self.assertEqual((state, osd["state"]), ({}, {}))
+        self.assertEqual((state, osd["state"]), ({}, {}), may_be="empty")
         wanted = {name for name, _ in TestDummyModel().named_parameters()}
         self.assertEqual(set(osd["param_groups"][0]["params"]), wanted)
 
@@ -852,7 +852,7 @@ class TestFSDPOptimState(FSDPTest):
         FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(), full)
         osd = FSDP.optim_state_dict(model, optim)
         if self.rank > 0:
-            self.assertEqual(osd, {})
+            self.assertEqual(osd, {}, may_be="empty")
         else:
             kinds = {(type(value), value.device.type) for value in moments_of(osd)}
             self.assertEqual(kinds, {(torch.Tensor, host)})

@@ -293,7 +293,7 @@ class StateDictMixin(_Base):
                 if not any(part in name for part in ignore_keys):
                     self.assertEqual(value.device, HOST, name)
         elif isinstance(model, FSDP):
-            self.assertEqual(state_dict, {})
+            self.assertEqual(state_dict, {}, may_be="empty")
         else:
             self.assertTrue(all(any(part in name for part in ignore_keys) for name in state_dict), state_dict)
 
@@ -497,7 +497,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             model, model_new = built(), built()
             state_dict = self._save(model, state_dict_type, state_dict_rank0_and_offload)
             self._validate_state_dict_contents(model, state_dict, state_dict_rank0_and_offload, ["non_fsdp_lin"])
-            self.assertEqual({value.dtype for value in state_dict.values()} - {dtype}, set())
+            self.assertEqual({value.dtype for value in state_dict.values()} - {dtype}, set(), may_be="empty")
             _zero_model(model_new)
             self._compare_models(model, model_new, self.assertNotEqual)
             self._load(model_new, state_dict_type, self._received(state_dict, state_dict_rank0_and_offload))
@@ -557,7 +557,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         for name, value in state_dict.items():
             self.assertEqual(value.dtype, torch.float32, name)
         for name, value in summoned(model).items():
-            self.assertEqual(value, torch.zeros_like(value), msg=name)
+            self.assertEqual(value, torch.zeros_like(value), msg=name, may_be="zero")
         self._load(model, state_dict_type, self._received(state_dict, state_dict_rank0_and_offload))
         self.assertEqual(summoned(model), trained)
 
@@ -933,7 +933,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         for kind in SUPPORTED:
             model, other = (FSDP(Model(True, register_buffers=True)) for _ in range(2))
             state_dict = self._save(model, kind)
-            self.assertEqual([name for name in state_dict if "non_persistent" in name], [])
+            self.assertEqual([name for name in state_dict if "non_persistent" in name], [], may_be="empty")
             self.assertEqual(sorted(name for name in state_dict if "buffer" in name), ["inner.buffer", "outer.buffer"])
             before = summoned(other)
             self._load(other, kind, state_dict)
@@ -1004,7 +1004,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         source = self._uneven_layers(seed=1)
         model = self._wrapped(self._uneven_layers(), sharding_strategy=strategy, use_orig_params=use_orig_params)
         result = model.load_state_dict(source.state_dict(), assign=assign)
-        self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []))
+        self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []), may_be="empty")
         rows = self._rows(2, 3)
         output, wanted = model(rows), source(rows)
         unflattened = strategy is ShardingStrategy.NO_SHARD and use_orig_params

@@ -940,7 +940,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         with torch_defect(
             "fsdp1_evaluation_before_step_trains_old_weights", "fsdp1_update_between_forwards_is_not_seen"
         ):
-            self.assertEqual(output, torch.zeros(2, 7, device=self.device))
+            self.assertEqual(output, torch.zeros(2, 7, device=self.device), may_be="zero")
 
     def _averaged(self, inp: torch.Tensor) -> nn.Module:
         """The plain model, with gradients averaged over the ranks by hand."""

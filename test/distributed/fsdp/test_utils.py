@@ -290,7 +290,7 @@ class TestUtils(TestCase):
         self.assertEqual(utils._to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
         self.assertEqual(utils._to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
         self.assertEqual(utils._to_kwargs((1, 2, 3), {"a": 1}, device, False), (((1, 2, 3),), ({"a": 1},)))
-        self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()))
+        self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()), may_be="empty")
 
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
         """A named tuple without fields is an ordinary input.

@@ -682,7 +682,7 @@ class TestAutoWrap(TestCase):
                 raise KeyError("on purpose")
         self.assertIs(type(wrap(nn.Linear(5, 5))), nn.Linear)
         with enable_wrap(wrapper_cls=_Remembering):
-            self.assertEqual(wrap(nn.Linear(5, 5)).kwargs, {})  # and no arguments are left over
+            self.assertEqual(wrap(nn.Linear(5, 5)).kwargs, {}, may_be="empty")  # and no arguments are left over
 
 
 def _is_instance(module: nn.Module, classes: Any) -> bool:
@@ -747,7 +747,7 @@ class TestWrapUtils(TestCase):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             wrap_utils._validate_frozen_params(model, modules, ignored, use_orig_params)
-        self.assertEqual([str(each.message) for each in caught], [])
+        self.assertEqual([str(each.message) for each in caught], [], may_be="empty")
 
 
 instantiate_parametrized_tests(TestFSDPWrap)

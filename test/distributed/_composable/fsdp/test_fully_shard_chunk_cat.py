@@ -181,7 +181,7 @@ class TestFullyShardChunkCat(TestCase):
         given = torch.zeros_like(expected)
         found = torch.compile(layout, backend="aot_eager", fullgraph=True)(tensors, given)
         self.assertEqual(found, torch.stack([torch.ones_like(expected), 2 * expected]), rtol=0, atol=0)
-        self.assertEqual(given, expected if out_is_input else torch.zeros_like(expected), rtol=0, atol=0)
+        self.assertEqual(given, expected if out_is_input else torch.zeros_like(expected), rtol=0, atol=0, may_be="zero")
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ class TestFullyShardCompile(CompileTest):
         with torch.compiler.set_stance("force_eager"):
             subject.backward(compiled, 0, self.rank)
         model.zero_grad(set_to_none=True)
-        self.assertEqual(counting.graphs, [])
+        self.assertEqual(counting.graphs, [], may_be="empty")
         yield compiled
         torch._dynamo.reset()
 

@@ -304,7 +304,7 @@ class TestFullyShardDTensor(FSDPTest):
         self.assertEqual(model.used.grad.full_tensor(), ref_model.used.grad)
         self.assertIsInstance(model.unused.grad, DTensor)
         self.assertEqual(model.unused.grad.placements, model.unused.placements)
-        self.assertEqual(model.unused.grad.full_tensor(), torch.zeros(8, 4, device=self.device))
+        self.assertEqual(model.unused.grad.full_tensor(), torch.zeros(8, 4, device=self.device), may_be="zero")
 
     @skip_if_lt_x_gpu(2)
     def test_validation_non_replicate_dp_placement(self):

@@ -375,7 +375,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         extension.local.fsdp_pre_all_gather = lambda mesh, outer_size, outer_stride: ((extension.local,), None)
         with self.assertRaisesRegex(AssertionError, "Invalid fsdp_pre_all_gather"):
             layer(self._input(4))
-        self.assertEqual(extension.received, [])
+        self.assertEqual(extension.received, [], may_be="empty")
 
     @skip_if_lt_x_gpu(2)
     def test_metadata_round_trip(self):

@@ -302,7 +302,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         output, tangent = torch.func.jvp(lambda ignored: decoder(encoded), (primal,), (torch.ones_like(primal),))
         self.assertEqual(output.shape, (320,))
         self.assertEqual(output.dtype, torch.bfloat16)
-        self.assertEqual(tangent, torch.zeros_like(output))
+        self.assertEqual(tangent, torch.zeros_like(output), may_be="zero")
         expected = F.linear(F.linear(inp, encoder.whole.bfloat16()), decoder.whole.bfloat16())
         self.assertEqual(output, expected)
 

@@ -348,7 +348,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         model = self._shard_two_linears(self._two_linears(dim))
         taken = get_model_state_dict(model, options=options)
         if full and offload and self.rank > 0:
-            self.assertEqual(taken, {})
+            self.assertEqual(taken, {}, may_be="empty")
         else:
             self.assertEqual(list(taken), list(whole))
             for name, value in taken.items():
@@ -363,7 +363,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         taken = {name: value.clone() for name, value in taken.items()}
         result = set_model_state_dict(other, taken, options=options)
         if not broadcast:
-            self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []))
+            self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []), may_be="empty")
         check_sharded_parity(self, ref_model, other)
         inp = self._rows_of(self.rank)
         self.assertEqual(other(inp), ref_model(inp))
@@ -526,7 +526,7 @@ class TestFullyShardStateDictMultiThread(FSDPTestMultiThread):
             if self.rank == 0:
                 whole[name] = full.to(HOST)
         if self.rank > 0:
-            self.assertEqual(whole, {})
+            self.assertEqual(whole, {}, may_be="empty")
             return
         expected = {name: value.to(HOST) for name, value in ref_model.state_dict().items()}
         self.assertEqual(list(whole), list(expected))

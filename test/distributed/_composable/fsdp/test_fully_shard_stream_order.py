@@ -264,7 +264,7 @@ class TestFullyShardStreamOrder(StreamOrderTest):
                 param.mul_(0.5)
         self.assertGreater(recording.waits, 0)
         with torch_defect("fsdp2_offloaded_parameters_change_while_copied"):
-            self.assertEqual(recording.races, [])
+            self.assertEqual(recording.races, [], may_be="empty")
 
     @skip_if_lt_x_gpu(2)
     def test_several_forwards_before_backwards(self):

@@ -302,11 +302,11 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         for each in (model, grouped):
             each.in_proj.register_forward_hook(lambda *_, each=each: seen.append(waiting(each)))
         for each, meanwhile in ((model, [set()] * 3), (grouped, [set(), {grouped.out_proj}])):
-            self.assertEqual(waiting(each), [set()] * len(meanwhile))
+            self.assertEqual(waiting(each), [set()] * len(meanwhile), may_be="empty")
             seen.clear()
             each(self._inputs(2, 8)).sum().backward()
             self.assertEqual(seen, [meanwhile], may_be="empty")
-            self.assertEqual(waiting(each), [set()] * len(meanwhile))
+            self.assertEqual(waiting(each), [set()] * len(meanwhile), may_be="empty")
 
 
 class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
@@ -1071,7 +1071,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertTrue(group.is_sharded)
             held = internals.pending_gather(group), group._partial_reduce_output, group._all_reduce_state
             self.assertEqual(held, (None, None, None))
-            self.assertEqual(internals.forward_positions(group), [])
+            self.assertEqual(internals.forward_positions(group), [], may_be="empty")
 
     def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
         """After the reset no state is left, and the model trains bitwise like a fresh one."""
@@ -1443,7 +1443,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
             with collectives.recorded() as calls:
                 losses = accumulating(model, mark)(each, microbatches)
-            self.assertEqual(calls.counts(), expected if each is model else Counter())
+            self.assertEqual(calls.counts(), expected if each is model else Counter(), may_be="empty")
             return losses
 
         next_batch = lambda: self._inputs(num_microbatches, 2, dim).unbind()  # noqa: E731
@@ -1991,7 +1991,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})
         self.assertEqual({id(internals.comm_context(mlp)) for mlp in model}, {id(contexts[0])})
         # Older versions of torch keep these events in the groups.
-        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {})
+        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {}, may_be="empty")
 
 
 class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):

@@ -99,7 +99,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         shard_each((*model, model))
         found = get_model_state_dict(model, options=FULL_ON_HOST)
         if self.rank > 0:
-            self.assertEqual(found, {})
+            self.assertEqual(found, {}, may_be="empty")
         else:
             self._verify_msd(base.state_dict(), found, FULL, offload_to_cpu=True, **EXACT)
             for value in found.values():
@@ -177,7 +177,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         read = {"model": msd, "optim": osd}
         dcp.load(read, checkpoint_id=path)
         self._check(self._values(read["model"], read["optim"]), wanted)
-        self.assertEqual(loading.load(read["model"], read["optim"]), ([], []))
+        self.assertEqual(loading.load(read["model"], read["optim"]), ([], []), may_be="empty")
         self._check(self._values(*loading.states()), wanted)
         on_host = loading.states(FULL_ON_HOST) if not self._is_fsdp1(loading) else loading.states(FULL)
         if self.rank == 0:
@@ -245,7 +245,9 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
             )
             saving.train(range(3))
             replicated = {name for name, param in loading.model.named_parameters() if not isinstance(param, DTensor)}
-            self.assertEqual({name[0] for name in replicated}, {"0"} if allow_implicit_replication else set())
+            self.assertEqual(
+                {name[0] for name in replicated}, {"0"} if allow_implicit_replication else set(), may_be="empty"
+            )
             self._test_conversion(saving, self._state(saving, options), loading)
 
     @requires_world_size(4)
