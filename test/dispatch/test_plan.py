@@ -22,6 +22,7 @@ from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions,
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
+from torch_fsdp_tests.dispatch.last_failures import WHOLE_FILE, Failed
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How, worst_of_each
 from torch_fsdp_tests.dispatch.results import Results
@@ -600,8 +601,8 @@ class TestMemory(unittest.TestCase):
     """
 
     def of_run(
-        self, before: list[str] | None, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
-    ) -> list[str] | None:
+        self, before: Failed, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
+    ) -> Failed:
         tests = tuple(TestResult(name, State(outcome)) for name, outcome in outcomes.items())
         job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
         ending = Ending(How.STOPPED) if stopped else Ending(How.EXITED, 0)
@@ -609,28 +610,37 @@ class TestMemory(unittest.TestCase):
         return last_failures.remembered(before, [file], is_narrowed=False)
 
     def test_what_a_run_says_about_a_file(self):
+        def failed(*tests: str) -> Failed:
+            return Failed(tests)
+
         good, bad = {"T.a": "passed"}, {"T.a": "failed", "T.b": "passed"}
         for expected, run in {
-            "what failed": (["T.a"], self.of_run(None, bad)),
-            "what passed is forgotten": (None, self.of_run(["T.a"], good)),
-            "what is gone is forgotten": (None, self.of_run(["T.gone"], good)),
-            "what was named and is gone is forgotten": (None, self.of_run(["T.gone"], {}, "T.gone")),
-            "other tests are not": (["T.b"], self.of_run(["T.a", "T.b"], good, "T.a")),
-            "nor those of other parts": (["T.b"], self.of_run(["T.b"], good, parts=2)),
-            "nor those that a stop cut off": (["T.b"], self.of_run(["T.b"], good | {"T.b": "not run"}, stopped=True)),
-            "nor a whole file by a part of it": ([], self.of_run([], good, "T.a")),
-            "but by all of it": (None, self.of_run([], good)),
-            "a known failure is none": (None, self.of_run(["T.a"], {"T.a": "known failure"})),
-            "what a failure cut off failed too": (["T.a", "T.b"], self.of_run(None, bad | {"T.b": "not run"})),
+            "what failed": (failed("T.a"), self.of_run(Failed(), bad)),
+            "what passed is forgotten": (Failed(), self.of_run(failed("T.a"), good)),
+            "what is gone is forgotten": (Failed(), self.of_run(failed("T.gone"), good)),
+            "what was named and is gone is forgotten": (Failed(), self.of_run(failed("T.gone"), {}, "T.gone")),
+            "other tests are not": (failed("T.b"), self.of_run(failed("T.a", "T.b"), good, "T.a")),
+            "nor those of other parts": (failed("T.b"), self.of_run(failed("T.b"), good, parts=2)),
+            "nor those that a stop cut off": (
+                failed("T.b"),
+                self.of_run(failed("T.b"), good | {"T.b": "not run"}, stopped=True),
+            ),
+            "nor a whole file by a part of it": (WHOLE_FILE, self.of_run(WHOLE_FILE, good, "T.a")),
+            "but by all of it": (Failed(), self.of_run(WHOLE_FILE, good)),
+            "a known failure is none": (Failed(), self.of_run(failed("T.a"), {"T.a": "known failure"})),
+            "what a failure cut off failed too": (
+                failed("T.a", "T.b"),
+                self.of_run(Failed(), bad | {"T.b": "not run"}),
+            ),
         }.items():
             with self.subTest(expected):
                 self.assertEqual(*run)
 
     def test_a_selection_is_narrowed_to_what_failed(self):
-        failed = {"f": ["T.a", "T.b", "U.c"], "whole": []}
+        failed = {"f": Failed(("T.a", "T.b", "U.c")), "whole": WHOLE_FILE}
         everything = [TestRun("f"), TestRun("whole"), TestRun("passes")]
         self.assertEqual(
-            last_failures.narrow(everything, failed), [TestRun("f", frozenset(failed["f"])), TestRun("whole")]
+            last_failures.narrow(everything, failed), [TestRun("f", frozenset(failed["f"].tests)), TestRun("whole")]
         )
         some = [TestRun("f", frozenset({"T"}), frozenset({"T.b"})), TestRun("passes")]
         self.assertEqual(last_failures.narrow(some, failed), [TestRun("f", frozenset({"T.a"}))])
@@ -643,7 +653,7 @@ class TestMemory(unittest.TestCase):
             run = RunTests(path, path)
             last_failures.save(path, "foo", ["f"], Results(run), [])
             self.assertEqual([last_failures.load(path, each) for each in ("cpu", "foo", "bar")],
-                             [{"f": ["T.a"]}, {"f": ["T.b"]}, {}])  # fmt: skip
+                             [{"f": Failed(("T.a",))}, {"f": Failed(("T.b",))}, {}])  # fmt: skip
 
 
 class TestLists(unittest.TestCase):

@@ -80,7 +80,7 @@ class TestFold(unittest.TestCase):
                 number = order.index(failed) + 1
                 self.assertEqual(record["failures"][0]["round"], number)
                 words = f"failed in 1 of 3 rounds (round {number}): rank 3 on host-b raised E: lost"
-                self.assertEqual(rounds.told(record), words)
+                self.assertEqual(rounds.in_one_line(record), words)
                 self.assertIn("error", file.attempts[0].output)
 
     def test_the_worst_counts(self):
@@ -126,7 +126,7 @@ class TestFold(unittest.TestCase):
         self.assertLessEqual(len(record.times.values), MOST_SECONDS)
         self.assertLessEqual(len(file.attempts[0].output), 200)
         self.assertEqual(len(file.attempts[0].notes), FEW)
-        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.told(record.to_json()))
+        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.in_one_line(record.to_json()))
 
     def test_times_are_kept_at_equal_distances(self):
         times = Times()

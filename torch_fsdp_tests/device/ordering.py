@@ -19,12 +19,13 @@ where FSDP would copy between a device and the host.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import sys
 import threading
 import unittest
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stre
 # Arguments that an operator writes although the schema does not say so. Collectives write their first argument.
 _WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
 _COLLECTIVE = "c10d::"
-_VALUES = ("equal", "_local_scalar_dense")  # a device hands them to the host
+_VALUES = ("equal", "_local_scalar_dense")
 _COPIES = ("copy_", "_to_copy")  # also between host and device
 _FSDP = "torch.distributed.fsdp."
 # The modules that move gradients and parameters between device and host.
@@ -99,6 +100,69 @@ class Race(NamedTuple):
         return f"{earlier} and {later} are not ordered"
 
 
+class _Side(enum.Enum):
+    """Where a tensor is."""
+
+    HOST = enum.auto()
+    DEVICE = enum.auto()
+
+
+def _side(is_in_host: bool) -> _Side:
+    return _Side.HOST if is_in_host else _Side.DEVICE
+
+
+def _needs_host(operands: Sequence[torch.Tensor], sides: Sequence[_Side]) -> bool:
+    """Whether an operator can run only in host memory: one of its operands, not a number, is there."""
+    return any(tensor.dim() and side is _Side.HOST for tensor, side in zip(operands, sides, strict=True))
+
+
+class _Operation(NamedTuple):
+    """One call of an operator: its operands, and what its name says about it."""
+
+    func: Any
+    arguments: Mapping[str, Any]  # by name, with defaults
+    read: list[torch.Tensor]
+    written: list[torch.Tensor]
+    storages: set[int]  # of both, before the operator runs
+    place: Place | None
+    name: str
+
+    @property
+    def _short_name(self) -> str:
+        return self.name.partition("::")[2]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.name.startswith(_COLLECTIVE)
+
+    @property
+    def copies(self) -> bool:
+        return self._short_name.startswith(_COPIES)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it may replace a copy between host and device."""
+        by_mover = self.place is not None and self.place.module in _FSDP1_MOVES | _FSDP2_MOVES
+        return self.copies or self.is_collective or by_mover
+
+    @property
+    def accesses_memory(self) -> bool:
+        return not self.func.is_view and not self._short_name.startswith(_NO_ACCESS)
+
+    @property
+    def returns_value(self) -> bool:
+        """Whether a device hands its result to the host."""
+        return self._short_name in _VALUES
+
+    def argument(self, name: str) -> Any:
+        """What is given for an argument, its default, or None if there is no such argument."""
+        return self.arguments.get(name)
+
+    def made(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of a result whose memory is not an operand's."""
+        return [tensor for tensor in _tensors([result]) if _key(tensor) not in self.storages]
+
+
 @dataclass
 class _Memory:
     """The accesses to a storage. ``users`` are the streams that were passed to ``record_stream``."""
@@ -121,13 +185,14 @@ class Recording(TorchDispatchMode):
         self.host_waits: Counter[str] = Counter()
         self._module, self._kind = device_module, device_module.Stream
         self._device_type = accelerator.current().type
+        self._is_cpu = self._device_type == "cpu"
         self._names: dict[int, str] = {HOST: "the host", COLLECTIVES: "the backend's stream"}
         self._streams: dict[int, Any] = {}  # kept, so that no other stream gets the id of a deleted one
         self._host: Clock = {HOST: 0}
         self._clocks: dict[int, Clock] = {HOST: self._host, COLLECTIVES: {COLLECTIVES: 0}}
         self._host_memory: set[int] = set()  # storages; pinned ones and those of another device type need not be here
         self._adopted: set[int] = set()  # storages that are where they were last used together with the host's
-        self._moves = False  # whether an operator stands for a copy between host and device
+        self._moves = False  # whether the current operator replaces a copy between host and device
         # Weak references to CUDA's events dangle when the events are gone (pytorch#183403), so these stay.
         self._events: dict[Any, Clock] = {}
         self._memory: dict[int, _Memory] = {}
@@ -207,48 +272,50 @@ class Recording(TorchDispatchMode):
             return NotImplemented  # a DTensor's operators on local tensors come here too
         kwargs = kwargs or {}
         self._free()
-        read, written = _operands(func, args, kwargs)
-        given = {_key(tensor) for tensor in (*read, *written)}
-        place = _place()
-        name = str(func.name() if hasattr(func, "name") else func)
-        short = name.partition("::")[2]
-        copies = short.startswith(_COPIES) or name.startswith(_COLLECTIVE)
-        moves = copies or (place is not None and place.module in _FSDP1_MOVES | _FSDP2_MOVES)
-        in_host = self._are_in_host((*read, *written), adopts=not moves)
+        operation = _operation(func, args, kwargs, _place())
+        sides = self._sides(operation)
         result = func(*args, **kwargs)
-        made = [each for each in _tensors([result]) if _key(each) not in given]
-        made_in_host = [self._device_type != "cpu" and self.is_in_host(each) for each in made]  # the CPU does not tell
-        if self._device_type != "cpu":
-            in_host.update(made_in_host)
-        stream = HOST if in_host == {True} and not self._moves else self.stream()
-        # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
-        by_fsdp = place is not None and not _here.coalesces
-        is_collective = name.startswith(_COLLECTIVE) and stream != HOST
-        if is_collective and by_fsdp and _argument(func, args, kwargs, "async_op"):
-            _merge(self._clocks[COLLECTIVES], self._clocks[stream])
-            stream = COLLECTIVES
-        if place is None and self._device_type != "cpu":
+        made = operation.made(result)
+        if self._is_cpu:  # which does not show where a new tensor is
+            made_in_host = [False] * len(made)
+        else:
+            made_in_host = [self.is_in_host(tensor) for tensor in made]
+            sides.update(map(_side, made_in_host))
+        stream = self._stream_of(operation, sides)
+        if operation.place is None and not self._is_cpu:
             self._follow_autograd(stream)
         for tensor, is_in_host in zip(made, made_in_host, strict=True):
-            self.allocate(tensor.untyped_storage(), name, HOST if is_in_host else stream)
-        if not func.is_view and not short.startswith(_NO_ACCESS):
+            self.allocate(tensor.untyped_storage(), operation.name, HOST if is_in_host else stream)
+        if operation.accesses_memory:
             clock = self._clocks[stream]
             _merge(clock, self._host)
             clock[stream] += 1
-            for tensors, writes in ((read, False), (written, True), (made, True)):
+            for tensors, writes in ((operation.read, False), (operation.written, True), (made, True)):
                 for tensor in tensors:
-                    self._access(tensor, stream, name, writes, place)
-        if len(in_host) > 1 and short.startswith(_COPIES) and not _argument(func, args, kwargs, "non_blocking"):
+                    self._access(tensor, stream, operation.name, writes, operation.place)
+        if operation.copies and len(sides) == len(_Side) and not operation.argument("non_blocking"):
             self.synchronize_stream(None, "copy")
-        elif short in _VALUES and self._device_type != "cpu" and stream != HOST:
+        elif operation.returns_value and not self._is_cpu and stream != HOST:
             self.synchronize_stream(None, "value")
         return result
+
+    def _stream_of(self, operation: _Operation, sides: set[_Side]) -> int:
+        """The stream on which an operator runs whose operands are on these sides."""
+        if sides == {_Side.HOST} and not self._moves:
+            return HOST
+        stream = self.stream()
+        # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
+        by_fsdp = operation.place is not None and not _here.coalesces
+        if operation.is_collective and by_fsdp and operation.argument("async_op"):
+            _merge(self._clocks[COLLECTIVES], self._clocks[stream])
+            return COLLECTIVES
+        return stream
 
     def is_in_host(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device_type:
             return True
         key = _key(tensor)
-        return self._device_type == "cpu" and (key in self._host_memory or key in self._adopted or tensor.is_pinned())
+        return self._is_cpu and (key in self._host_memory or key in self._adopted or tensor.is_pinned())
 
     def _follow_autograd(self, stream: int) -> None:
         """Order an operator of backward after the nodes before it, as autograd does in C++ if their streams differ.
@@ -262,24 +329,23 @@ class Recording(TorchDispatchMode):
                 _merge(self._clocks[stream], self._clocks[other])
         self._node_streams = {*self._node_streams, stream} if node is not None else set()
 
-    def _are_in_host(self, tensors: Collection[torch.Tensor], adopts: bool) -> set[bool]:
-        """Whether an operator's tensors are in host memory, and whether some are not.
+    def _sides(self, operation: _Operation) -> set[_Side]:
+        """Where the operands are.
 
-        On the CPU, nothing tells where a tensor was asked for. If an operator gets it together with memory of the host,
-        it is there too, unless the operator ``adopts`` nothing, because it may stand for a copy. Such an operator finds
-        it on the device.
+        On the CPU, nothing tells where a tensor was asked for. What an operator gets together with host memory is in
+        host memory too, and what an operator gets that may be a copy is on the device.
         """
-        if not adopts:
-            self._adopted.difference_update(map(_key, tensors))
-        in_host = {_key(tensor): self.is_in_host(tensor) for tensor in tensors}
-        others = [tensor for tensor in tensors if not in_host[_key(tensor)]]
-        mixes = len(others) < len(tensors) and any(tensor.dim() and in_host[_key(tensor)] for tensor in tensors)
-        if self._device_type != "cpu" or not adopts or not others or not mixes:
-            return set(in_host.values())
-        for tensor in others:
-            self._adopted.add(_key(tensor))
-            self._of(tensor.untyped_storage()).accesses = []
-        return {True}
+        operands = [*operation.read, *operation.written]
+        if operation.may_move:
+            self._adopted.difference_update(map(_key, operands))
+        sides = [_side(self.is_in_host(tensor)) for tensor in operands]
+        if self._is_cpu and not operation.may_move and _needs_host(operands, sides):
+            for tensor, side in zip(operands, sides, strict=True):
+                if side is _Side.DEVICE:
+                    self._adopted.add(_key(tensor))
+                    self._of(tensor.untyped_storage()).accesses = []
+            return {_Side.HOST}
+        return set(sides)
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
         """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
@@ -382,12 +448,6 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """What is given for one of an operator's arguments, its default, or None if there is no such argument."""
-    defaults = _arguments(func)[0]
-    return (defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)).get(name)
-
-
 def _is_within(inner: Access, outer: Access) -> bool:
     """Whether ``outer`` covers all bytes of ``inner``, and all that is ordered after ``outer`` follows ``inner``."""
     return inner.stream == outer.stream and outer.start <= inner.start and inner.end <= outer.end
@@ -417,12 +477,13 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The tensors that an operator reads, and those of its arguments that it writes."""
-    names, marked, only_written = _arguments(func)
-    by_name = dict(zip(names, args, strict=False)) | dict(kwargs)
-    read = _tensors(value for name, value in by_name.items() if name not in only_written)
-    return read, _tensors(value for name, value in by_name.items() if name in marked)
+def _operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> _Operation:
+    defaults, marked, only_written = _arguments(func)
+    given = dict(zip(defaults, args, strict=False)) | dict(kwargs)
+    read = _tensors(value for name, value in given.items() if name not in only_written)
+    written = _tensors(value for name, value in given.items() if name in marked)
+    name = str(func.name() if hasattr(func, "name") else func)
+    return _Operation(func, defaults | given, read, written, {*map(_key, read), *map(_key, written)}, place, name)
 
 
 @functools.cache

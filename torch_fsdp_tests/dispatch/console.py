@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_fsdp_tests import installation, settings
@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.rounds import told
+from torch_fsdp_tests.dispatch.rounds import in_one_line
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, shown, skip_rows
@@ -153,8 +153,7 @@ class Console:
 
     def round_done(self, number: int, took: float, since: float, is_complete: bool) -> None:
         """Print one line for each round. It took ``took`` seconds, and the first began ``since`` seconds ago."""
-        self._clear()
-        self._status = ""
+        self._end_status()
         counts = {state: self._counts[state] for state in COUNTED}
         word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
         of = f"/{self._run.repeat}" if self._run.repeat else ""
@@ -167,42 +166,20 @@ class Console:
 
         In rounds only failures are printed, and the output if it ``is_news``.
         """
-        self._clear()
-        self._status = ""  # the status line about this file is outdated
+        self._end_status()  # the status line about this file is outdated
         self._done += 1
         results = file.tests()
         self._counts.update(result.outcome.counted_as for result in results)
-        tests = [result for result in results if result.scope is Scope.TEST]
-        self._tests += len(tests)
-        skipped, known = file.count(State.SKIPPED), file.count(State.KNOWN_FAILURE)
-        executed = sum(test.outcome.is_executed for test in tests)
-        fixtures = sum(result.is_fixture for result in results)
-        word = "FAILED" if file.is_bad else "flaky" if file.is_flaky else "ok" if executed else "skipped"
-        if file.was_stopped and not file.is_bad:
-            word = "stopped"
-        if file.attempts[-1].unknown:
-            word = "unknown"
-        elif not results and not file.was_stopped:
-            word = "empty"
-        elif self._run.list_tests and not file.is_bad:
-            listed = f"listed  {file.name}  {plural(len(tests), 'test')}"
-            listed = f"stopped {file.name}  before its tests were known" if file.has_no_news else listed
-            self.say(f"[{self._done:{self._width}d}/{self._total}] {listed}")
-            return
-        counted = sum(test.outcome is not State.NOT_RUN for test in tests)
-        about = [plural(counted, "test")]
-        about += [plural(fixtures, "failed fixture")] * bool(fixtures)
-        about += [f"{skipped} skipped"] * bool(skipped)
-        in_part = sum(bool(test.skipped_in_part) for test in tests)
-        about += [f"{in_part} skipped in part"] * bool(in_part)
-        about += [plural(known, "known failure")] * bool(known)
-        about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
-        about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)
+        self._tests += sum(result.scope is Scope.TEST for result in results)
+        word = word_for(file)
         place = f"[{self._done:{self._width}d}/{self._total}]"
-        if self._round and not (file.is_bad or file.attempts[-1].unknown or self._run.verbose):
+        if self._run.list_tests and word not in _PROBLEMS:
+            self.say(f"{place} {_listed(file)}")
+            return
+        if self._round and word not in ("unknown", "FAILED") and not self._run.verbose:
             return
         outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
-        self.say(f"{place} {outcome} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
+        self.say(f"{place} {outcome} {file.name}  {', '.join(_counted(file))}  {seconds(file.seconds)}")
         if self._run.verbose:
             for test in results:
                 reason = f": {clean(test.reason)}" if test.reason else ""
@@ -210,12 +187,16 @@ class Console:
         notes = dict.fromkeys(note for attempt in file.attempts for note in attempt.notes)
         for note in (*notes, *(note for test in results for note in test.notes)):
             self.say(f"    note: {note}")
+        self._show_output(file, is_news)
+
+    def _show_output(self, file: FileResult, is_news: bool) -> None:
+        """Print the output of a file that failed or is flaky; of any other file if the run asks for it."""
         if file.is_bad:
             self._failures += 1
             if is_news:
                 self._failure(file)
             else:
-                self._outcomes(results)
+                self._outcomes(file.tests())
         elif file.is_flaky:
             first = file.attempts[0]
             self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
@@ -274,6 +255,10 @@ class Console:
         if self._status:
             self._write("\r\x1b[2K")
 
+    def _end_status(self) -> None:
+        self._clear()
+        self._status = ""
+
     def _draw(self) -> None:
         if self._status:
             self._write(self._status)
@@ -292,59 +277,112 @@ class Console:
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Print everything that follows after all files. The closing line comes last."""
-        self._clear()
-        self._status = ""
+        self._end_status()
+        counts = results.counts()
         self.say()
         self._say_skips(skip_rows(test.skips_to_json() for _, test in results.tests()))
-        bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]
-        if bad:
-            ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())
-            headline = f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:"
-            self.say(self._paint(headline, RED))
-            for file, test in bad:
-                self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
-                if results.rounds is not None:
-                    self.say(f"    {clean(told(results.rounds.record(file, test.name).to_json()))}")
-                elif test.reason:
-                    self.say(f"    {clean(test.reason)}")
-                self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
-        for words in results.flaky():
-            self.say(f"flaky (failed, and passed in a later process): {words}")
-        counts = results.counts()
-        if not_run := counts[State.NOT_RUN]:
-            self.say(f"{plural(not_run, 'test')} not reached")
-        if results.not_started:
-            self.say(f"{plural(len(results.not_started), 'file')} not started: {shown(results.not_started)}")
-        for words in (*hosts.lines(results.hosts.to_json()), *remarks):
+        self._say_failures(results)
+        for words in (*_left_out(results, counts[State.NOT_RUN]), *hosts.lines(results.hosts.to_json()), *remarks):
             self.say(words)
-        for defect in results.repaired_defects():
-            places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
-            tests = ", ".join(defect["tests"])
-            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), as shown by {tests}{places}")
-        for difference in results.unlike_release():
-            self.say(difference)
-        if results.files and results.is_left_empty():
-            of = f"shard {results.run.shard} of {results.run.num_shards}"
-            self.say(f"{of} has only parts of files, and none of these parts has a test")
-        elif results.files and not results.executed and not results.failed and results.signal is None:
-            if (unmatched := results.unmatched()) is not None:
-                self.say(unmatched)
-            self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
-        elif results.executed < results.run.minimum_executed:
-            self.say(
-                f"too few tests: {results.executed} were executed, but --minimum-executed is "
-                f"{results.run.minimum_executed}"
-            )
-        ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
-        if (rounds := results.rounds) is not None:
-            cut = f", and part of round {rounds.number}" * (rounds.number > rounds.complete)
-            failed = f"; {plural(rounds.failed, 'round')} failed" * bool(rounds.failed)
-            self.say(f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}")
-        else:
-            self.say(f"{ran} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
+        for words in (*_fixed_defects(results), *results.unlike_release(), *_proves_too_little(results)):
+            self.say(words)
+        self.say(_duration(results))
         if known := results.known_defects():
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         if results.signal is not None:
             self.say(self._paint(f"stopped by {signal.Signals(results.signal).name} before all tests had run", YELLOW))
         colour = RED if results.failed else YELLOW if results.signal else GREEN if counts[State.PASSED] else BLUE
         self.say(self._paint(closing_line(counts), colour))
+
+    def _say_failures(self, results: Results) -> None:
+        """Print each failure with its reason and the command that repeats it."""
+        bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]
+        if not bad:
+            return
+        failures = results.failures()
+        by_kind = ", ".join(f"{state.value}: {count}" for state, count in failures.items())
+        self.say(self._paint("failed:" if failures.keys() == {State.FAILED} else f"failed ({by_kind}):", RED))
+        for file, test in bad:
+            self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
+            if results.rounds is not None:
+                self.say(f"    {clean(in_one_line(results.rounds.record(file, test.name).to_json()))}")
+            elif test.reason:
+                self.say(f"    {clean(test.reason)}")
+            self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
+
+
+_PROBLEMS = ("unknown", "empty", "FAILED")  # words for a file that has no list of tests
+
+
+def word_for(file: FileResult) -> str:
+    """The outcome of a file in one word: the first that applies."""
+    words = {
+        "unknown": bool(file.attempts[-1].unknown),
+        "empty": not file.tests() and not file.was_stopped,
+        "FAILED": file.is_bad,
+        "stopped": file.was_stopped,
+        "flaky": file.is_flaky,
+        "ok": any(test.outcome.is_executed and test.scope is Scope.TEST for test in file.tests()),
+    }
+    return next((word for word, applies in words.items() if applies), "skipped")
+
+
+def _listed(file: FileResult) -> str:
+    if file.has_no_news:
+        return f"stopped {file.name}  before its tests were known"
+    return f"listed  {file.name}  {plural(sum(test.scope is Scope.TEST for test in file.tests()), 'test')}"
+
+
+def _counted(file: FileResult) -> list[str]:
+    """The number of a file's tests, and the other numbers that are not 0."""
+    tests = [test for test in file.tests() if test.scope is Scope.TEST]
+    counts = {
+        "failed fixture": sum(result.is_fixture for result in file.tests()),
+        "skipped": file.count(State.SKIPPED),
+        "skipped in part": sum(bool(test.skipped_in_part) for test in tests),
+        "known failure": file.count(State.KNOWN_FAILURE),
+        "not run": file.count(State.NOT_RUN),
+        "attempt": len(file.attempts) if len(file.attempts) > 1 else 0,
+    }
+    nouns = ("failed fixture", "known failure", "attempt")
+    about = [plural(count, name) if name in nouns else f"{count} {name}" for name, count in counts.items() if count]
+    return [plural(sum(test.outcome is not State.NOT_RUN for test in tests), "test"), *about]
+
+
+def _left_out(results: Results, not_run: int) -> Iterator[str]:
+    """The tests that need a second look or did not run."""
+    for words in results.flaky():
+        yield f"flaky (failed, and passed in a later process): {words}"
+    if not_run:
+        yield f"{plural(not_run, 'test')} not reached"
+    if results.not_started:
+        yield f"{plural(len(results.not_started), 'file')} not started: {shown(results.not_started)}"
+
+
+def _fixed_defects(results: Results) -> Iterator[str]:
+    for defect in results.repaired_defects():
+        places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
+        tests = ", ".join(defect["tests"])
+        yield f"repaired in this torch: {defect['id']} ({defect['title']}), as shown by {tests}{places}"
+
+
+def _proves_too_little(results: Results) -> Iterator[str]:
+    """Why a run without a failure shows too little, if so."""
+    run = results.run
+    if results.files and results.is_left_empty():
+        yield f"shard {run.shard} of {run.num_shards} has only parts of files, and none of these parts has a test"
+    elif results.files and not results.executed and not results.failed and results.signal is None:
+        if (unmatched := results.unmatched()) is not None:
+            yield unmatched
+        yield f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}"
+    elif results.executed < run.minimum_executed:
+        yield f"too few tests: {results.executed} were executed, but --minimum-executed is {run.minimum_executed}"
+
+
+def _duration(results: Results) -> str:
+    ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
+    if (rounds := results.rounds) is None:
+        return f"{ran} ({seconds(sum(file.seconds for file in results.files))} one after the other)"
+    cut = f", and part of round {rounds.number}" * (rounds.number > rounds.complete)
+    failed = f"; {plural(rounds.failed, 'round')} failed" * bool(rounds.failed)
+    return f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}"

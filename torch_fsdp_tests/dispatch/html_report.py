@@ -19,7 +19,7 @@ from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import Ending, How
-from torch_fsdp_tests.dispatch.rounds import place, told
+from torch_fsdp_tests.dispatch.rounds import in_one_line, place
 from torch_fsdp_tests.dispatch.slower import tests_in
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import (
@@ -348,7 +348,7 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
     story = clean(tell(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
-    rounds = f"<p>{page.text(told(test['rounds']))}</p>" if test.get("rounds") else ""
+    rounds = f"<p>{page.text(in_one_line(test['rounds']))}</p>" if test.get("rounds") else ""
     inside = f"{rounds}<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 

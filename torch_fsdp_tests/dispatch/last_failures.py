@@ -5,6 +5,7 @@ Devices have separate memories, because a test that fails on one device may not 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,18 +17,39 @@ from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.verdict.stream import TestResult
 
 FILE = "failed.json"
 
-Failed = dict[str, list[str]]  # names of tests by file; an empty list means the whole file
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """What failed of a file: some tests, or the file itself, so that all of it has to run again."""
+
+    tests: tuple[str, ...] = ()
+    whole: bool = False
+
+    def __bool__(self) -> bool:
+        return self.whole or bool(self.tests)
+
+    @classmethod
+    def from_json(cls, names: Sequence[str]) -> Failed:
+        return cls(tuple(names), whole=not names)
+
+    def to_json(self) -> list[str]:
+        """The names of the tests; an empty list is the whole file."""
+        return [] if self.whole else list(self.tests)
 
 
-def load(directory: Path, device: str) -> Failed:
-    """The failures on this type of device. Empty if there was no run. Raises :class:`MalformedList`."""
-    return _load(directory).get(device, {})
+WHOLE_FILE = Failed(whole=True)
 
 
-def _load(directory: Path) -> dict[str, Failed]:
+def load(directory: Path, device: str) -> dict[str, Failed]:
+    """The failures on this type of device by file. Empty if there was no run. Raises :class:`MalformedList`."""
+    return {file: Failed.from_json(names) for file, names in _load(directory).get(device, {}).items()}
+
+
+def _load(directory: Path) -> dict[str, dict[str, list[str]]]:
     path = directory / FILE
     data: Any = read_json(path) if path.exists() else {}
     if not isinstance(data, dict) or not all(isinstance(files, dict) for files in data.values()):
@@ -43,15 +65,13 @@ def save(directory: Path, device: str, existing: Collection[str], results: Resul
         memory = _load(directory)
     except MalformedList:
         memory = {}
-    failed = {name: tests for name, tests in memory.pop(device, {}).items() if name in existing}
+    before = {file: Failed.from_json(names) for file, names in memory.pop(device, {}).items() if file in existing}
     is_narrowed = bool(results.run.patterns) or results.run.rerun_disabled
     parts: dict[str, list[FileResult]] = {}
     for file in results.files:
         parts.setdefault(file.job.part.name, []).append(file)
-    for name, its in parts.items():
-        left = remembered(failed.pop(name, None), its, is_narrowed)
-        if left is not None:
-            failed[name] = left
+    after = before | {name: remembered(before.get(name, Failed()), its, is_narrowed) for name, its in parts.items()}
+    failed = {name: failures.to_json() for name, failures in after.items() if failures}
     memory |= {device: failed} if failed else {}
     try:
         write_text(directory / FILE, json.dumps(memory, indent=1, sort_keys=True) + "\n")
@@ -59,38 +79,40 @@ def save(directory: Path, device: str, existing: Collection[str], results: Resul
         remarks.append(f"--failed will not know about this run: {error}")
 
 
-def remembered(before: Sequence[str] | None, parts: Sequence[FileResult], is_narrowed: bool) -> list[str] | None:
-    """The failures of a file after a run of some parts of it, or None if there are none.
+def remembered(before: Failed, parts: Sequence[FileResult], is_narrowed: bool) -> Failed:
+    """The failures of a file after a run of some parts of it.
 
     ``before`` are those before the run. The run says nothing about tests that it did not select. A test that it
     selected and did not find does not exist any more. ``is_narrowed`` is true if not only names selected tests.
     """
-    failed, ran = [], set()
-    for part in parts:
-        for test in part.tests():
-            if test.outcome.is_bad and test.scope is not Scope.TEST:
-                return []
-            if test.outcome.is_bad or (part.is_bad and test.outcome is State.NOT_RUN):
-                failed.append(test.name)
-            if part.is_bad or test.outcome is not State.NOT_RUN:
-                ran.add(test.name)
+    tests = [(part, test) for part in parts for test in part.tests()]
+    if any(test.outcome.is_bad and test.scope is not Scope.TEST for _, test in tests):
+        return WHOLE_FILE
+    failed = [test.name for part, test in tests if test.outcome.is_bad or _was_cut_off(part, test)]
+    decided = {test.name for part, test in tests if test.outcome is not State.NOT_RUN or _was_cut_off(part, test)}
     is_complete = len(parts) == parts[0].job.part.num_shards and not is_narrowed
     is_complete &= all(part.attempts[-1].matched is not None and not part.was_stopped for part in parts)
     selected = [part.job.part.test for part in parts]
-    if before is not None and not before:  # the whole file had failed
-        return None if is_complete and selected[0].is_whole and not failed else []
-    gone = [name for name in before or () if is_complete and any(part.selected([name]) for part in selected)]
-    kept = [name for name in before or () if name not in ran and name not in gone]
-    return [*failed, *kept] or None
+    if before.whole:
+        all_passed = is_complete and selected[0].is_whole and not failed
+        return Failed() if all_passed else WHOLE_FILE
+    if is_complete:
+        decided |= {name for name in before.tests if any(part.selected([name]) for part in selected)}
+    return Failed((*failed, *(name for name in before.tests if name not in decided)))
 
 
-def narrow(selection: Sequence[TestRun], failed: Mapping[str, list[str]]) -> list[TestRun]:
+def _was_cut_off(part: FileResult, test: TestResult) -> bool:
+    """Whether a test did not run because of a failure before it."""
+    return part.is_bad and test.outcome is State.NOT_RUN
+
+
+def narrow(selection: Sequence[TestRun], failed: Mapping[str, Failed]) -> list[TestRun]:
     """The part of a selection that failed when it was last run."""
     narrowed = []
     for test in selection:
-        names = [name for name in failed.get(test.file, ()) if test.selected([name])]
-        if names:
-            narrowed.append(TestRun(test.file, frozenset(names)))
-        elif failed.get(test.file) == []:
+        failures = failed.get(test.file, Failed())
+        if failures.whole:
             narrowed.append(test)
+        elif names := [name for name in failures.tests if test.selected([name])]:
+            narrowed.append(TestRun(test.file, frozenset(names)))
     return narrowed

@@ -110,7 +110,7 @@ def place(failure: Mapping[str, Any]) -> str:
     return "" if failure["rank"] is None else f"rank {failure['rank']}{on}"
 
 
-def told(record: Mapping[str, Any]) -> str:
+def in_one_line(record: Mapping[str, Any]) -> str:
     """In which rounds a test failed, in a line. The record is as in ``report.json``."""
     failures = record["failures"]
     if not failures:
@@ -123,6 +123,33 @@ def told(record: Mapping[str, Any]) -> str:
     return f"failed in {record['failed']} of {plural(record['rounds'], 'round')} ({where}): {what}"
 
 
+class _Folded:
+    """The results of a file in several rounds as one: of each test the worst, and the first of equally bad ones."""
+
+    def __init__(self, first: FileResult) -> None:
+        self.result = first
+        self._outputs = [first.attempts[-1].output]  # of the rounds that brought a failure
+
+    def add(self, number: int, later: FileResult) -> None:
+        """Add the result of a round."""
+        was, now = self.result.attempts[-1], later.attempts[-1]
+        tests = {test.name: test for test in was.tests}
+        worse = [test for test in now.tests if test.name not in tests or _weight(test) > _weight(tests[test.name])]
+        base = was
+        if any(test.outcome.is_bad for test in worse) or not was.tests:
+            base = now
+            kept = self._outputs if was.is_bad else []
+            self._outputs = [*kept, f"--- round {number} ---\n{now.output}"][:FEW]
+        attempt = dataclasses.replace(
+            base,
+            tests=tuple((tests | {test.name: test for test in worse}).values()),
+            output="\n".join(self._outputs),
+            notes=tuple(dict.fromkeys((*was.notes, *now.notes)))[:FEW],
+            matched=now.matched if was.matched is None else was.matched | (now.matched or frozenset()),
+        )
+        self.result = FileResult((attempt,))
+
+
 class Rounds:
     """The rounds so far: every file folded over them, and the records of its tests."""
 
@@ -130,13 +157,13 @@ class Rounds:
         self.number = 0  # of the running round, counted from 1
         self.complete = 0
         self.failed = 0  # rounds in which something failed
-        self._files: dict[tuple[str, int], FileResult] = {}
+        self._files: dict[tuple[str, int], _Folded] = {}
         self._records: dict[tuple[str, int], dict[str, Record]] = collections.defaultdict(dict)
         self._failed_in = 0  # the last round in which something failed
 
     @property
     def files(self) -> list[FileResult]:
-        return list(self._files.values())
+        return [folded.result for folded in self._files.values()]
 
     def record(self, file: FileResult, test: str) -> Record:
         return self._records[file.job.key][test]
@@ -157,30 +184,11 @@ class Rounds:
             records.setdefault(test.name, Record()).take(self.number, test)
         if file.is_bad and self._failed_in != self.number:
             self._failed_in, self.failed = self.number, self.failed + 1
-        self._files[key] = fold(self._files[key], file, self.number) if key in self._files else file
+        if key in self._files:
+            self._files[key].add(self.number, file)
+        else:
+            self._files[key] = _Folded(file)
         return news
-
-
-def fold(earlier: FileResult, later: FileResult, number: int) -> FileResult:
-    """The results of a file in earlier rounds and in round ``number`` as one: of each test the worst, and the first."""
-    was, now = earlier.attempts[-1], later.attempts[-1]
-    tests = {test.name: test for test in was.tests}
-    worse = [test for test in now.tests if test.name not in tests or _weight(test) > _weight(tests[test.name])]
-    tests |= {test.name: test for test in worse}
-    base, output = was, was.output
-    if any(test.outcome.is_bad for test in worse) or not was.tests:
-        base = now
-        output = f"--- round {number} ---\n{now.output}" if not was.is_bad else was.output
-        if was.is_bad and was.output.count("\n--- round ") < FEW:
-            output = f"{was.output}\n--- round {number} ---\n{now.output}"
-    attempt = dataclasses.replace(
-        base,
-        tests=tuple(tests.values()),
-        output=output,
-        notes=tuple(dict.fromkeys((*was.notes, *now.notes)))[:FEW],
-        matched=now.matched if was.matched is None else was.matched | (now.matched or frozenset()),
-    )
-    return FileResult((attempt,))
 
 
 def _weight(test: TestResult) -> tuple[bool, bool, bool, int]:

@@ -91,6 +91,16 @@ class Process:
     def exitcode(self) -> int | None:
         return None if self.ending is None else self.ending.exitcode
 
+    def outcome(self, rank: int) -> Outcome | None:
+        """What one of its ranks has reported. A rank that waits for the others has passed."""
+        if rank in self.reports:
+            return self.reports[rank].outcome
+        return Outcome(rank, State.PASSED) if self.waits else None
+
+
+def _is_fine(report: RankReport) -> bool:
+    return report.outcome is not None and not report.outcome.state.is_bad and report.ending.code == 0
+
 
 class Stage(enum.IntEnum):
     """The stage of a group. Stages only go forward, and some may be skipped; only an idle group may run again."""
@@ -430,28 +440,26 @@ class RankGroup:
         keep = settings.SHOW_VARIABLE in os.environ
         written = {each.process: each for each in remains}
         for process in self.processes:
-            ending = process.ending or Ending(code=0)  # a rank that stays and has reported is fine so far
             for rank in process.hosts:
-                report = process.reports.get(rank)
-                outcome = Outcome(rank, State.PASSED) if process.waits else None
-                if report is not None:
-                    outcome = report.outcome
-                # A rank that has reported is not to blame if its process is killed because of another rank. This
-                # concerns threads, ranks that stay, and ranks that wait for the others.
-                spared = ending.ours and (self._stays or process.waits or not process.reported)
-                own_ending = Ending(code=0) if outcome is not None and spared else ending
-                raised = outcome is not None and outcome.state.is_bad
-                is_fine = outcome is not None and not raised and own_ending.code == 0
-                last_heard = self._elapsed(process.at if report is None else report.at)
-                yield RankReport(
-                    rank,
-                    outcome,
-                    own_ending,
-                    at=elapsed if own_ending.ours and not raised else last_heard,
-                    stacks="" if is_fine else written[process.index].stacks,
-                    output=written[process.index].output if keep or not is_fine else "",
-                    host=process.host,
-                )
+                report = self._report(process, rank, elapsed)
+                if not _is_fine(report):
+                    report = dataclasses.replace(report, stacks=written[process.index].stacks)
+                if keep or not _is_fine(report):
+                    report = dataclasses.replace(report, output=written[process.index].output)
+                yield report
+
+    def _report(self, process: Process, rank: int, elapsed: float) -> RankReport:
+        """The report of a rank, without what it wrote."""
+        outcome, ending = process.outcome(rank), process.ending or Ending(code=0)  # one that stays is fine so far
+        if ending.ours and outcome is not None and not self._should_have_exited(process):
+            ending = Ending(code=0)  # the rank is not to blame if its process is killed because of another rank
+        hung = ending.ours and not (outcome is not None and outcome.state.is_bad)
+        at = elapsed if hung else self._elapsed(process.reports[rank].at if rank in process.reports else process.at)
+        return RankReport(rank, outcome, ending, at, host=process.host)
+
+    def _should_have_exited(self, process: Process) -> bool:
+        """Whether nothing keeps a process: it does not stay for another test, or wait for a rank elsewhere or in it."""
+        return process.reported and not process.waits and not self._stays
 
     def _release(self) -> None:
         if self in active:
