@@ -8,6 +8,7 @@ only its rows of the batch.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
@@ -594,26 +595,22 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optim_input_warning(self):
-        run = self._init_nested_model(NestedModel.wrap)
+        run, plain = self._init_nested_model(NestedModel.wrap), self._init_nested_model(None)
         self._train(run)
-        model, which = run.model, {"optim_input": run.optim_input}
-        osd = FSDP.full_optim_state_dict(model, run.optim, rank0_only=False)
+        self._train(plain)
+        osd = FSDP.full_optim_state_dict(run.model, run.optim, rank0_only=False)
         on_rank_0 = osd if self.rank == 0 else None
         to_id, to_name = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
-        plain = self._init_nested_model(None)
-        self._train(plain)
-        by_id = plain.optim.state_dict()
-        for call in (
-            lambda **which: FSDP.full_optim_state_dict(model, run.optim, **which),
-            lambda **which: FSDP.shard_full_optim_state_dict(osd, model, **which),
-            lambda **which: FSDP.scatter_full_optim_state_dict(on_rank_0, model, **which),
-            lambda **which: FSDP.rekey_optim_state_dict(osd, to_id, plain.model, **which),
-            lambda **which: FSDP.rekey_optim_state_dict(by_id, to_name, plain.model, **which),
+        for owner, function, *args in (
+            (run, FSDP.full_optim_state_dict, run.model, run.optim),
+            (run, FSDP.shard_full_optim_state_dict, osd, run.model),
+            (run, FSDP.scatter_full_optim_state_dict, on_rank_0, run.model),
+            (plain, FSDP.rekey_optim_state_dict, osd, to_id, plain.model),
+            (plain, FSDP.rekey_optim_state_dict, plain.optim.state_dict(), to_name, plain.model),
         ):
-            if "plain" in call.__code__.co_freevars:
-                which = {"optim_input": plain.optim_input}
+            call = functools.partial(function, *args)
             with self.assertWarnsRegex(FutureWarning, "`optim_input` argument is deprecated"):
-                call(**which)
+                call(optim_input=owner.optim_input)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 call()

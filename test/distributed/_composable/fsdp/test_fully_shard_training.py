@@ -660,6 +660,24 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         check_sharded_parity(self, ref_model, model)
 
 
+def shard_in_groups(model: Transformer, module_grouping: str, reshard_after_forward: bool) -> None:
+    """Shard a model of three layers by layer, or with several modules in a group."""
+    groups: dict[str, list[Any]] = {
+        "block": [*model.layers],
+        "mem_eff_weight_tied": [[model.tok_embeddings, model.output], *model.layers],
+        "mem_eff": [
+            model.layers[0],
+            [model.layers[1], model.layers[2]],
+            [model.tok_embeddings, model.pos_embeddings],
+            [model.norm, model.output],
+        ],
+    }
+    for group in (*groups[module_grouping], model):
+        fully_shard(group, reshard_after_forward=reshard_after_forward)
+    if module_grouping == "mem_eff":
+        model.tok_embeddings.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
+
+
 class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     world_size = 2
 
@@ -677,46 +695,32 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         manual_seed(42)
         model = tiny_transformer(vocab_size=16, weight_tying=module_grouping != "mem_eff")
         ref_model = self._replica(model)
-        model.checkpoint_activations = checkpoint_impl == "utils"
-        if checkpoint_impl == "wrapper":
-            internals.checkpoint_wrapping.apply_activation_checkpointing(
+        self._checkpoint_activations(model, checkpoint_impl)
+        shard_in_groups(model, module_grouping, reshard_after_forward)
+        next_batch = functools.partial(self._tokens, 3, 16, vocab_size=16)
+        if compiled:  # fused kernels round differently from eager ones
+            self._check_training(ref_model, model, next_batch, compare=None)
+            return
+        check_parity(self, ref_model, model)
+        recomputed: list[nn.Module] = []
+        for block in model.modules():
+            if isinstance(block, TransformerBlock):
+                block.attention.register_forward_pre_hook(lambda module, args: recomputed.append(module))
+        self._check_training(ref_model, model, next_batch)
+        self.assertEqual(len(recomputed), 3 * 3 * 2)  # steps, layers, forward and backward
+
+    def _checkpoint_activations(self, model: Transformer, impl: str) -> None:
+        checkpoint_wrapping = internals.checkpoint_wrapping
+        model.checkpoint_activations = impl == "utils"
+        if impl == "wrapper":
+            checkpoint_wrapping.apply_activation_checkpointing(
                 model, check_fn=lambda module: isinstance(module, TransformerBlock)
             )
-        elif checkpoint_impl == "composable":
+        elif impl == "composable":
             for layer in model.layers:
                 internals.composable.checkpoint(layer)
-        wrapper = internals.checkpoint_wrapping.CheckpointWrapper
-        wrappers = sum(isinstance(module, wrapper) for module in model.modules())
-        self.assertEqual(wrappers, 3 if checkpoint_impl == "wrapper" else 0)
-        shard = functools.partial(fully_shard, reshard_after_forward=reshard_after_forward)
-        if module_grouping == "mem_eff":
-            shard(model.layers[0])
-            shard([model.layers[1], model.layers[2]])
-            shard([model.tok_embeddings, model.pos_embeddings])
-            model.tok_embeddings.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
-            shard([model.norm, model.output])
-        else:
-            if module_grouping == "mem_eff_weight_tied":
-                shard([model.tok_embeddings, model.output])
-            for layer in model.layers:
-                shard(layer)
-        shard(model)
-        # Fused kernels round differently from eager ones.
-        compare: Callable[..., None] = (lambda *_: None) if compiled else check_parity
-        compare(self, ref_model, model)
-        recomputed = 0
-
-        def count(*_: Any) -> None:
-            nonlocal recomputed
-            recomputed += 1
-
-        if not compiled:
-            for block in model.modules():
-                if isinstance(block, TransformerBlock):
-                    block.attention.register_forward_pre_hook(count)
-        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), compare=compare)
-        if not compiled:
-            self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, forward and backward
+        wrappers = sum(isinstance(module, checkpoint_wrapping.CheckpointWrapper) for module in model.modules())
+        self.assertEqual(wrappers, 3 if impl == "wrapper" else 0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(dim=[0, 1], is_sharded=[True, False])
@@ -796,40 +800,46 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             kwargs["mp_policy"] = bf16
         elif bf16_output == "inside":
             kwargs["inner"] = {"mp_policy": bf16}
-        models = {"grouped": self._replica(plain)} | ({} if tie else {"single": self._replica(plain)})
-        for name, model in models.items():
+        grouped, *references = (self._replica(plain) for _ in range(1 if tie else 2))
+        for model in (grouped, *references):
             if checkpoint_body:
                 internals.composable.checkpoint(model.body)
-            model.shard(grouped=name == "grouped", **kwargs)
+            model.shard(grouped=model is grouped, **kwargs)
         if bf16_output == "nowhere":
-            models["plain"] = plain
-        optims = optimizers(*models.values())
+            references.append(plain)
+        optims = optimizers(grouped, *references)
         dtype = torch.float32 if bf16_output == "nowhere" else torch.bfloat16
         self._seed()
         for _ in range(3):
             tokens = self._tokens(2, 16, vocab_size=128)
-            losses: dict[str, torch.Tensor] = {}
-            head_grads: dict[str, list[torch.Tensor]] = {name: [] for name in models}
-            for name, model in models.items():
-
-                def look(output: torch.Tensor, found: list[Any] = head_grads[name], model: Any = model) -> None:
-                    self.assertEqual(output.dtype, dtype)
-                    found.append(full(model.head.weight.grad).clone())
-
-                hidden = model(tokens, skip_head=True)
-                self.assertEqual(hidden.dtype, dtype)
-                losses[name] = model.backward_in_chunks(hidden, 4, look)
-            average(head_grads.get("plain", ()))
-            average_gradients(plain)
-            for before, after in itertools.pairwise(head_grads["grouped"]):
+            loss, head_grads = self._backward_in_chunks(grouped, tokens, dtype)
+            for before, after in itertools.pairwise(head_grads):
                 self.assertFalse(torch.equal(before, after))
-            for name in models.keys() - {"grouped"}:
-                self.assertEqual(losses[name], losses["grouped"])
-                self.assertEqual(head_grads[name], head_grads["grouped"])
-                check_parity(self, models[name], models["grouped"])
+            for reference in references:
+                expected_loss, expected_grads = self._backward_in_chunks(reference, tokens, dtype)
+                if reference is plain:
+                    average(expected_grads)
+                    average_gradients(plain)
+                self.assertEqual(loss, expected_loss)
+                self.assertEqual(head_grads, expected_grads)
+                check_parity(self, reference, grouped)
             take_step(optims)
-        for model in models.values():
-            check_parity(self, model, models["grouped"])
+        for reference in references:
+            check_parity(self, reference, grouped)
+
+    def _backward_in_chunks(
+        self, model: Any, tokens: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss, and the head's gradients after each chunk. The body and the head have outputs of this dtype."""
+        head_grads = []
+
+        def after_chunk(output: torch.Tensor) -> None:
+            self.assertEqual(output.dtype, dtype)
+            head_grads.append(full(model.head.weight.grad).clone())
+
+        hidden = model(tokens, skip_head=True)
+        self.assertEqual(hidden.dtype, dtype)
+        return model.backward_in_chunks(hidden, 4, after_chunk), head_grads
 
     @torch_defect("fsdp2_group_casts_its_first_input_alone")
     @skip_if_lt_x_gpu(2)
