@@ -32,11 +32,13 @@ from torch_fsdp_tests.verdict import SkipKind
 OLD = (2, 9)  # the oldest supported version
 FSDP1 = "distributed/fsdp/test_fsdp_apply"
 FSDP2 = "distributed/_composable/fsdp/test_fully_shard_training"
+GROUPS = "distributed/_composable/fsdp/test_fully_shard_module_groups"
 PARAMETERS = "TestFullyShardRegisteredParams"
 COMPLETES_GROUP = "TestFullyShard1DTrainingCompose.test_partial_group_casts_output_of_root"
 RENAMED = {
     FSDP1: "_get_fsdp_handles _full_param_padded _shapes _local_shard",
-    FSDP2: "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce _force_complete_incomplete_states",
+    FSDP2: "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce",
+    GROUPS: "_force_complete_incomplete_states",
 }
 
 
@@ -46,7 +48,7 @@ def renamed() -> tuple[str, dict[str, list[dict[str, Any]]]]:
 
     The second file is long. All of it is imported, and some of its tests run.
     """
-    files = [FSDP1, f"{FSDP2}::{PARAMETERS}", f"{FSDP2}::{COMPLETES_GROUP.replace('.', '::')}"]
+    files = [FSDP1, f"{FSDP2}::{PARAMETERS}", f"{GROUPS}::{COMPLETES_GROUP.replace('.', '::')}"]
     names = " ".join(RENAMED.values())
     with tempfile.TemporaryDirectory() as folder:
         command = [ROOT / "run_test.py", "--keep-going", "--report", folder, "-i", *files]
@@ -71,7 +73,7 @@ class TestRenamed(TestCase):
     def test_release_that_seems_to_lack_something_is_reported(self):
         """The test that needs it runs all the same. TestFacts has the strict mode."""
         text, tests = renamed()
-        outcomes = {test["test"]: test["outcome"] for test in tests[FSDP2]}
+        outcomes = {test["test"]: test["outcome"] for test in tests[GROUPS]}
         self.assertEqual(outcomes[COMPLETES_GROUP], "passed")
         words = "^this torch differs from release .*, which completes a group of modules when only some of them ran$"
         self.assertRegex(text, f"(?m){words}")

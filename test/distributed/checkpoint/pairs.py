@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,11 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch_fsdp_tests.common_distributed import get_required_world_size
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.training import check_losses
+from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, StateDict, VerifyStateDictMixin
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import fused_on_host
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import train
+from torch_fsdp_tests.fsdp.training import shard_each, train
+from torch_fsdp_tests.installed_torch import torch_names
 
 
 def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
@@ -109,3 +114,49 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         self.assertEqual(found["state"], wanted["state"], **EXACT)
         for group, wanted_group in zip(found["param_groups"], wanted["param_groups"], strict=True):
             self.assertEqual({**group, "betas": tuple(group["betas"])}, wanted_group)
+
+
+class StateDictOptionsTest(StateDictTest):
+    """Pairs of small models, and what ranks give to a load and agree on."""
+
+    def _plain(self, seed: int = 0) -> nn.Sequential:
+        """Two layers with unequal shards."""
+        manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5, device=self.device), nn.Linear(5, 4, device=self.device))
+
+    def _layers(self, model: Any) -> Any:
+        return shard_each((*model.children(), model), mesh=make_mesh(self.world_size))
+
+    def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> Pair:
+        pair = self._pair(self._plain(seed), self._layers, optim_cls, width=4)
+        if trained:
+            pair.train(range(2))
+            for optim in pair.optims:
+                optim.zero_grad()
+        return pair
+
+    def _on_rank_0(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The argument for ``broadcast_from_rank0``: the state dict on rank 0, and nothing on other ranks."""
+        return state_dict if self.rank == 0 else {}
+
+    def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+        """The argument of this rank for a load with these options."""
+        return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
+
+    def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
+        """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
+
+        They also disagree if one rank refuses before a broadcast that another waits for. With ``broadcasts`` the first
+        one then takes part in it with an empty value, so that the other does not wait forever.
+        """
+        original = internals.dsd._broadcast_state_dict
+        with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
+            try:
+                load()
+                outcome = "loaded"
+            except Exception as error:
+                outcome = type(error).__name__
+        if broadcasts and not broadcast.called:
+            dist.broadcast_object_list([{}], src=0)
+        outcomes = set(of_all_ranks((outcome, broadcast.called)))
+        return outcome if len(outcomes) == 1 else f"the ranks disagree: {sorted(outcomes)}"

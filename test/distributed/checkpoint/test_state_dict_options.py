@@ -11,12 +11,10 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
@@ -29,14 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_distributed import needs, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
     FusionEmbeddingWithHook,
@@ -54,7 +51,7 @@ from torch_fsdp_tests.fsdp.training import shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.pairs import Pair, StateDictTest, optimizer
+from distributed.checkpoint.pairs import Pair, StateDictOptionsTest, optimizer
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -150,49 +147,7 @@ WRAPPERS = [
 ]
 
 
-class TestStateDictOptions(StateDictTest):
-    def _plain(self, seed: int = 0) -> nn.Sequential:
-        """Two layers with unequal shards."""
-        manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 5, device=self.device), nn.Linear(5, 4, device=self.device))
-
-    def _layers(self, model: Any) -> Any:
-        return shard_each((*model.children(), model), mesh=make_mesh(self.world_size))
-
-    def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> Pair:
-        pair = self._pair(self._plain(seed), self._layers, optim_cls, width=4)
-        if trained:
-            pair.train(range(2))
-            for optim in pair.optims:
-                optim.zero_grad()
-        return pair
-
-    def _on_rank_0(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The argument for ``broadcast_from_rank0``: the state dict on rank 0, and nothing on other ranks."""
-        return state_dict if self.rank == 0 else {}
-
-    def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-        """The argument of this rank for a load with these options."""
-        return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
-
-    def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
-        """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
-
-        They also disagree if one rank refuses before a broadcast that another waits for. With ``broadcasts`` the first
-        one then takes part in it with an empty value, so that the other does not wait forever.
-        """
-        original = internals.dsd._broadcast_state_dict
-        with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
-            try:
-                load()
-                outcome = "loaded"
-            except Exception as error:
-                outcome = type(error).__name__
-        if broadcasts and not broadcast.called:
-            dist.broadcast_object_list([{}], src=0)
-        outcomes = set(of_all_ranks((outcome, broadcast.called)))
-        return outcome if len(outcomes) == 1 else f"the ranks disagree: {sorted(outcomes)}"
-
+class TestStateDictOptions(StateDictOptionsTest):
     # --- Tensors ---
 
     @skip_if_lt_x_gpu(2)
@@ -756,165 +711,6 @@ class TestStateDictOptions(StateDictTest):
         with torch_defect("dsd_failed_first_step_leaves_a_zero_learning_rate", when=not has_gradients):
             self.assertEqual(optim.param_groups[0]["lr"], lr)
             self.assertEqual(whole_tree([param.grad for param in params]), before[1], may_be="empty", **EXACT)
-
-    @requires_world_size(4)
-    def test_full_optim_state_of_fsdp1_and_tp(self):
-        pair = self._with_tp(8, fsdp=1)
-        config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
-        with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
-            osd = FSDP.optim_state_dict(pair.model, pair.optims[0])
-        with torch_defect("fsdp1_full_optim_state_stays_split_by_tp"):
-            self.assertFalse(any(is_sharded(value) for state in osd["state"].values() for value in state.values()))
-        self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
-
-    @requires_world_size(4)
-    @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL])
-    def test_tp(self, fsdp, options):
-        """With tensor parallelism, DSD has each full parameter and state."""
-        pair = self._with_tp(8, fsdp)
-        self._verify_pair(pair, *pair.states(options), options=options)
-
-    @requires_world_size(4)
-    @subtests(options=[FULL, FROM_RANK_0])
-    def test_load_of_fsdp2_and_tp(self, options):
-        self._test_load_with_tp(8, options)
-
-    @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
-    @requires_world_size(4)
-    def test_broadcast_of_uneven_rows_to_fsdp2_and_tp(self):
-        self._test_load_with_tp(6, FROM_RANK_0)
-
-    @requires_world_size(4)
-    def test_uneven_rows_of_fsdp2_and_tp(self):
-        self._test_load_with_tp(6, FULL, torch_defect("dsd_tp_uneven_full_state_dict_is_not_loaded"))
-
-    def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: torch_defect = NO_DEFECT) -> None:
-        """``shows`` is the known defect that the load shows."""
-        pair = self._with_tp(rows, fsdp=2)
-        plain = self._with_tp(rows, fsdp=2, seed=1).ref_model
-        state_dict = copy.deepcopy(plain.state_dict())
-        given = self._given(state_dict, options)
-        with shows:
-            set_model_state_dict(pair.model, given, options=options)
-            self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
-
-    def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
-        """A trained pair on a mesh of two dimensions: tensor parallelism shards ``rows``, and FSDP each half."""
-        mesh = make_mesh(2, 2, names=("dp", "tp"))
-
-        def distribute(model: nn.Module) -> Any:
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-            if fsdp == 1:
-                return FSDP(model, device_mesh=mesh["dp"], use_orig_params=True)
-            return shard_each((*model.children(), model), mesh=mesh["dp"])
-
-        manual_seed(seed)
-        plain = nn.Sequential(nn.Linear(4, rows, device=self.device), nn.Linear(rows, 4, device=self.device))
-        pair = self._pair(plain, distribute, data_rank=mesh.get_local_rank("dp"), width=4)
-        pair.train(range(2))
-        return pair
-
-    # --- Groups of optimizers ---
-
-    def _test_groups(
-        self,
-        order: Callable[[list[Any]], list[Any]],
-        options: StateDictOptions,
-        shows: torch_defect = NO_DEFECT,
-    ) -> None:
-        """The settings are loaded into the groups with the same parameters, even with an empty group among them.
-
-        ``shows`` is the known defect that this shows.
-        """
-        pair, other = self._small(0), self._small(1, trained=False)
-        for each, lrs in ((pair, (0.5, 0.1)), (other, (7.0, 7.0))):
-            groups = [{"params": [], "lr": lrs[0]}, {"params": list(each.model.parameters()), "lr": lrs[1]}]
-            each.optims = [torch.optim.Adam(order(groups))]
-        with shows:
-            osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
-            set_optimizer_state_dict(other.model, other.optims, osd, options=options)
-            found, wanted = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
-            self.assertEqual(found, wanted)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(options=[StateDictOptions(), FULL])
-    def test_empty_group_comes_last(self, options):
-        self._test_groups(lambda groups: groups[::-1], options)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(options=[FULL, StateDictOptions()])
-    def test_empty_group_comes_first(self, options):
-        self._test_groups(lambda groups: groups, options, torch_defect("dsd_settings_of_empty_group_are_not_loaded"))
-
-    @skip_if_lt_x_gpu(2)
-    def test_empty_group_of_flattened_optim_state(self):
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        shows = torch_defect("dsd_empty_group_of_flattened_state_raises")
-        self._test_groups(lambda groups: groups[::-1], options, shows)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(parts=[1, 2, 4], options=[StateDictOptions(), FULL, StateDictOptions(flatten_optimizer_state_dict=True)])
-    def test_all_parameters_of_a_saved_group_get_its_settings(self, parts, options):
-        """One group was saved. Its parameters may be in several groups now, such as one for the biases."""
-        saving, loading = self._small(0), self._small(1, trained=False)
-        osd = get_optimizer_state_dict(saving.model, saving.optims, options=options)
-        params = [*loading.model.parameters()]
-        optim = torch.optim.Adam([{"params": params[part::parts]} for part in range(parts)], lr=7.0)
-        with torch_defect(
-            "dsd_settings_reach_one_of_split_groups", when=parts > 1 and not options.flatten_optimizer_state_dict
-        ):
-            set_optimizer_state_dict(loading.model, optim, osd, options=options)
-            found = [(group.get("lr"), group.get("eps")) for group in optim.param_groups]
-            self.assertEqual(found, [(0.02, 1e-3)] * parts)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
-    def test_group_of_new_parameters_keeps_its_settings(self, options):
-        """A lenient load changes the settings of the groups whose parameters were saved, and of no other."""
-        model = self._layers(self._plain())
-        body, head = map(list, map(nn.Module.parameters, model))
-        osd = get_optimizer_state_dict(model, torch.optim.Adam(body, lr=0.5), options=options)
-        optim = torch.optim.Adam([{"params": body}, {"params": head, "lr": 0.25}], lr=0.1)
-        with (
-            torch_defect("dsd_missing_optim_state_raises_key_error"),
-            torch_defect("dsd_new_group_loses_its_settings", when=not options.full_state_dict),
-        ):
-            set_optimizer_state_dict(model, optim, osd, options=options)
-            self.assertEqual([group.get("lr") for group in optim.param_groups], [0.5, 0.25])
-
-    @skip_if_lt_x_gpu(2)
-    def test_groups_of_stateless_optimizer(self):
-        """The settings are loaded into the groups with the same parameters, in any order of the groups."""
-        model = self._layers(self._plain())
-        saving = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)])
-        loading = torch.optim.SGD([{"params": layer.parameters()} for layer in reversed(model)])
-        osd = get_optimizer_state_dict(model, saving)
-        with torch_defect("dsd_stateless_optimizers_are_mixed_up"):
-            set_optimizer_state_dict(model, loading, osd)
-            self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
-
-    @skip_if_lt_x_gpu(2)
-    def test_several_stateless_optimizers(self):
-        model = self._layers(self._plain())
-        optims = [torch.optim.SGD(layer.parameters(), lr=0.1 * i) for i, layer in enumerate(model, 1)]
-        osd = get_optimizer_state_dict(model, optims)
-        for optim in optims:
-            optim.param_groups[0]["lr"] = 7.0
-        with torch_defect("dsd_stateless_optimizers_are_mixed_up"):
-            set_optimizer_state_dict(model, optims, osd)
-            self.assertEqual([optim.param_groups[0]["lr"] for optim in optims], [0.1, 0.2])
-
-    @skip_if_lt_x_gpu(2)
-    def test_unlike_settings_of_flattened_optim_state(self):
-        model = self._layers(self._plain())
-        groups = [{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)]
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        osd = get_optimizer_state_dict(model, torch.optim.Adam(groups), options=options)
-        with (
-            torch_defect("dsd_flattened_settings_are_not_compared"),
-            self.assertRaisesRegex(RuntimeError, "same saved param_group value"),
-        ):
-            set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)
 
     # --- What is refused ---
 

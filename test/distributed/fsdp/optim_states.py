@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,8 +21,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from torch_fsdp_tests.common_distributed import get_required_world_size
+from torch_fsdp_tests.common_fsdp import FSDPTest, TransformerWithSharedParams
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.distributed.common_state_dict import copied
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average, full_parameters
 
+BATCH = 8
 Group: TypeAlias = "dist.ProcessGroup | None"
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -278,3 +286,109 @@ def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
 # The older functions, called with the optimizer and with its input, and then the functions that replaced them.
 SHARD_FULL = [by_full_state(False), by_full_state(True), by_settings(FULL_EVERYWHERE)]
 SCATTER_FULL = [by_full_state(False, scatter=True), by_full_state(True, scatter=True), by_settings(FULL_ON_RANK_0)]
+
+
+def gathered(state: Any, group: Group = None) -> Any:
+    """Full tensors instead of shards."""
+    return internals.state_dict_utils._gather_state_dict(state, pg=group)
+
+
+class OptimStateTest(FSDPTest):
+    """Models with Adam, their training, and comparisons of what is saved."""
+
+    @property
+    def world_size(self) -> int:
+        return get_required_world_size(self, 2)
+
+    @classmethod
+    def _run(cls, *args: Any, **kwargs: Any) -> None:
+        # The older interfaces give deprecation warnings. The test of such a warning catches it itself.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        super()._run(*args, **kwargs)
+
+    def _init_nested_model(
+        self,
+        wrap: Callable[..., None] | None,
+        group: Group = None,
+        use_multiple_param_groups: bool = False,
+        use_diff_optim_inputs: bool = False,
+        **fsdp_kwargs: Any,
+    ) -> Training:
+        """A nested model with Adam, in FSDP if there is a ``wrap``. Odd ranks may reverse their parameters."""
+        model = NestedModel().to(self.device)
+        if wrap is not None:
+            wrap(model, process_group=group, **fsdp_kwargs)
+        optim_input = model.optim_input(use_multiple_param_groups, use_diff_optim_inputs and self.rank % 2 == 1)
+        return Training(model, torch.optim.Adam(optim_input, lr=0.01), optim_input)
+
+    def _loss(self, model: nn.Module, iteration: int, rank: int, size: int) -> torch.Tensor:
+        """The mean loss over this rank's rows of the batch. Each of the ``size`` ranks has the same number of rows."""
+        seed = 1000 + iteration
+        if isinstance(getattr(model, "module", model), TransformerWithSharedParams):
+            source, target = torch.randint(23, (10, BATCH), generator=torch.Generator().manual_seed(seed)).split([6, 4])
+            ids = [tokens.chunk(size, dim=1)[rank].to(self.device) for tokens in (source, target)]
+            return F.cross_entropy(model(*ids).flatten(0, -2), ids[1].flatten())
+        rows = normal(seed, BATCH, model.features).chunk(size)[rank].to(self.device)
+        return model(rows).sum() / len(rows)
+
+    def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
+        """Train a model in FSDP on this rank's rows, or any other model alone on all rows. Returns the losses.
+
+        FSDP does not reduce gradients of parameters outside it, so they are averaged here.
+        """
+        model, instances = training.model, FSDP.fsdp_modules(training.model)
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
+        managed = {param for instance in instances for param in instance.parameters()}
+        losses = []
+        for _ in range(iterations):
+            model.zero_grad()
+            loss = self._loss(model, training.iteration, rank, size)
+            loss.backward()
+            if instances:
+                outside = [param for param in model.parameters() if param not in managed]
+                average([param.grad for param in outside if param.grad is not None], group)
+            training.optim.step()
+            training.iteration += 1
+            losses.append(loss.detach())
+        check_losses(losses)
+        return losses
+
+    def _train_both(self, run: Training, reference: Training, iterations: int) -> None:
+        """Train both, and compare their parameters."""
+        self._train(run, iterations)
+        self._train(reference, iterations)
+        self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
+
+    def _check_same_osd(self, found: dict[str, Any], wanted: dict[str, Any], **tolerance: Any) -> None:
+        """Both must have the same keys, states and parameter groups."""
+        self.assertGreater(len(wanted["state"]), 0)
+        self.assertEqual(found["state"], wanted["state"], exact_device=False, **tolerance)
+        self.assertEqual(found["param_groups"], wanted["param_groups"])
+
+    def _check_saved(
+        self,
+        osd: dict[str, Any],
+        reference: Training,
+        group: Group = None,
+        rank0_only: bool = False,
+    ) -> None:
+        """States and parameter groups match the reference by name. With ``rank0_only`` other ranks have nothing."""
+        if rank0_only and dist.get_rank(group) > 0:
+            self.assertEqual(osd, {}, may_be="empty")
+            return
+        names = {param: name for name, param in reference.model.named_parameters()}
+        wanted = {names[param]: state for param, state in reference.optim.state.items()}
+        self.assertGreater(len(wanted), 0)
+        found = gathered(copied(osd["state"]), group)
+        self.assertEqual(found, wanted, exact_device=False)
+        groups = [
+            {**each, "params": sorted(names[param] for param in each["params"])}
+            for each in reference.optim.param_groups
+        ]
+        self.assertEqual([{**each, "params": sorted(each["params"])} for each in osd["param_groups"]], groups)
+
+    def _dummy(self, optim_class: type[torch.optim.Optimizer] = torch.optim.Adam, **kwargs: Any) -> Training:
+        model = FSDP(TestDummyModel().to(self.device), **kwargs)
+        if kwargs.get("use_orig_params"):
+            set_state_dict_type(model, full_of_original_parameters())
+        return Training(model, optim_class(model.parameters(), lr=1e-2))

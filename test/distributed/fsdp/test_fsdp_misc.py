@@ -26,32 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-)
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
-from torch_fsdp_tests.common_distributed import (
-    get_required_world_size,
-    requires,
-    requires_world_size,
-    skip_if_lt_x_gpu,
-)
+from torch_fsdp_tests.common_distributed import get_required_world_size, requires, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DEVICEInitMode,
@@ -64,16 +45,15 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.training import check_losses
-from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average, check_defaults, data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
 from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import states_may_be_synced
+from distributed.fsdp.fsdp1_cases import TwoLayers, states_may_be_synced
 
 distributed_optim = torch_names.module("torch.distributed.optim")
 
@@ -116,20 +96,6 @@ class MnistNet(nn.Module):
         x = self.ln(self.dropout1(F.max_pool2d(x, 2)).flatten(1))
         x = self.fc2(self.dropout2(F.relu(self.fc1(x))))
         return F.cross_entropy(F.log_softmax(x, dim=1), y)
-
-
-class TwoLayers(nn.Module):
-    """``b`` runs on the output of ``a``, or does not run at all."""
-
-    def __init__(self, use_second_layer: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(10, 10)
-        self.b = nn.Linear(10, 10)
-        self.use_second_layer = use_second_layer
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y = self.a(x)
-        return (y, self.b(y)) if self.use_second_layer else (y, None)
 
 
 class SideBySide(nn.Module):
@@ -344,59 +310,6 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         self.assertEqual(b.detach(), before[1], rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_unused_module_that_stayed_gathered(self):
-        """A unit that stays gathered after forward is freed, even if its own backward never runs."""
-        self._test_unused_module_that_stayed_gathered(use_orig_params=True)
-
-    @skip_if_lt_x_gpu(2)
-    def test_unused_flat_parameter_that_stayed_gathered(self):
-        """The same without original parameters. The unit stays gathered, which is a defect.
-
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0. A SHARD_GRAD_OP unit that ran in forward, and whose output no loss uses,
-        is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter that points to its
-        shard has been freed. If the optimizer still moves the parameter, here by momentum, the next forward computes
-        with the old values::
-
-            model = FSDP(TwoLayers(True), auto_wrap_policy=always_wrap_policy, sharding_strategy=SHARD_GRAD_OP)
-            model(x)[0].sum().backward()  # model.b ran, and is not used
-            model.b._handle.flat_param._full_param_padded.untyped_storage().size()  # not 0
-        """
-        with torch_defect("fsdp1_unused_unit_computes_with_old_weights"):
-            self._test_unused_module_that_stayed_gathered(use_orig_params=False)
-
-    def _test_unused_module_that_stayed_gathered(self, use_orig_params: bool) -> None:
-        torch.manual_seed(0)
-        local = TwoLayers(True).to(self.device)
-        model = FSDP(
-            copy.deepcopy(local),
-            auto_wrap_policy=always_wrap_policy,
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            use_orig_params=use_orig_params,
-        )
-        optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, local)]
-        inputs = torch.randn(self.world_size, 5, 10).to(self.device)
-
-        def loss(each: nn.Module, x: torch.Tensor, uses_b: bool) -> torch.Tensor:
-            a, b = each(x)
-            return (b if uses_b else a).square().mean()
-
-        ref_losses = []
-        for uses_b in (True, False, True):
-            for optim in optims:
-                optim.zero_grad(set_to_none=False)
-            found = loss(model, inputs[self.rank], uses_b)
-            expected = [loss(local, x, uses_b) for x in inputs]
-            self.assertEqual(found, expected[self.rank])
-            found.backward()
-            torch.stack(expected).mean().backward()
-            ref_losses.append(expected[self.rank])
-            for optim in optims:
-                optim.step()
-        check_losses(ref_losses)
-        flat_params = [internals.flat_param_of(layer) for layer in (model.a, model.b)]
-        self.assertEqual([internals.is_gathered(flat_param) for flat_param in flat_params], [False, False])
-
-    @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD])
     def test_fsdp_not_all_outputs_used_in_loss(self, sharding_strategy):
         """Only some losses use an output. Parameters match a model without FSDP, and units are freed each time."""
@@ -427,55 +340,6 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             changed = [not torch.equal(new, old) for new, old in zip(local.parameters(), before)]
             self.assertEqual(changed, [True] * 2 + [step < 2] * 2)
             self.assertEqual(full_parameters(model), named(local))
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD], use_orig_params=[False, True], fails_at=[0, 2])
-    def test_train_after_exception_in_forward(self, sharding_strategy, use_orig_params, fails_at):
-        """A model whose forward raised trains on like a model without FSDP."""
-        torch.manual_seed(0)
-        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
-        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
-        layers = copy.deepcopy(local)
-        model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # the first unit fails
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
-        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
-        ref_losses = []
-        loses = sharding_strategy is ShardingStrategy.NO_SHARD and use_orig_params
-        for step in range(4):
-            if step == fails_at:
-                with mock.patch.object(nn.Tanh, "forward", side_effect=ValueError("no output")):
-                    self.assertRaisesRegex(ValueError, "no output", model, inp)
-            with torch_defect("fsdp1_exception_in_forward_replaces_parameters", when=loses and step >= fails_at):
-                losses = [each(inp).square().sum() for each in (local, model)]
-                ref_losses.append(losses[0])
-                self.assertEqual(losses[1], losses[0])
-                for loss in losses:
-                    loss.backward()
-                average([param.grad for param in local.parameters()])
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
-                self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
-                check_losses(ref_losses)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(transform=["vmap", "jvp", "vjp"], use_orig_params=[False, True])
-    def test_transforms_of_torch_func(self, transform, use_orig_params):
-        """``vmap`` gives the right output, and derivatives under a transform are the subject of known defects."""
-        torch.manual_seed(0)
-        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
-        model = FSDP(copy.deepcopy(local), use_orig_params=use_orig_params)
-        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
-        if transform == "vmap":
-            found, expected = torch.vmap(model)(inp), torch.vmap(local)(inp)
-            self.assertEqual(found, expected)
-            with torch_defect("fsdp1_backward_through_vmap_raises"):
-                found.sum().backward()
-        else:
-            function = getattr(torch.func, transform)
-            arguments = ((inp,), (inp.cos(),)) if transform == "jvp" else (inp,)
-            with torch_defect("fsdp1_derivatives_of_transforms_raise"):
-                self.assertEqual(function(model, *arguments)[0], function(local, *arguments)[0])
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optim_overlap_no_use_orig_params_error(self):
@@ -694,22 +558,6 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         self.assertEqual(list(model.buffers()), expected_buffers, may_be="zero")
         # The parameters, too, are those that rank 0 began with.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
-
-    @skip_if_lt_x_gpu(2)
-    def test_averaged_model(self):
-        """``AveragedModel`` copies the model and averages its shards."""
-        model = FSDP(nn.Linear(4, 4, bias=False, device=self.device), use_orig_params=True)
-        before = full_parameters(model)["weight"]
-        with torch_defect("fsdp1_model_is_not_copied"):
-            averaged = AveragedModel(model)
-            with torch.no_grad():
-                for _ in range(2):
-                    for param in model.parameters():
-                        param.add_(1.0)
-                    averaged.update_parameters(model)
-            with FSDP.summon_full_params(averaged.module):
-                self.assertEqual(averaged.module.module.weight.detach(), before + 1.5)
-            self.assertEqual(full_parameters(model)["weight"], before + 2.0)
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):
@@ -1082,56 +930,6 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
             module.calls.clear()
             self.assertEqual(model(x), expected)  # outside the context: the constructor has already read the variable
             self.assertEqual(set(module.calls), {"weight"} if calls else set(), may_be="empty")
-
-
-class TestDefaults(TestCase):
-    def test_defaults(self):
-        """The defaults are the documented ones."""
-        states = {"state_dict_config": None, "optim_state_dict_config": None}
-        gathered = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": False}
-        check_defaults(
-            self,
-            {
-                FSDP: {
-                    **dict.fromkeys(("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy"), None),
-                    **dict.fromkeys(("mixed_precision", "param_init_fn", "device_id", "device_mesh"), None),
-                    "ignored_modules": None,
-                    "ignored_states": None,
-                    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-                    "forward_prefetch": False,
-                    "sync_module_states": False,
-                    "limit_all_gathers": True,
-                    "use_orig_params": False,
-                },
-                CPUOffload: {"offload_params": False},
-                MixedPrecision: {
-                    "param_dtype": None,
-                    "reduce_dtype": None,
-                    "buffer_dtype": None,
-                    "keep_low_precision_grads": False,
-                    "cast_forward_inputs": False,
-                    "cast_root_forward_inputs": True,
-                },
-                StateDictConfig: {"offload_to_cpu": False},
-                FullStateDictConfig: {"offload_to_cpu": False, "rank0_only": False},
-                LocalStateDictConfig: {"offload_to_cpu": False},
-                ShardedStateDictConfig: {"offload_to_cpu": False, "_use_dtensor": False},
-                OptimStateDictConfig: {"offload_to_cpu": True},
-                FullOptimStateDictConfig: {"offload_to_cpu": True, "rank0_only": False},
-                LocalOptimStateDictConfig: {"offload_to_cpu": False},
-                ShardedOptimStateDictConfig: {"offload_to_cpu": True, "_use_dtensor": False},
-                FSDP.clip_grad_norm_: {"norm_type": 2.0},
-                FSDP.fsdp_modules: {"root_only": False},
-                FSDP.summon_full_params: {**gathered, "with_grads": False},
-                FSDP.set_state_dict_type: states,
-                FSDP.state_dict_type: states,
-                FSDP.optim_state_dict: {"optim_state_dict": None, "group": None},
-                FSDP.optim_state_dict_to_load: {"is_named_optimizer": False, "load_directly": False, "group": None},
-                FSDP.full_optim_state_dict: {"optim_input": None, "rank0_only": True, "group": None},
-                FSDP.scatter_full_optim_state_dict: {"optim_input": None, "optim": None, "group": None},
-                FSDP.shard_full_optim_state_dict: {"optim_input": None, "optim": None},
-            },
-        )
 
 
 instantiate_parametrized_tests(TestFSDPMiscMultiThread)

@@ -7,16 +7,15 @@ because a sum of two numbers does not depend on their order in any precision.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import itertools
-import math
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -33,15 +32,18 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
     subtest_name,
 )
-from torch_fsdp_tests.common_fsdp.training import check_losses, scale_arrives
+from torch_fsdp_tests.common_fsdp.training import scale_arrives
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import full_parameters, named
+from torch_fsdp_tests.fsdp.references import named
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.fsdp1_cases import mean_over_ranks
 
 batchnorm = torch_names.module("torch.nn.modules.batchnorm")
 
@@ -83,12 +85,6 @@ test_name_mapping = {
 subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-conversions = subtests(
-    strategy=STRATEGIES,
-    use_orig_params=[False, True],
-    low=[None, torch.bfloat16],
-    conversion=["half", "double", "double float"],
-)
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 LOW_DTYPES = [torch.float16, torch.bfloat16]
 BUFFER_DTYPE = torch.float64
@@ -284,13 +280,6 @@ class TestFSDPMixedPrecision(FSDPTest):
                 self.assertEqual(mine, grad, rtol=tolerance, atol=0, msg=name)
 
 
-def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean in the tensor's dtype. It divides before it adds, since the sum may not fit into float16."""
-    total = tensor.clone() / dist.get_world_size()
-    dist.all_reduce(total)
-    return total
-
-
 class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     world_size = 2
 
@@ -471,91 +460,6 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
                 self.assertEqual(internals.flat_param_of(model).grad.dtype, torch.float16)
             model.zero_grad()
 
-    def _layer_to_convert(self, strategy: ShardingStrategy, use_orig_params: bool, low: torch.dtype | None) -> FSDP:
-        mixed_precision = None if low is None else MixedPrecision(low, torch.float32)
-        layer = nn.Linear(4, 4, bias=False, device=self.device)
-        return FSDP(layer, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
-
-    def _check_conversion(self, model: FSDP, conversion: str) -> None:
-        """After a conversion, parameters keep the new dtype, and forward uses the values that are written to them."""
-        self._convert(model, conversion)
-        dtype = {"half": torch.float16, "double": torch.float64}.get(conversion, torch.float32)
-        model.zero_grad()  # a conversion brings back gradients, as a test below shows
-        inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
-        for value in (1.0, 2.0):
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.fill_(value)
-            output = model(inp.to(dtype))
-            self.assertEqual(output.float(), 4 * value * inp)
-            output.sum().backward()
-            for param in model.parameters():
-                self.assertEqual(param.detach(), torch.full_like(param, value, dtype=dtype))
-                if param.numel() > 0:
-                    self.assertEqual(param.grad, torch.full_like(param, 3.0))
-            model.zero_grad()
-
-    def _convert(self, model: FSDP, conversion: str) -> None:
-        for name in conversion.split():
-            getattr(model, name)()
-
-    @skip_if_lt_x_gpu(2)
-    @conversions
-    def test_conversion(self, strategy, use_orig_params, low, conversion):
-        """``half`` and similar methods work before the first step, also with mixed precision."""
-        self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
-
-    @skip_if_lt_x_gpu(2)
-    @conversions
-    def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
-        """Between steps they work or are refused. No step computes with an old shard."""
-        model = self._layer_to_convert(strategy, use_orig_params, low)
-        model(torch.ones(1, 4, device=self.device)).sum().backward()
-        with contextlib.suppress(RuntimeError, TypeError, ValueError), torch_defect("fsdp1_conversion_is_undone"):
-            self._check_conversion(model, conversion)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(strategy=STRATEGIES[:2], use_orig_params=[False, True], conversion=["half", "double"])
-    def test_other_dtype_between_steps_is_refused(self, strategy, use_orig_params, conversion):
-        """Parameters gathered in one dtype cannot be gathered in another. The next forward raises."""
-        model = self._layer_to_convert(strategy, use_orig_params, None)
-        for _ in range(2):
-            model(torch.ones(1, 4, device=self.device)).sum().backward()
-        self._convert(model, conversion)
-        refusals = (ValueError, TypeError, RuntimeError)  # torch asks the backend, or itself if there is no device
-        with self.assertRaisesRegex(refusals, "type"):
-            model(torch.ones(1, 4, device=self.device))
-
-    def _test_gradients_after_conversion(
-        self, conversion: str, use_orig_params: bool, shows: torch_defect = NO_DEFECT
-    ) -> None:
-        """``shows`` is a known defect of cleared gradients."""
-        model = self._layer_to_convert(ShardingStrategy.FULL_SHARD, use_orig_params, None)
-        inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
-        for _ in range(2):
-            model(inp).sum().backward()
-            self._convert(model, conversion)
-            grads = [param.grad for param in model.parameters()]
-            self.assertEqual(grads, [torch.full_like(grad, 3.0) for grad in grads])
-            model.zero_grad()
-            self._convert(model, conversion)
-            with shows:
-                self.assertEqual([param.grad for param in model.parameters()], [None])
-            model.zero_grad()
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(conversion=["float", "double float"])
-    def test_gradients_after_conversion(self, conversion):
-        """A conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
-        self._test_gradients_after_conversion(conversion, use_orig_params=False)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(conversion=["float", "double float"])
-    def test_gradients_after_conversion_with_orig_params(self, conversion):
-        """The same with the original parameters."""
-        shows = torch_defect("fsdp1_conversion_brings_back_gradients")
-        self._test_gradients_after_conversion(conversion, True, shows)
-
     @skip_if_lt_x_gpu(2)
     @parametrize("convert_sync_bn", [True, False])
     def test_mp_batchnorm(self, convert_sync_bn):
@@ -705,95 +609,6 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual((x.dtype, x.grad.dtype), (torch.float32, torch.float32))
         self.assertEqual(x.grad, (weight @ expected).float(), rtol=0, atol=0)
 
-    @skip_if_lt_x_gpu(2)
-    @subtests(
-        dtypes=[
-            (torch.float16, torch.float32),
-            (torch.bfloat16, torch.float32),
-            (torch.float16, None),
-            (torch.bfloat16, None),
-            (torch.bfloat16, torch.float16),
-            (None, torch.float16),
-        ],
-        # With original parameters, gradients are compared; without them, only parameters.
-        layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
-    )
-    def test_parity_with_casts_by_hand(self, dtypes, layout):
-        """On each rank, gradients, parameters and losses bitwise match a model that casts by hand.
-
-        The reference computes with a copy in ``param_dtype``, averages gradients over the ranks in ``reduce_dtype`` and
-        steps in float32. Inputs differ by rank, and so do Adam's moments after the first of the three steps.
-        """
-        param_dtype, reduce_dtype = dtypes
-        sharding_strategy, use_orig_params = layout
-        torch.manual_seed(0)
-        reference = ResidualLayers().to(self.device)
-        model = FSDP(
-            copy.deepcopy(reference),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            sharding_strategy=sharding_strategy,
-            use_orig_params=use_orig_params,
-            mixed_precision=MixedPrecision(param_dtype, reduce_dtype, param_dtype),
-        )
-        low = param_dtype or torch.float32
-        optims = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (reference, model)]
-        torch.manual_seed(self.rank + 1)
-        ref_losses = []
-        for step in range(ITERATIONS):
-            x = torch.randn(4, 8, device=self.device)
-            copied = copy.deepcopy(reference).to(low)
-            expected_loss = copied(x.to(low)).square().sum()
-            loss = (model(x=x) if step else model(x)).square().sum()
-            expected_loss.backward()
-            loss.backward()
-            self.assertEqual(loss, expected_loss, rtol=0, atol=0)
-            ref_losses.append(expected_loss)
-            for param, computed in zip(reference.parameters(), copied.parameters()):
-                param.grad = mean_over_ranks(computed.grad.to(reduce_dtype or low)).float()
-            if use_orig_params:
-                with FSDP.summon_full_params(model, with_grads=True):
-                    grads = [param.grad.clone() for param in model.parameters()]
-                self.assertEqual(grads, [param.grad for param in reference.parameters()], rtol=0, atol=0)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-            self.assertEqual(full_parameters(model), dict(reference.named_parameters()), rtol=0, atol=0)
-        check_losses(ref_losses)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])
-    def test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
-        """If one rank's scaled loss or output overflows, all ranks skip the step.
-
-        An infinite loss makes the whole gradient infinite. An infinite output affects one row of the gradient. Only one
-        rank has that row, and only the scaler tells the other ranks.
-        """
-        torch.manual_seed(0)
-        config = MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
-        model = FSDP(nn.Linear(8, 8, bias=False).to(self.device), mixed_precision=config)
-        flat_param = internals.flat_param_of(model)
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        scaler = self._scaler(growth_interval=100)
-        x = torch.full((1, 8), self.rank + 1.0, device=self.device)
-        scale = INIT_SCALE
-        for overflow in (False, True, False):
-            weight = torch.ones(8, device=self.device, dtype=torch.float16)
-            if overflow and self.rank == on_rank:
-                weight[0] = math.inf if overflows == "output" else 1.0
-                weight *= 1.0 if overflows == "output" else 60000.0
-            before = flat_param.detach().clone()
-            optim.zero_grad()
-            scaler.scale((model(x) * weight).sum()).backward()
-            spoilt = not flat_param.grad.isfinite().all()
-            self.assertEqual(spoilt, overflow and (overflows == "loss" or self.rank == 0))
-            scaler.step(optim)
-            scaler.update()
-            scale *= 0.5 if overflow else 1.0
-            self.assertEqual(scaler.get_scale(), scale)
-            changed = not torch.equal(flat_param.detach(), before)
-            self.assertEqual(changed, not overflow)
-        self.assertEqual(optim.state[flat_param]["step"].item(), 2)
-
 
 class ResidualNetwork(nn.Module):
     """Convolutions and batch norms with a shortcut, and a linear layer at the end."""
@@ -837,20 +652,6 @@ class SeesInput(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = x.dtype
         return self.layer(x)
-
-
-class ResidualLayers(nn.Module):
-    """Three layers of odd sizes, two of them in a shortcut. The root has a parameter and a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1, self.lin2, self.lin3 = nn.Linear(8, 5), nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.rand(5))
-        self.register_buffer("shift", torch.rand(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.lin1(x)
-        return x + self.lin3(self.lin2(x).relu()) * self.scale + self.shift
 
 
 class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):

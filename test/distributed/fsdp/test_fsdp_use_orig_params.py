@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +21,18 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import requires_capability
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    DEVICEInitMode,
-    FSDPInitMode,
-    FSDPTest,
-    TransformerWithSharedParams,
-)
+from torch_fsdp_tests.common_fsdp import MLP, DEVICEInitMode
 from torch_fsdp_tests.common_fsdp.training import check_losses
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named, of_all_ranks
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
 from torch_fsdp_tests.installed_torch import torch_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed.fsdp.orig_params import UseOrigParamsTest, flattened
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")
@@ -57,71 +50,6 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 # The gradient of the attention's key bias is zero except for rounding errors. Adam makes a full step for any gradient
 # that is not small compared to eps. This large eps prevents that, and it also makes gradients of a wrong size visible.
 EPS = 1e-3
-
-Tensors = dict[str, "torch.Tensor | None"]
-
-
-def flattened(tensors: Tensors) -> Tensors:
-    return {name: None if tensor is None else tensor.detach().flatten().cpu() for name, tensor in tensors.items()}
-
-
-class UseOrigParamsTest(FSDPTest):
-    """The models of this file, and comparisons with DDP on every rank."""
-
-    world_size = 2
-
-    @property
-    def num_iters(self) -> int:
-        """Ten on devices with streams. Elsewhere four, so that ``zero_grad`` comes twice in each place."""
-        return 10 if accelerator.current().has("streams") else 4
-
-    @functools.cached_property
-    def _plain(self) -> nn.Module:
-        """A transformer before its move to the device. One layer of each kind is enough for these tests."""
-        model = TransformerWithSharedParams.init(
-            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_AFTER, deterministic=True
-        )
-        for side in (model.transformer.encoder, model.transformer.decoder):
-            del side.layers[1:]
-        return model
-
-    def _transformer(self, **fsdp_kwargs: Any) -> nn.Module:
-        """A transformer with the same initial values on all ranks, plain or with an FSDP instance for each layer."""
-        model = copy.deepcopy(self._plain).to(self.device)
-        return FSDP(model, auto_wrap_policy=LAYERS, **fsdp_kwargs) if fsdp_kwargs else model
-
-    def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of this rank's own."""
-        generator = torch.Generator().manual_seed(1 + self.rank)
-        source, target = (torch.randint(23, (length, 2), generator=generator) for length in (6, 4))
-        return source.to(self.device), target.to(self.device)
-
-    def _joined(self, tensors: Tensors) -> Tensors:
-        """Join the ranks' pieces of each tensor in rank order. None if no rank has a piece."""
-        mine = flattened(tensors)
-        of_all = of_all_ranks(mine)
-        self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
-        joined: Tensors = {}
-        for name in mine:
-            pieces = [piece for other in of_all if (piece := other[name]) is not None]
-            joined[name] = torch.cat(pieces) if pieces else None
-        return joined
-
-    def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
-        """Compare gradients with the reference by name. Ranks have whole gradients under NO_SHARD, else pieces."""
-        found, wanted = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
-        self.assertTrue(any(grad is not None for grad in wanted.values()))
-        self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
-
-    def assert_same_full_params(self, model: nn.Module, *others: nn.Module, writeback: bool = False) -> None:
-        """Unsharded parameters must equal those of the other models by name, whether these are in FSDP or not."""
-        full = []
-        for each in (model, *others):
-            with FSDP.summon_full_params(each, writeback=writeback):
-                full.append({name: param.detach().clone() for name, param in named(each).items()})
-        self.assertGreater(len(full[0]), 0)
-        for other in full[1:]:
-            self.assertEqual(full[0], other, exact_device=False)
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
@@ -429,91 +357,6 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
                 torch.stack(used).square().mean().backward()
                 optim.step()
         self.assert_same_full_params(*models)
-
-    @requires_capability("device_memory")
-    @skip_if_lt_x_gpu(2)
-    def test_forward_without_backward_with_offload(self):
-        """A forward without a backward does not lose the gradients of the next forward.
-
-        It does lose them, seen with torch 2.13.0 for every strategy. With offloaded parameters on a device with its own
-        memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an error. Each
-        move of the flat parameter between host and device gives it a new gradient accumulator, but the hook that
-        reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
-        ``torch.distributed.fsdp._runtime_utils``).
-        """
-        torch.manual_seed(0)
-        plain = nn.Linear(4, 4, bias=False, device=self.device)
-        inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
-        kwargs = {"cpu_offload": CPUOffload(offload_params=True), "use_orig_params": True}
-        for strategy in STRATEGIES.values():
-            model = FSDP(copy.deepcopy(plain), sharding_strategy=strategy, **kwargs)
-            model(inp)
-            model(inp).sum().backward()
-            (param,) = model.parameters()
-            with self.subTest(strategy=strategy), torch_defect("fsdp1_unused_forward_costs_offloaded_gradients"):
-                self.assertIsNotNone(param.grad)
-                self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], use_orig_params=[False, True])
-    def test_units_run_without_gradients_first(self, sharding_strategy, use_orig_params):
-        """With forward prefetching, units run without gradients and then with them (#111354)."""
-        torch.manual_seed(0)
-        ref_model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).to(self.device)
-        model = FSDP(
-            copy.deepcopy(ref_model),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            sharding_strategy=sharding_strategy,
-            forward_prefetch=True,
-            use_orig_params=use_orig_params,
-        )
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
-        torch.manual_seed(self.rank)
-        for _ in range(3):
-            inp = torch.randn(2, 4, device=self.device)
-            for each, optim in zip((ref_model, model), optims):
-                with torch.no_grad():
-                    target = each(inp)
-                (each(inp + target) - target).square().mean().backward()
-                if each is ref_model:
-                    average_gradients(ref_model)
-                optim.step()
-                optim.zero_grad()
-        self.assertEqual(full_parameters(model), {name: p.detach() for name, p in ref_model.named_parameters()})
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], offload_params=[False, True])
-    def test_evaluation_after_zero_grad(self, sharding_strategy, offload_params):
-        """An evaluation leaves parameters without gradients, before the first step and after it."""
-        offload = CPUOffload(offload_params=offload_params)
-        kwargs = {"use_orig_params": True, "device_id": self.device}
-        model = FSDP(nn.Linear(4, 4), sharding_strategy=sharding_strategy, cpu_offload=offload, **kwargs)
-        inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
-        for _ in range(2):
-            with torch.no_grad():
-                model(inp)
-            with torch_defect("fsdp1_evaluation_brings_back_offloaded_gradients", when=offload_params):
-                self.assertEqual([param.grad for param in model.parameters()], [None] * 2)
-            model(inp).sum().backward()
-            self.assertTrue(any(param.grad is not None for param in model.parameters()))
-            model.zero_grad()
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], use_orig_params=[False, True])
-    def test_zero_grad_between_forward_and_backward(self, sharding_strategy, use_orig_params):
-        """Each step has the gradient of its own loss, also in the unit that makes the model's output."""
-        kwargs = {"sharding_strategy": sharding_strategy, "use_orig_params": use_orig_params, "device_id": self.device}
-        model = FSDP(nn.Sequential(nn.Linear(4, 4), FSDP(nn.Linear(4, 4), **kwargs)), **kwargs)
-        optim = torch.optim.SGD(model.parameters(), lr=0.5)
-        inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
-        model(inp).sum().backward()
-        first = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-        loss = model(inp).sum()
-        optim.zero_grad()
-        loss.backward()
-        shows = sharding_strategy is SHARD_GRAD_OP and use_orig_params
-        with torch_defect("fsdp1_zero_grad_after_forward_is_missed", when=shows):
-            self.assertEqual([param.grad for param in model.parameters() if param.grad is not None], first)
 
 
 class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -52,14 +52,12 @@ from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
-    backward,
     check_gradients,
     check_parity,
     loss_of,
@@ -74,8 +72,6 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.communication import (
     BranchedModel,
     HalfUsed,
-    ReusingAllGather,
-    ReusingReduceScatter,
     check_identical,
     copy_values,
     local_grads,
@@ -341,49 +337,6 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         }
         self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
-    @skip_if_lt_x_gpu(4)
-    @subtests(before=[True, False, 2], after=[True, False], trains=[True, False])
-    def test_reshard_after_forward_changes_between_steps(self, before, after, trains):
-        """The setter may come after a training step or an evaluation, wherever the parameters are then."""
-        ref_model, model = both = [filled(nn.Linear(4, 3, device=self.device)) for _ in range(2)]
-        fully_shard(model, reshard_after_forward=before)
-        self._seed()
-        first, second = (self._inputs(2, 4) for _ in range(2))
-        for each in both:
-            if trains:
-                train(each, first)
-            else:
-                with torch.no_grad():
-                    each(first)
-        model.set_reshard_after_forward(after)
-        with torch_defect("fsdp2_changing_reshard_on_smaller_mesh_raises", when=before == 2 and not (trains or after)):
-            self.assertEqual(*(train(each, second) for each in both))
-            average_gradients(ref_model)
-            check_parity(self, ref_model, model)
-
-    @skip_if_lt_x_gpu(4)
-    def test_uneven_shards_after_forward(self):
-        """Between forward and backward a parameter has its full values, also over a smaller mesh.
-
-        It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
-        the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims
-        that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
-
-            model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
-            expected = model.weight.full_tensor()
-            model(torch.ones(3, 4))
-            print(torch.equal(model.weight.full_tensor(), expected))
-        """
-        model: Any = fully_shard(nn.Linear(4, 5, bias=False, device=self.device), reshard_after_forward=2)
-        expected = model.weight.full_tensor().detach()
-        output = model(torch.ones(3, 4, device=self.device))
-        found = model.weight.full_tensor().detach()
-        with torch_defect("fsdp2_uneven_rows_shown_wrong"):
-            self.assertEqual(found, expected)
-        output.sum().backward()
-        self.assertEqual(model.weight.full_tensor().detach(), expected)
-        self.assertEqual(model.weight.grad.full_tensor(), torch.full((5, 4), 3.0, device=self.device))
-
     @skip_if_lt_x_gpu(2)
     def test_communication_count_after_evaluation(self):
         """A forward without gradients adds no all-gather to the backward of the next step.
@@ -478,126 +431,6 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
 
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        factor=[0.25, 0.75, 1.0, 3.0, 6.0], dtype=[None, torch.bfloat16, torch.float16], shape=[(4,), (2, 2), (1, 4)]
-    )
-    def test_any_divide_factor(self, factor, dtype, shape):
-        """The sum over all ranks is divided by the factor: below one, one, or a number that is no power of two.
-
-        A forced sum is divided afterwards. Only a reduction in float16 is also divided before.
-        """
-        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(*shape), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        model.set_gradient_divide_factor(factor)
-        model.set_force_sum_reduction_for_comms(dtype is not torch.float16)
-        model(torch.full((1, 8), 1.0 + self.rank, device=self.device)).sum().backward()
-        grad = model.weight.grad.to_local()
-        # The sum is exact in each dtype, and the quotient is rounded once.
-        expected = (torch.tensor(10.0, dtype=dtype, device=self.device) / factor).float()
-        self.assertEqual(grad, expected.expand_as(grad), rtol=0, atol=0)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(forces_sum=[False, True], shape=[(4,), (2, 2)])
-    def test_divide_factor_of_zero(self, forces_sum, shape):
-        """Backward refuses a factor of zero. After a forced sum it divides as for any other number."""
-        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(*shape))
-        model.set_gradient_divide_factor(0.0)
-        model.set_force_sum_reduction_for_comms(forces_sum)
-        loss = model(torch.ones(1, 8, device=self.device)).sum()
-        if forces_sum:
-            loss.backward()
-            self.assertTrue(model.weight.grad.to_local().isposinf().all())
-        else:
-            with self.assertRaises(ZeroDivisionError):
-                loss.backward()
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        shape=[(4,), (2, 2)],
-        reshard_after_forward=[True, False],
-        reduce_dtype=[None, torch.complex128, torch.float32],
-    )
-    def test_complex_gradients(self, shape, reshard_after_forward, reduce_dtype):
-        """Complex parameters get the mean of the ranks' complex gradients, with real and imaginary parts."""
-        model: Any = nn.Linear(3, 5, bias=False, device=self.device, dtype=torch.complex64)
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        fully_shard(model, mesh=self._mesh(*shape), reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        inputs = torch.full((1, 3), complex(1 + self.rank, 2 * self.rank), device=self.device)
-        output = model(inputs)
-        # The gradient is (1 + 3j) times the conjugate of the mean input, 2.5 + 3j.
-        expected = torch.full((5, 3), (1 + 3j) * (2.5 - 3j), device=self.device)
-        is_real = reduce_dtype is not None and not reduce_dtype.is_complex
-        with torch_defect("fsdp2_real_reduce_dtype_breaks_complex_gradients", when=is_real):
-            (output.real.sum() + 3 * output.imag.sum()).backward()
-            self.assertEqual(model.weight.grad.full_tensor(), expected)
-
-    def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
-        """A factor of 2 halves the sum over the replicas."""
-        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(self.world_size, 1), **kwargs)
-        model.set_gradient_divide_factor(2.0)
-        model.set_force_sum_reduction_for_comms(not kwargs)
-        model(torch.full((3, 8), 1.0 + self.rank, device=self.device)).sum().backward()
-        with torch_defect("fsdp2_divides_twice"):  # 3*(1+2+3+4)/2
-            self.assertEqual(model.weight.grad.to_local(), torch.full((4, 8), 15.0, device=self.device))
-
-    @skip_if_lt_x_gpu(2)
-    def test_hsdp_of_one_shard_force_sum(self):
-        """Replicas of a whole gradient are summed and divided by the factor once.
-
-        They are divided twice: the result is 7.5 instead of 15. Seen with torch 2.13.0. For the reason, see
-        ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
-        """
-        self._test_hsdp_of_one_shard()
-
-    @skip_if_lt_x_gpu(2)
-    def test_hsdp_of_one_shard_fp16(self):
-        """As ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
-        self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
-
-    @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
-    @skip_if_lt_x_gpu(4)
-    @subtests(shape=[(4,), (2, 2)])
-    def test_set_separate_reduce_scatter_group(self, shape):
-        """Reductions use one new group of the same ranks. Gradients stay bitwise the same."""
-        mesh = self._mesh(*shape)
-        twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
-        shard_group = mesh.get_group("shard")
-        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            model.layers[0].set_separate_reduce_scatter_group(recurse=False)
-            first, second = (internals.group_of(layer)._reduce_scatter_process_group for layer in model.layers)
-            self.assertIs(second, shard_group)
-            model.set_separate_reduce_scatter_group()
-            own = internals.group_of(model)._reduce_scatter_process_group
-            created = new_group.call_count
-            model.set_separate_reduce_scatter_group(True)
-            self.assertEqual(new_group.call_count, created)
-        self.assertEqual({group._reduce_scatter_process_group for group in internals.groups_of(model)}, {own})
-        self.assertIsNot(own, shard_group)
-        self.assertIsNot(first, shard_group)
-        ranks = [dist.get_process_group_ranks(g) for g in (own, shard_group)]
-        self.assertEqual(ranks[0], ranks[1])
-        self._check_groups(twin, model, shard_group, own, steps=3)
-        model.set_separate_reduce_scatter_group(False)
-        self._check_groups(twin, model, shard_group, shard_group, steps=1)
-        for group in (first, own):
-            dist.destroy_process_group(group)
-
-    def _check_groups(self, twin: Any, model: Any, gathers_on: Any, reduces_on: Any, steps: int) -> None:
-        optims = optimizers(twin, model)
-        for step in range(steps):
-            ids = tokens(self.rank, step, self.device)
-            twin(ids).sum().backward()
-            with collectives.recorded() as calls:
-                model(ids).sum().backward()
-            self.assertEqual(set(calls.values("all_gather", "group")), {gathers_on})
-            self.assertEqual(set(calls.values("reduce_scatter", "group")), {reduces_on})
-            self.assertEqual(calls.counts()["reduce_scatter"], len(internals.fsdp_modules(model)))
-            check_identical(self, local_grads(model), local_grads(twin))
-            take_step(optims)
-
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(is_hsdp=[False, True], reshard_after_forward=[True, False])
@@ -652,252 +485,6 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 1)
         model.set_reduce_scatter_max_input_buffers(2)
         self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
-    )
-    def test_set_custom_comms(self, policy, shape):
-        """Custom collectives, which reuse their buffers, get every call. Training does not change.
-
-        One layer is sharded unevenly. In even steps a microbatch without reduction comes first.
-        """
-        manual_seed(42)
-        ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
-        computing = copy.deepcopy(ref_model).to(policy.param_dtype or torch.float32)
-        model: Any = copy.deepcopy(ref_model)
-        mesh = self._mesh(*shape)
-        comms = {}
-        for index in (0, 2):
-            fully_shard(model[index], mesh=mesh, mp_policy=policy)
-            out_features, in_features = model[index].weight.shape
-            shard = -(-out_features // shape[-1]) * (in_features + 1)  # weight and bias, with padding
-            comms[index] = ReusingAllGather(shard * shape[-1]), ReusingReduceScatter(shard * shape[-1])
-            model[index].set_custom_all_gather(comms[index][0])
-            model[index].set_custom_reduce_scatter(comms[index][1])
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        optims = optimizers(ref_model, model)
-        for step in range(10):
-            for last in (False, True)[step % 2 :]:
-                model.set_requires_gradient_sync(last)
-                inputs = rows(self.rank, 2 * step + last, self.device, 4, 6)
-                computing(inputs.to(computing[0].weight.dtype)).square().sum().backward()
-                model(inputs).square().sum().backward()
-                move_gradients(computing, ref_model)
-                for gather, reduction in comms.values():
-                    self.assertEqual(gather.take(), [(gather.numel, policy.param_dtype or torch.float32, None)] * 2)
-                    sizes = (reduction.numel, reduction.numel // shape[-1])
-                    self.assertEqual(reduction.take(), [(sizes, torch.float32, AVG)] if last else [], may_be="empty")
-                    self.assertEqual({*gather.groups, *reduction.groups}, {mesh.get_group("shard")})
-            average_gradients(ref_model)
-            check_gradients(self, ref_model, model)
-            take_step(optims)
-            copy_values(ref_model, computing)
-        check_sharded_parity(self, ref_model, model)
-        self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(factor=[8.0, 3.0, 0.5])
-    def test_divide_factor_of_a_custom_reduction(self, factor):
-        """Without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
-        model: Any = nn.Linear(6, 8, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(self.world_size))
-        factors: list[float] = []
-
-        class Summing(ReusingReduceScatter):
-            def __call__(
-                self,
-                output_tensor: torch.Tensor,
-                input_tensor: torch.Tensor,
-                group: Any,
-                op: Any,
-                async_op: bool = False,
-            ) -> Any:
-                kind, factor = op.__getstate__()
-                assert kind == dist.ReduceOp.PREMUL_SUM, kind
-                factors.append(factor)
-                return super().__call__(output_tensor, input_tensor * factor, group, dist.ReduceOp.SUM)
-
-        model.set_custom_reduce_scatter(Summing(48))
-        model.set_gradient_divide_factor(factor)
-        model(torch.full((1, 6), 1.0 + self.rank, device=self.device)).sum().backward()
-        self.assertEqual(factors, [1 / factor])
-        total = sum(range(1, self.world_size + 1))
-        self.assertEqual(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), total / factor))
-
-    @needs(torch_facts.HAS_COPY_FUNCTIONS_PER_GROUP)
-    @skip_if_lt_x_gpu(2)
-    @subtests(dim=[0, 1])
-    def test_copies_of_a_group(self, dim):
-        """A group may have its own functions for the copies after the all-gather and before the
-        reduction.
-        """
-        manual_seed(42)
-        weight = torch.randn(8, 4, device=self.device)
-        model: Any = nn.Linear(4, 8, bias=False, device=self.device)
-        model.weight = nn.Parameter(weight.clone())
-        fully_shard(model, shard_placement_fn=lambda param: Shard(dim), reshard_after_forward=True)
-        group = internals.group_of(model)
-
-        def negated(params: Any, result: Any, world_size: int) -> None:
-            fsdp_collectives._default_all_gather_output_fn(params, result, world_size)
-            for output in (output for param in params for output in param.all_gather_outputs):
-                with torch.no_grad(), internals.keeping_version(output):
-                    output.neg_()
-
-        def doubled(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
-            grads[:] = [2 * grad for grad in grads]
-            return fsdp_collectives._default_reduce_scatter_input_fn(params, grads, world_size)
-
-        group._all_gather_output_fn, group._prepare_reduce_scatter_inputs = negated, doubled
-        inputs = rows(self.rank, 0, self.device, 2, 4).requires_grad_()
-        output = model(inputs)
-        self.assertEqual(output, -inputs @ weight.T)
-        output.sum().backward()
-        self.assertEqual(inputs.grad, -weight.sum(0).expand(2, 4))
-        mean = torch.stack([rows(rank, 0, self.device, 2, 4) for rank in range(self.world_size)]).mean(0)
-        self.assertEqual(model.weight.grad.full_tensor(), 2 * mean.sum(0).expand(8, 4))
-
-    @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
-    @skip_if_lt_x_gpu(2)
-    @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
-    def test_readers_of_gradients(self, policy, shape):
-        """FSDP tells the backend which stream will read the memory of each gradient."""
-        told: dict[int, Any] = {}
-
-        def record(buffer: torch.Tensor, stream: Any) -> None:
-            told[internals.storage_id(buffer)] = stream
-
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(self.device)
-        shard_each((*model, model), mesh=self._mesh(*shape), mp_policy=policy)
-        with torch_names.patched(fsdp_collectives, "record_grad_output_stream", record):
-            model(rows(self.rank, 0, self.device, 2, 4)).sum().backward()
-        current = torch.get_device_module(self.device.type).current_stream()
-        for name, param in model.named_parameters():
-            self.assertEqual(told[internals.storage_id(param.grad.to_local())], current, name)
-
-    @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
-    @skip_if_lt_x_gpu(1)
-    def test_readers_of_gradients_by_default(self):
-        """The default ``record_grad_output_stream`` does nothing; a backend may register its own."""
-        buffer = torch.arange(4.0, device=self.device)
-        torch.ops.fsdp.record_grad_output_stream(buffer, 0, 0, 0)
-        stream = torch.get_device_module(self.device.type).current_stream()
-        fsdp_collectives.record_grad_output_stream(buffer, stream)
-        self.assertEqual(buffer.tolist(), [0, 1, 2, 3])
-
-    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
-    @skip_if_lt_x_gpu(4)
-    def test_set_custom_comms_of_two_groups(self):
-        """A module with parameters on several meshes refuses a custom collective."""
-        linear = nn.Linear(8, 8, device=self.device)
-        other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
-        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
-        bias = linear.bias
-        model: Any = fully_shard(linear, shard_placement_fn=lambda param: result if param is bias else None)
-        self.assertEqual(len(internals.groups_in(model)), 2)
-        refused = "{} is not supported with multiple param groups"
-        with self.assertRaisesRegex(ValueError, refused.format("set_custom_all_gather")):
-            model.set_custom_all_gather(ReusingAllGather(8))
-        with self.assertRaisesRegex(ValueError, refused.format("set_custom_reduce_scatter")):
-            model.set_custom_reduce_scatter(ReusingReduceScatter(8))
-
-
-@needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
-class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
-    """A separate process group for the reductions over shards.
-
-    Each test has its own ranks and does not destroy its groups. Torch 2.13 gives a new group the name of a destroyed
-    one of the same ranks, and then its ranks do not find each other.
-    """
-
-    world_size = at_most(4)
-
-    @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
-        shape=[(4,), (2, 2), (4, 1)],
-        when=["at once", "before a backward", "after a step"],
-        reshard_after_forward=[True, False, 2],
-        valid=lambda shape, reshard_after_forward, when: reshard_after_forward != 2 or shape == (4,),
-    )
-    def test_training(self, shape, when, reshard_after_forward):
-        """The setter may be called at any time. It moves the reductions over shards to the new group, nothing else.
-
-        The model trains like a plain one. A mesh with one shard has no reduction over shards.
-        """
-        manual_seed(42)
-        ref_model = nn.Sequential(MLP(6), MLP(6)).to(self.device)
-        model: Any = copy.deepcopy(ref_model)
-        mesh = self._mesh(*shape)
-        shard_each([*model, model], mesh=mesh, reshard_after_forward=reshard_after_forward)
-        shared, own = mesh.get_group("shard"), set[Any]()
-
-        def separate() -> None:
-            model.set_separate_reduce_scatter_group()
-            own.update(group._reduce_scatter_process_group for group in internals.groups_of(model))
-            self.assertEqual(len(own), 1)
-            self.assertNotIn(shared, own)
-
-        def step(module: Any, batch: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(module(batch))
-            if module is ref_model:
-                return backward(loss)
-            if when == "before a backward" and not own:
-                separate()
-            with collectives.recorded() as calls:
-                loss.backward()
-            expected: dict[str, set[Any]] = {"reduce_scatter": (own or {shared}) if shape[-1] > 1 else set()}
-            expected["all_reduce"] = {mesh.get_group("replicate")} if len(shape) > 1 else set()
-            self.assertEqual({name: set(calls.values(name, "group")) for name in expected}, expected)
-            self.assertTrue(own.isdisjoint(calls.values("all_gather", "group")))
-            if when == "after a step" and not own:
-                separate()
-            return loss.detach()
-
-        if when == "at once":
-            separate()
-        self._check_training(ref_model, model, lambda: self._inputs(2, 6), step=step)
-        self.assertEqual(len(own), 1)
-
-    @skip_if_lt_x_gpu(4)
-    def test_group_for_each_set_of_ranks(self):
-        """Modules that shard over the same ranks share one new group, even if their meshes differ."""
-        manual_seed(42)
-        ref_model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
-        model: Any = copy.deepcopy(ref_model)
-        pairs, everyone = self._mesh(2, 2), self._mesh(4)
-        meshes = [everyone, pairs, self._mesh(4), self._mesh(2, 2)]
-        for linear, mesh in zip(model, meshes, strict=True):
-            fully_shard(linear, mesh=mesh)
-        fully_shard(model, mesh=everyone)
-        model.set_separate_reduce_scatter_group()
-        own = [internals.group_of(linear)._reduce_scatter_process_group for linear in model]
-        self.assertEqual((own[0], own[1]), (own[2], own[3]))
-        for group, mesh in ((own[0], everyone), (own[1], pairs)):
-            self.assertNotIn(group, [each.get_group("shard") for each in meshes])
-            self.assertEqual(*(dist.get_process_group_ranks(each) for each in (group, mesh.get_group("shard"))))
-
-        def step(module: Any, batch: torch.Tensor) -> torch.Tensor:
-            with collectives.recorded("reduce_scatter") as calls:
-                loss = train(module, batch)
-            self.assertEqual(
-                calls.values("reduce_scatter", "group"), own[::-1] if module is model else [], may_be="empty"
-            )
-            return loss
-
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
-
-    @needs(torch_facts.HAS_DP_MESH_DIMS)
-    @skip_if_lt_x_gpu(2)
-    def test_without_shards(self):
-        """A module that only replicates has no reduce-scatter to move."""
-        mesh = self._mesh(self.world_size)
-        model: Any = distribute_module(nn.Linear(4, 4, device=self.device), mesh)
-        dims = torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(replicate="shard")
-        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-        for enable in (True, False):
-            with self.assertRaisesRegex(AssertionError, "Expected mesh_info to be FSDPMeshInfo"):
-                model.set_separate_reduce_scatter_group(enable)
 
 
 class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
@@ -1087,45 +674,6 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         for index, layer in enumerate(layers[:-depth]):
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
         self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(order=[(0, 1), (1, 0)], trains=[True, False])
-    def test_update_after_a_forward_prefetch(self, order, trains):
-        """A forward computes with the values of now, also if the one before has prefetched a layer that had run."""
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
-        ref_model = copy.deepcopy(model)
-        shard_each((*model, model))
-        first, last = order
-        model[first].set_modules_to_forward_prefetch([model[last]])
-        inp = torch.ones(2, 4, device=self.device)
-        for each in (ref_model, model):
-            with torch.set_grad_enabled(trains):
-                output = each(inp)
-            if trains:
-                output.sum().backward()
-        with torch.no_grad(), torch_defect("fsdp2_prefetched_parameters_go_stale", when=not trains and first > last):
-            for each in (ref_model, model):
-                each[0].weight.mul_(0.5)
-            self.assertEqual(model(inp), ref_model(inp))
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(prefetches=[False, True])
-    def test_update_after_a_forward_of_the_encoder(self, prefetches):
-        """A step between a forward of the encoder alone and a whole forward counts, also for a prefetched decoder."""
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
-        ref_model = copy.deepcopy(model)
-        shard_each((*model, model))
-        if prefetches:
-            model[0].set_modules_to_forward_prefetch([model[1]])
-        inp = torch.ones(2, 4, device=self.device)
-        for each in (ref_model, model):
-            optim = torch.optim.SGD(each.parameters(), lr=0.5)
-            each(inp).sum().backward()
-            with torch.no_grad():
-                each[0](inp)
-            optim.step()
-        with torch_defect("fsdp2_prefetched_parameters_go_stale", when=prefetches):
-            self.assertEqual(model(inp), ref_model(inp))
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
@@ -1377,36 +925,6 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
-
-
-class TestFullyShardAllocFromPartOfRanks(FSDPTest):
-    world_size = 4
-
-    @skip_if_lt_x_gpu(4)
-    def test_alloc_from_a_part_of_the_ranks(self):
-        """The collectives run in the group whose allocator they use, also if that has not all ranks."""
-        mesh = make_mesh(2, 2, names=("replicate", "shard"))["shard"]
-        twin, model = (fully_shard(filled(nn.Linear(3, 4, device=self.device)), mesh=mesh) for _ in range(2))
-        model.set_allocate_memory_from_process_group_for_comm(True)
-        inp = torch.full((2, 3), self.rank + 1.0, device=self.device)
-        for each in (twin, model):
-            each(inp).square().sum().backward()
-        check_identical(self, local_grads(model), local_grads(twin))
-
-
-class TestFullyShardSymmMemBackend(FSDPTest):
-    world_size = 2
-
-    @needs(torch_facts.HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION)
-    @skip_if_lt_x_gpu(2)
-    def test_unknown_backend(self):
-        """A backend of symmetric memory that is not there is refused, and the model trains on without it."""
-        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model)
-        with self.assertRaisesRegex(RuntimeError, "does not find allocation backend no such backend"):
-            model.set_symm_mem_for_comm("no such backend")
-        model(torch.full((1, 8), 1.0 + self.rank, device=self.device)).sum().backward()
-        self.assertEqual(model.weight.grad.to_local(), torch.full((2, 8), 1.5, device=self.device))
 
 
 class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):

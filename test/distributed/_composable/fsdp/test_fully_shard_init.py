@@ -7,10 +7,11 @@ broadcast, meshes made from process groups, and parameters that the user replace
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, check_sharded_parity
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -33,12 +34,14 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import average, average_gradients, check_defaults
-from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.references import average_gradients, check_defaults
+from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
-from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.two_tensor import TwoTensor
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.fsdp.init_cases import InitTest, full_tensors
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")
@@ -49,8 +52,6 @@ RECURSING = [
     *("set_reduce_scatter_max_input_buffers", "set_keep_unsharded_storage"),
 ]  # methods that do the same for all FSDP modules inside, unless told otherwise
 
-needs_mesh_per_parameter = needs(torch_facts.HAS_MESH_PER_PARAMETER)
-
 
 def three_layer_transformer() -> Transformer:
     return filled(Transformer(ModelArgs(n_layers=3, dropout_p=0.0)))
@@ -58,25 +59,6 @@ def three_layer_transformer() -> Transformer:
 
 def tensor_parallel_mlp(mlp: MLP, tp_mesh: DeviceMesh) -> MLP:
     return parallelize_module(mlp, tp_mesh, {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()})
-
-
-def full_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().full_tensor() for name, param in module.named_parameters()}
-
-
-class InitTest(FSDPTestMultiThread):
-    def _input(self, *shape: int, seed: int | None = None) -> torch.Tensor:
-        """Positive numbers that differ by rank, or by seed if one is given."""
-        return uniform(*shape, seed=1 + (self.rank if seed is None else seed))
-
-    def _tokens(self, seed: int | None = None) -> torch.Tensor:
-        return (8 * self._input(2, 16, seed=seed)).long()
-
-    def _check_same_names_and_values(self, ref_model: nn.Module, model: nn.Module) -> None:
-        wholes = full_tensors(model)
-        self.assertEqual(list(wholes), [name for name, _ in ref_model.named_parameters()])
-        for name, param in ref_model.named_parameters():
-            self.assertEqual(wholes[name], param.detach(), msg=name, rtol=0, atol=0)
 
 
 class TestFullyShardDeviceTensor(InitTest):
@@ -176,52 +158,6 @@ class TestFullyShardMeshArg(InitTest):
         message = "Please init the 2D mesh for HSDP with mesh_dim_names specified"
         with self.assertRaisesRegex(AssertionError, message):
             fully_shard(MLP(8), mesh=make_mesh(2, 2))
-
-    def _resharding_mesh(self, mesh: DeviceMesh, reshard_after_forward: Any) -> Any:
-        """The mesh over which a layer is sharded after forward, or None."""
-        layer = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard_after_forward)
-        info = internals.group_of(layer).post_forward_mesh_info
-        return None if info is None else info.mesh
-
-    @skip_if_lt_x_gpu(1)
-    def test_reshard_after_forward_values(self):
-        """An int must be a factor of the number of shards. Only bool, int and None are allowed."""
-        hybrid = make_mesh(1, 4, names=("replicate", "shard"))
-        for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
-            shards = mesh.size()
-            for factor in (0, -1, -2, 3, 5, 8):
-                message = f"reshard_after_forward as an int, it should be a factor of {shards}, not {factor}"
-                with self.assertRaisesRegex(ValueError, message):
-                    self._resharding_mesh(mesh, factor)
-            for wrong in ("2", 2.0, (2,)):
-                message = f"should be a bool or an int .*, not {re.escape(str(wrong))}"
-                with self.assertRaisesRegex(ValueError, message):
-                    self._resharding_mesh(mesh, wrong)
-            for value in (None, True, shards):
-                self.assertIs(self._resharding_mesh(mesh, value), mesh)
-            self.assertIsNone(self._resharding_mesh(mesh, False))
-        self.assertEqual(self._resharding_mesh(make_mesh(4), 2).mesh.tolist(), [[0, 1], [2, 3]])
-        self.assertEqual(self._resharding_mesh(hybrid, 2).mesh.tolist(), [[0, 1], [2, 3]])
-
-    @skip_if_lt_x_gpu(1)
-    def test_reshard_after_forward_one(self):
-        """The int 1 gives a warning and keeps parameters unsharded after forward, like False."""
-        warning_once = torch_names.module("torch._logging").warning_once
-        mesh = make_mesh(4)
-        layer = nn.Linear(4, 4, device=self.device)
-        shard = functools.partial(fully_shard, layer, mesh=mesh, reshard_after_forward=1)
-        if self.rank == 0:  # a process logs the warning once, on the first rank to get there
-            warning_once.cache_clear()
-            with self.assertLogs("torch.distributed.fsdp.fully_shard", "WARNING") as logs:
-                shard()
-            (record,) = logs.records
-            self.assertIn("reshard_after_forward=1 (int)", record.getMessage())
-        dist.barrier()
-        if self.rank != 0:
-            shard()
-        model = fully_shard(nn.Sequential(layer), mesh=mesh)  # so that the layer is not the root
-        model(self._input(2, 4))
-        self.assertNotIsInstance(layer.weight, DTensor)
 
 
 class TestFullyShardManagedModulesAndStates(InitTest):
@@ -443,89 +379,6 @@ class TestFullyShardShardedParameterDTensor(InitTest):
                 if tp_dim is not None:
                     of_tp = of_tp.chunk(2, dim=tp_dim)[mesh.get_local_rank("tp")]
                 self.assertEqual(param.to_local().detach(), chunk_of(of_tp, mesh.get_local_rank("dp"), 2), msg=name)
-
-    def _layer(self, layout: str, rows: int) -> tuple[nn.Linear, DeviceMesh]:
-        """A linear layer with this number of rows in the given layout, and its data-parallel mesh."""
-        layer = filled(nn.Linear(4, rows, device=self.device))
-        if layout in ("colwise", "rowwise"):
-            mesh = make_mesh(2, 2, names=("dp", "tp"))
-            style = ColwiseParallel(output_layouts=Replicate()) if layout == "colwise" else None
-            parallelize_module(layer, mesh["tp"], style or RowwiseParallel(input_layouts=Replicate()))
-            return fully_shard(layer, mesh=mesh["dp"]), mesh["dp"]
-        mesh = make_mesh(2, 2, names=("replicate", "shard")) if layout == "hsdp" else make_mesh(4)
-        return fully_shard(layer, mesh=mesh), mesh
-
-    @skip_if_lt_x_gpu(1)
-    def test_uneven_and_empty_shards(self):
-        """A layer may have fewer rows than ranks, or rows that do not divide evenly.
-
-        Full parameters have the original values, Adam steps like on a plain layer, and another model loads the state
-        dict.
-        """
-        self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
-
-    @skip_if_lt_x_gpu(1)
-    def test_rows_stay_in_order_with_tensor_parallelism(self):
-        """Tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
-        layer, _ = self._layer("colwise", 6)
-        found = layer.weight.full_tensor()
-        with torch_defect("dtensor_uneven_rows_with_tp_are_reordered"):
-            self.assertEqual(found, filled(nn.Linear(4, 6, device=self.device)).weight)
-
-    @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
-    @skip_if_lt_x_gpu(1)
-    def test_uneven_and_empty_shards_with_tensor_parallelism(self):
-        """The same holds if tensor parallelism sharded first, along the same or another dimension."""
-        self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
-        self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
-
-    @torch_defect("fsdp2_rank_without_rows_after_tp")
-    @skip_if_lt_x_gpu(1)
-    def test_rank_without_rows(self):
-        """If tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
-
-        The all-gather works, but the reduction raises "_chunk_cat expects non-empty tensor" (seen with torch 2.13.0,
-        2.11.0 and 2.9.1). The operator refuses the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
-        On two ranks, without tensor parallelism::
-
-            layer = nn.Linear(4, 4)
-            layer.nothing = nn.Parameter(torch.empty(0, 4))
-            fully_shard(layer).register_forward_hook(lambda layer, args, out: out + layer.nothing.sum())
-            layer(torch.ones(2, 4)).sum().backward()
-        """
-        self._test_uneven_and_empty_shards("colwise", 1)
-
-    def _test_uneven_and_empty_shards(self, layout: str, rows: int) -> None:
-        ref_layer = filled(nn.Linear(4, rows, device=self.device))
-        layer, dp_mesh = self._layer(layout, rows)
-        if rows == 1:
-            empty = torch.tensor([float(layer.weight.to_local().numel() == 0)], device=self.device)
-            dist.all_reduce(empty)
-            self.assertEqual(empty.item(), {"fsdp": 3, "hsdp": 2, "colwise": 3, "rowwise": 2}[layout])
-        self._check_same_names_and_values(ref_layer, layer)
-
-        ref_optim, optim = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (ref_layer, layer))
-        replicas = 2 if layout in ("colwise", "rowwise") else 1
-        for step in range(2):
-            # Ranks 0 and 1 are one tensor-parallel group, and 2 and 3 the other. A group shares its data.
-            inp = self._input(3, 4, seed=10 * step + self.rank // replicas)
-            for each in (ref_layer, layer):
-                each.zero_grad()
-                each(inp).square().sum().backward()
-            average_gradients(ref_layer, None if replicas == 1 else dp_mesh.get_group())
-            ref_optim.step()
-            optim.step()
-        wholes = full_tensors(layer)
-        for name, param in ref_layer.named_parameters():
-            self.assertEqual(wholes[name], param.detach(), msg=name)
-
-        other, _ = self._layer(layout, rows)
-        with torch.no_grad():
-            for param in other.parameters():
-                param.zero_()
-        other.load_state_dict(layer.state_dict())
-        self.assertEqual(full_tensors(other), wholes, rtol=0, atol=0)
-        self.assertEqual(other(inp), layer(inp), rtol=0, atol=0)
 
 
 class TestFullyShardLazyInit(InitTest):
@@ -1008,78 +861,6 @@ class TestFullyShardShardPlacementFn(InitTest):
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
         with self.assertRaisesRegex(AssertionError, "Shard dim 1 is invalid for 1D tensor"):
             fully_shard(model, shard_placement_fn=lambda param: Shard(1))
-
-    @skip_if_lt_x_gpu(1)
-    @subtests(shape=[(0, 16), (16, 0), (16, 0, 8)], dim=[0, 1])
-    def test_parameter_without_elements(self, shape, dim):
-        """A frozen parameter may have no elements, along the dimension that is sharded or another."""
-        model = nn.Linear(4, 8, device=self.device)
-        model.empty = nn.Parameter(torch.ones(shape, device=self.device), requires_grad=False)
-        fully_shard(model, shard_placement_fn=lambda param: Shard(dim if param.ndim > 1 and 0 in param.shape else 0))
-        wanted = list(shape)
-        wanted[dim] //= self.world_size
-        with torch_defect("fsdp2_columns_of_empty_parameter_raise", when=shape[dim] > 0):
-            self.assertEqual(list(model.empty.to_local().shape), wanted)
-            model(self._input(2, 4)).sum().backward()
-            self.assertEqual(list(model.empty.full_tensor().shape), list(shape))
-
-    @needs_mesh_per_parameter
-    @skip_if_lt_x_gpu(1)
-    def test_invalid_placement_result(self):
-        """The function must return a Shard, a ShardPlacementResult or None."""
-        for result in (Replicate(), 0, "0", (Shard(0),)):
-            with self.assertRaisesRegex(ValueError, "Invalid shard_placement_fn result"):
-                fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda param, result=result: result)
-
-    @needs_mesh_per_parameter
-    @skip_if_lt_x_gpu(1)
-    def test_distinct_mesh_infos_of_one_group(self):
-        """Parameters of one process group must use the same mesh info object, not an equal one."""
-        mesh = make_mesh(self.world_size)
-
-        def placed(param: nn.Parameter) -> Any:
-            info = internals.fsdp2_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-            return internals.fsdp2_common.ShardPlacementResult(Shard(0), info)
-
-        with self.assertRaisesRegex(ValueError, "must use the same FSDPMeshInfo object"):
-            fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=placed)
-
-    @needs_mesh_per_parameter
-    @skip_if_lt_x_gpu(1)
-    @subtests(reshard_after_forward=[True, False], replicated=[False, True])
-    def test_two_meshes_in_one_module(self, reshard_after_forward, replicated):
-        """Each parameter is gathered and averaged over the mesh that the function returns for it.
-
-        If the module's own parameters are also replicated, both meshes share the group over which they are sharded.
-        """
-        mesh = make_mesh(2, 4, names=("outer", "inner"))
-        info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
-        ref_layer, layer = (filled(nn.Linear(5, 8, device=self.device)) for _ in range(2))
-        chosen = layer.bias
-
-        def placed(param: nn.Parameter) -> Any:
-            return internals.fsdp2_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
-
-        whole_mesh = mesh if replicated else make_mesh(self.world_size)
-        fully_shard(layer, mesh=whole_mesh, shard_placement_fn=placed, reshard_after_forward=reshard_after_forward)
-        groups = internals.groups_in(layer)
-        self.assertEqual([group.mesh_info.mesh for group in groups], [whole_mesh, mesh["inner"]])
-        self.assertEqual((layer.weight.device_mesh, layer.bias.device_mesh), (whole_mesh, mesh["inner"]))
-        with self.assertRaisesRegex(ValueError, "set_all_reduce_hook is not supported with multiple param groups"):
-            layer.set_all_reduce_hook(lambda reduced: None)
-        with self.assertRaisesRegex(AssertionError, "at most 1 param group"):
-            internals.own_group(layer)
-        for step in range(2):
-            inp = self._input(2, 5, seed=10 * step + self.rank)
-            for each in (ref_layer, layer):
-                each.zero_grad()
-                each(inp).square().sum().backward()
-            average([ref_layer.weight.grad])
-            average([ref_layer.bias.grad], mesh.get_group("inner"))
-            check_sharded_parity(self, ref_layer, layer)
-            with torch.no_grad():  # the bias differs from that of the other four ranks
-                for param in (*ref_layer.parameters(), *layer.parameters()):
-                    param.sub_(param.grad, alpha=0.01)
 
 
 class TestFullyShardOldImport(InitTest):

@@ -32,8 +32,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fsdp_tests.common_distributed import at_most, needs, ranks_of, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
@@ -49,7 +47,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest
-from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
@@ -79,11 +77,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.forward_methods import ForwardMethodsMixin
 from distributed._composable.fsdp import experts
 from distributed._composable.fsdp.training_models import (
-    BodyAndHead,
     ChunkedHeadModel,
     RaisesOnDemand,
     TiedModel,
-    TwoBranches,
 )
 from distributed._composable.stacks import StacksMixin
 
@@ -223,70 +219,6 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual([id(param) for param in model.parameters()], [id(param) for param in sharded])
 
     @skip_if_lt_x_gpu(1)
-    @subtests(how=["assignment", "load"], trained=[False, True], reshard_after_forward=[True, False])
-    def test_replaced_parameters_are_used_and_kept(self, how, trained, reshard_after_forward):
-        """A forward uses the parameters that the module has, and the module has them afterwards."""
-        model = filled(MLP(8, self.device))
-        ref_model = copy.deepcopy(model)
-        fully_shard(model, reshard_after_forward=reshard_after_forward)
-        if trained:
-            loss_of(model(self._inputs(2, 8))).backward()
-        doubled = {name: nn.Parameter(2 * param.detach()) for name, param in model.named_parameters()}
-        if how == "load":
-            model.load_state_dict(doubled, assign=True)
-        else:
-            for name, param in doubled.items():
-                layer, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(layer), attribute, param)
-        ref_model.load_state_dict({name: 2 * param for name, param in ref_model.state_dict().items()})
-        inp = self._inputs(2, 8)
-        output, expected = model(inp), ref_model(inp)
-        model.reshard()
-        found = [output, *(full(param.detach()) for param in model.parameters())]
-        with torch_defect("fsdp2_replaced_parameter_is_dropped", when=trained and how == "assignment"):
-            self.assertEqual(found, [expected, *(param.detach() for param in ref_model.parameters())])
-
-    @skip_if_lt_x_gpu(1)
-    @subtests(managed=[True, False], reshard_after_forward=[True, False])
-    def test_parameters_that_forward_changes(self, managed, reshard_after_forward):
-        """The optimizer updates the rows that forward has scaled in place, as in a plain embedding."""
-        ref_model = nn.Embedding(4, 2, max_norm=1.0, device=self.device)
-        nn.init.constant_(ref_model.weight, 2.0)
-        model = copy.deepcopy(ref_model)
-        ignored = set() if managed else {model.weight}
-        fully_shard(model, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
-        rows = torch.arange(3, device=self.device)  # on all ranks, so that they change the same
-        for each in (model, ref_model):
-            optim = torch.optim.SGD(each.parameters(), lr=0.5)
-            loss_of(each(rows)).backward()
-            optim.step()
-        found = full(model.weight.detach())
-        with torch_defect("fsdp2_changes_in_forward_are_lost", when=managed):
-            self.assertEqual(found, ref_model.weight.detach())
-
-    @skip_if_lt_x_gpu(1)
-    @subtests(how=["copy_", "data.copy_", "data.mul_", "data"], trained=[False, True])
-    def test_writes_to_sharded_parameters(self, how, trained):
-        """Values that are written to a sharded parameter are its values, however they are written."""
-        model = filled(MLP(8, self.device))
-        tripled = [3 * param.detach() for param in model.parameters()]
-        fully_shard(model)
-        if trained:
-            loss_of(model(self._inputs(2, 8))).backward()
-        for param in model.parameters():
-            if how == "copy_":
-                param.detach().copy_(3 * param.detach())
-            elif how == "data.copy_":
-                param.data.copy_(3 * param.data)
-            elif how == "data.mul_":
-                param.data.mul_(3)
-            else:
-                param.data = 3 * param.data
-        found = [full(param.detach()) for param in model.parameters()]
-        with torch_defect("dtensor_assigned_data_is_ignored", when=how == "data"):
-            self.assertEqual(found, tripled)
-
-    @skip_if_lt_x_gpu(1)
     def test_modules_to_run_forward_empty_for_single_module(self):
         """Only a group of several modules tracks which of its modules have not run forward."""
         model = MLP(8, self.device)
@@ -387,7 +319,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @property
     def world_size(self) -> int:
         # Four ranks are enough for transformers. With eight ranks, some have no row of a linear layer.
-        words = ("multi_group", "prefetching", "event", "post_forward", "each_optimizer")
+        words = ("multi_group", "prefetching", "event", "post_forward")
         return ranks_of(self, 4 if any(word in self._testMethodName for word in words) else 8)
 
     @skip_if_lt_x_gpu(2)
@@ -565,54 +497,6 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
 
     @skip_if_lt_x_gpu(2)
-    @subtests(optim_cls=[torch.optim.Adam, torch.optim.AdamW])
-    def test_fused_optimizers(self, optim_cls):
-        """Fused optimizers step on uneven and empty shards (#126670, #124633)."""
-        manual_seed(42)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-        ref_model = self._replica(model)
-        shard_each([*model.to(self.device), model])
-        self._check_training(ref_model, model, lambda: self._inputs(2, 3), optim_cls=optim_cls, fused=True)
-
-    @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        valid=lambda optim_cls, ndim, shards: ndim == 2 or optim_cls is not torch.optim.Muon,
-        optim_cls=[
-            *(torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
-            *(torch.optim.Adafactor, torch.optim.Muon),
-        ],
-        ndim=[1, 2],
-        shards=["even", "uneven", "empty"],
-    )
-    def test_each_optimizer(self, optim_cls, ndim, shards):
-        """Optimizers of vectors and matrices. If shards are empty, the first rank has all there is, a row."""
-        rows = {"even": 2 * self.world_size, "uneven": 2 * self.world_size - 1, "empty": 1}[shards]
-        ref_model = filled(nn.RMSNorm(rows) if ndim == 1 else nn.Linear(3, rows, bias=False)).to(self.device)
-        model = fully_shard(self._replica(ref_model))
-        shows = NO_DEFECT
-        if optim_cls is torch.optim.Adafactor:
-            shows = torch_defect("optimizer_adafactor_takes_norms_of_shards", when=shards != "empty")
-            if ndim == 2:
-                shows = torch_defect("optimizer_adafactor_raises_for_sharded_matrices")
-        elif optim_cls is torch.optim.Muon:
-            shows = torch_defect("dtensor_muon_refuses_fewer_rows_than_ranks", when=shards == "empty")
-        with shows:
-            self._check_steps(ref_model, model, optim_cls)
-
-    def _check_steps(self, ref_model: nn.Module, model: nn.Module, optim_cls: type[torch.optim.Optimizer]) -> None:
-        optims = [optim_cls(each.parameters(), lr=0.1) for each in (ref_model, model)]
-        columns = ref_model.weight.size(-1)
-        self._seed()
-        for _ in range(3):
-            inputs = self._inputs(4, columns)
-            for each in (ref_model, model):
-                loss_of(each(inputs)).backward()
-            average_gradients(ref_model)
-            take_step(optims)
-        low = {"rtol": 1e-2, "atol": 1e-2} if optim_cls is torch.optim.Muon else {}  # it multiplies in bfloat16
-        check_parity(self, ref_model, model, what=("parameter",), **low)
-
-    @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
         """The all-gather streams of the next forward wait for the event that the optimizer's hook records."""
         manual_seed(42)
@@ -722,58 +606,6 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         wrappers = sum(isinstance(module, checkpoint_wrapping.CheckpointWrapper) for module in model.modules())
         self.assertEqual(wrappers, 3 if impl == "wrapper" else 0)
 
-    @skip_if_lt_x_gpu(2)
-    @subtests(dim=[0, 1], is_sharded=[True, False])
-    def test_selective_activation_checkpointing(self, dim, is_sharded):
-        """A policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
-
-        def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_product = op is torch.ops.aten.mm.default
-            return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-        class Block(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
-                return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
-
-        manual_seed(42)
-        model: Any = nn.Sequential(Block(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False)))
-        ref_model = copy.deepcopy(model).to(self.device)
-        mesh = self._mesh(self.world_size, *([] if is_sharded else [1]))
-        sharded = [model[0][0], model[0], model.to(self.device)]
-        shard_each(sharded, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
-        calls: list[nn.Module] = []
-        model[0][0].register_forward_pre_hook(lambda layer, args: calls.append(layer))
-        more_annotations = not is_sharded or not accelerator.current().is_host
-        with torch_defect("fsdp2_annotations_break_selective_checkpointing", when=more_annotations):
-            with FlopCounterMode(display=False) as flops:
-                self._check_training(ref_model, model, lambda: self._inputs(2, 4))
-            self.assertEqual(len(calls), 2 * ITERATIONS)  # in forward and in backward
-            # Two products in forward, and three in backward, because the input needs no gradient.
-            self.assertEqual(flops.get_total_flops(), 2 * ITERATIONS * 5 * (2 * 2 * 4 * 6))
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(use_reentrant=[True, False], calls=[1, 2], reshard_after_forward=[True, False])
-    def test_calls_that_are_recomputed_one_by_one(self, use_reentrant, calls, reshard_after_forward):
-        """A module may run several times, and once more in backward for each of these."""
-
-        class Repeating(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for layer in calls * list(self):
-                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
-                return x
-
-        ref_model, model = both = [Repeating(filled(nn.Linear(4, 4, device=self.device)), nn.Tanh()) for _ in range(2)]
-        shard_each([model[0], model], reshard_after_forward=reshard_after_forward)
-        self._seed()
-        with torch_defect("fsdp2_reentrant_recomputation_loses_gradients", when=use_reentrant and calls > 1):
-            for batch in (self._inputs(2, 4, requires_grad=True) for _ in range(2)):
-                self.assertEqual(*(train(each, batch) for each in both))
-                average_gradients(ref_model)
-                check_parity(self, ref_model, model)
-                model.zero_grad()
-                ref_model.zero_grad()
-
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_forward_then_standalone(self):
@@ -871,59 +703,6 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertTrue(param.grad.to_local().isfinite().all(), name)
             self.assertEqual(param.grad.dtype, torch.float32)
 
-    @skip_if_lt_x_gpu(2)
-    def test_gradients_of_partial_group(self):
-        """The root's forward skips a layer of a group, which then runs alone, before the backward."""
-        manual_seed(42)
-        ref_model = TwoBranches().to(self.device)
-        model = self._replica(ref_model)
-        fully_shard([model.left, model.right])
-        fully_shard(model)
-        self._seed()
-        x = self._inputs(2, 8)
-        for each in (ref_model, model):
-            hidden = each(x, "left")
-            leaf = hidden.detach().requires_grad_()
-            for _ in range(2):
-                each.right(leaf).sum().backward()
-            hidden.backward(leaf.grad)
-        average_gradients(ref_model)
-        with torch_defect("fsdp2_partial_group_loses_gradients"):
-            check_sharded_parity(self, ref_model, model)
-
-    @needs_partial_groups
-    @skip_if_lt_x_gpu(2)
-    def test_partial_group_casts_output_of_root(self):
-        """If forward skips a module of a group, the root's output is cast by the group's policy."""
-
-        class NormAndHead(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
-
-            def forward(self, x: torch.Tensor, skip_head: bool) -> torch.Tensor:
-                hidden = self.norm(x).float()
-                return hidden if skip_head else self.head(hidden).float()
-
-        manual_seed(42)
-        ref_model = NormAndHead().to(self.device)
-        model = self._replica(ref_model)
-        # Inputs are cast to float32, so only the output shows the policy. The root does not have this policy.
-        bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
-        fully_shard([model.norm, model.head], mp_policy=bf16)
-        fully_shard(model)
-        for linear in (ref_model.norm, ref_model.head):
-            linear.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
-
-        def step(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            skipped, whole = each(x, skip_head=True), each(x, skip_head=False)
-            if each is ref_model:
-                skipped = skipped.to(torch.bfloat16)
-            self.assertEqual((skipped.dtype, whole.dtype), (torch.bfloat16, torch.float32))
-            return backward(loss_of(skipped) + loss_of(whole))
-
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
-
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], grouped=[True, False])
@@ -1002,20 +781,6 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
         self.assertFalse(any(param.grad is None for param in model.parameters()))
 
-    @skip_if_lt_x_gpu(2)
-    def test_double_forward_gathers_recomputed_modules_once(self):
-        """A module that is gathered for its recomputation is not gathered again for its gradients."""
-        body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model = nn.Sequential(internals.checkpoint_wrapping.checkpoint_wrapper(body), nn.Linear(4, 4)).to(self.device)
-        shard_each((*body, body, model))
-        first, second = (model(self._inputs(2, 4)) for _ in range(2))
-        with collectives.recorded() as calls:
-            (first - second).sum().backward()
-        with torch_defect("fsdp2_recomputation_gathers_again"):
-            self.assertEqual(
-                calls.counts()["all_gather"], 3
-            )  # the first layer gets no gradient to pass on, so it stays
-
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "utils"])
@@ -1066,169 +831,6 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         for param in (model.embed.weight, model.norm.weight):
             self.assertTrue(param.grad.to_local().isfinite().all())
 
-    def _mlps(self, **kwargs: Any) -> Any:
-        """A sharded model of a linear layer in the root's group and three wrapped MLPs."""
-        manual_seed(42)
-        model = nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))).to(self.device)
-        return shard_each([*model[1:], model], **kwargs)
-
-    def _check_reset(self, model: nn.Module) -> None:
-        """After the reset no state of the failed iteration is left."""
-        comm = internals.comm_context(model)
-        held: tuple[Any, ...] = comm.post_forward_order, comm.reduce_scatter_states, comm.all_gather_state
-        self.assertEqual(held, ([], [], None))
-        for group in internals.groups_of(model):
-            self.assertTrue(group.is_sharded)
-            held = internals.pending_gather(group), group._partial_reduce_output, group._all_reduce_state
-            self.assertEqual(held, (None, None, None))
-            self.assertEqual(internals.forward_positions(group), [], may_be="empty")
-
-    def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
-        """After the reset no state is left, and the model trains bitwise like a fresh one."""
-        self._check_reset(model)
-        iteration = internals.iteration_context(model)
-        fresh = self._mlps(**kwargs)
-        model.zero_grad()
-        event = torch.get_device_module(self.device.type).Event()
-        event.record()
-        model.set_post_optim_event(event)
-        model.set_requires_gradient_sync(True)
-        optims = optimizers(fresh, model)
-        roots: list[Any] = []
-        handle = model[-1].register_forward_hook(lambda *_: roots.append(iteration.iter_forward_root))
-        for _ in range(3):
-            inp = self._inputs(4, 8)
-            for each, optim in zip((fresh, model), optims):
-                optim.zero_grad()
-                loss_of(each(inp)).backward()
-            # The root ran as the root of a new forward, also the first time. Otherwise it would not take the event.
-            self.assertIs(roots.pop(), internals.state_of(model))
-            self.assertIsNone(iteration.post_optim_event)
-            check_parity(self, fresh, model, rtol=0, atol=0)
-            for optim in optims:
-                optim.step()
-        handle.remove()
-        check_parity(self, fresh, model, rtol=0, atol=0)
-
-    def _break_off(self, model: nn.Module, at: str) -> None:
-        """Raise in an iteration of the model, at the same place on all ranks, and reset the model."""
-
-        def fail(*_: Any) -> None:
-            raise ZeroDivisionError(at)
-
-        def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            output.register_hook(fail)
-
-        mlp = model[2]
-        handle = {
-            "forward, inside": lambda: mlp.out_proj.register_forward_pre_hook(fail),
-            "forward, between": lambda: mlp.register_forward_pre_hook(fail, prepend=True),
-            "forward, after": lambda: model[3].register_forward_hook(fail),
-            "backward, between": lambda: mlp.register_forward_hook(fail_in_backward, prepend=True),
-            "backward, inside": lambda: mlp.in_proj.register_forward_hook(fail_in_backward),
-        }[at]()
-        with self.assertRaisesRegex(ZeroDivisionError, at):
-            loss_of(model(self._inputs(4, 8))).backward()
-        handle.remove()
-        model.reset_iter_state()
-
-    @needs_reset
-    @skip_if_lt_x_gpu(2)
-    @subtests(
-        at=["forward, inside", "forward, between", "forward, after", "backward, between"],
-        reshard_after_forward=[True, False, None],
-    )
-    def test_reset_iter_state_then_parity(self, at, reshard_after_forward):
-        """A reset after an exception in a non-root's forward or in backward clears all state."""
-        kwargs = {"reshard_after_forward": reshard_after_forward}
-        model = self._mlps(**kwargs)
-        self._seed()
-        self._break_off(model, at)
-        self._check_recovered(model, **kwargs)
-
-    @needs_reset
-    @skip_if_lt_x_gpu(2)
-    def test_reset_iter_state_drops_unshards(self):
-        """A reset waits for pending all-gathers and reshards their parameters."""
-        model = self._mlps()
-        self._seed()
-        self._break_off(model, "forward, inside")
-        for module in internals.fsdp_modules(model):
-            module.unshard(async_op=True)
-        model.reset_iter_state()
-        for group in internals.groups_of(model):
-            self.assertIsNone(internals.pending_gather(group))
-            self.assertTrue(group.is_sharded)
-        self._check_recovered(model)
-
-    @needs_reset
-    @skip_if_lt_x_gpu(2)
-    @subtests(reduce_dtype=[None, torch.float32])
-    def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
-        """A reset drops gradients that were accumulated without reduction, as its docstring says.
-
-        It does not before 2.15 (seen in 2.13.0, 2.14.1). The unsharded gradients of the microbatches before the
-        exception stay on the unsharded parameters. ``zero_grad`` does not clear them there, and they are reduced with
-        the gradients of the next step.
-
-            model = fully_shard(nn.Linear(2, 2))
-            model.set_requires_gradient_sync(False)
-            model(x).sum().backward()
-            model.reset_iter_state()
-            model.set_requires_gradient_sync(True)
-            model(x).sum().backward()  # a gradient twice as large as it should be
-        """
-        param_dtype = None if reduce_dtype is None else torch.bfloat16
-        kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
-        model = self._mlps(**kwargs)
-        self._seed()
-        model.set_requires_gradient_sync(False)
-        loss_of(model(self._inputs(4, 8))).backward()
-        self._break_off(model, "forward, between")
-        self._check_reset(model)
-        with torch_defect("fsdp2_reset_keeps_unreduced_gradients"):
-            self._check_recovered(model, **kwargs)
-
-    @needs_reset
-    @skip_if_lt_x_gpu(2)
-    def test_reset_iter_state_drops_gradients_of_broken_backward(self):
-        """If backward raises inside a module, a reset drops the gradients that the module already has.
-
-        It does not before 2.15 (seen in 2.13.0), for the same reason as above. Autograd has stored the gradients on the
-        unsharded parameters, and the exception comes before they are reduced.
-
-            model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-            model[0].register_forward_hook(lambda m, a, out: out.register_hook(raise_once) and None)
-            model(x).sum().backward()  # raises, with the gradient of model[1] in place
-            model.reset_iter_state()
-            model(x).sum().backward()  # a gradient of model[1] twice as large as it should be
-        """
-        model = self._mlps()
-        self._seed()
-        self._break_off(model, "backward, inside")
-        self._check_reset(model)
-        with torch_defect("fsdp2_reset_keeps_gradients_of_broken_backward"):
-            self._check_recovered(model)
-
-
-class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
-    world_size = 2
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(
-        how=["in the loss", "not in the loss", "frozen", "called", "called twice"], reshard_after_forward=[True, False]
-    )
-    def test_head_of_a_group(self, how, reshard_after_forward):
-        """A group is gathered for the backward of each module, however the last one is used."""
-        manual_seed(42)
-        ref_model = BodyAndHead(how).to(self.device)
-        model = self._replica(ref_model)
-        fully_shard([model.body, model.head], reshard_after_forward=reshard_after_forward)
-        fully_shard(model)
-        misses = how == "called twice" or (reshard_after_forward and how != "in the loss")
-        with torch_defect("fsdp2_group_is_gathered_for_one_output", when=misses):
-            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
-
 
 class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
     world_size = at_most(8)
@@ -1243,35 +845,6 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         check_full(self, ref_model, model)
         self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
         check_full(self, ref_model, model)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        without_grad=[torch.inference_mode, torch.no_grad],
-        placement_fn=[shard_largest_dim, None],
-        shard_size=[4, 1],
-    )
-    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
-        """The first forward may be in inference mode, also if parameters are sharded by columns, or if
-        a shard group has one rank.
-        """
-        manual_seed(42)
-        model = nn.Linear(16, 4)
-        ref_model = self._replica(model)
-        mesh = self._mesh(self.world_size // shard_size, shard_size, names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh, shard_placement_fn=placement_fn, reshard_after_forward=True)
-        self._seed()
-        inference, one_rank = without_grad is torch.inference_mode, shard_size == 1
-        with (
-            torch_defect("fsdp2_inference_mode_with_one_rank_raises", when=inference and one_rank),
-            torch_defect("fsdp2_inference_mode_with_columns_raises", when=inference and placement_fn and not one_rank),
-        ):
-            for _ in range(2):
-                inp = self._inputs(2, 16)
-                with without_grad():
-                    self.assertEqual(model(inp), ref_model(inp))
-                with torch.no_grad():
-                    for param in (*model.parameters(), *ref_model.parameters()):
-                        param.mul_(3)  # the second evaluation reads the new shards
 
 
 class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThread):
@@ -1382,26 +955,8 @@ def _is_accumulation(**case: Any) -> bool:
     return not case["reduce_scatter_only"] or case["hybrid"]  # otherwise there is no all-reduce
 
 
-BRANCHES = {"left": ("left",), "right": ("right",), "both": ("left", "right")}
-
-
 class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(param_dtype=[None, torch.bfloat16])
-    def test_zero_grad_between_microbatches(self, param_dtype):
-        """``zero_grad`` drops what was accumulated on parameters that stayed unsharded."""
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
-        model = fully_shard(nn.Linear(2, 4, bias=False, device=self.device), mp_policy=policy)
-        for is_last, value in ((False, 8.0), (True, 1.0)):
-            model.set_requires_gradient_sync(is_last)
-            model.set_reshard_after_backward(is_last)
-            model.zero_grad()
-            model(torch.full((1, 2), value + self.rank, device=self.device)).sum().backward()
-        found, mean = model.weight.grad.full_tensor(), 1 + (self.world_size - 1) / 2
-        with torch_defect("fsdp2_zero_grad_keeps_accumulated_gradients", when=param_dtype is not None):
-            self.assertEqual(found, torch.full((4, 2), mean, device=self.device))
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
@@ -1504,341 +1059,6 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         ref_optim.step()
         optim.step()
         check_sharded_parity(self, ref_model, model)
-
-    @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
-        reshard_after_forward=[True, False],
-        set_to_none=[True, False],
-        dtype=[torch.float32, torch.float64],
-    )
-    def test_requires_all_reduce_leaves_nothing_behind(self, reshard_after_forward, set_to_none, dtype):
-        """Before the all-reduce a parameter has no gradient. After it no partial reduction is left.
-
-        Two steps all-reduce only once. Steps that all-reduce every microbatch come before and after them. Gradients in
-        float64 are divided before and after the sum, those in float32 are averaged by the collectives.
-        """
-        ref_model, model = self._hsdp_mlps(reshard_after_forward, dtype)
-        optims = optimizers(ref_model, model)
-        for step, once in enumerate((False, True, True, False)):
-            for microbatch in range(3):
-                is_last = microbatch == 2
-                if step == 2 and is_last:
-                    model.set_requires_gradient_sync(True)  # this sets both flags
-                else:
-                    model.set_requires_all_reduce(is_last or not once)
-                inp = self._inputs(2, 8, dtype=dtype)
-                for each in (ref_model, model):
-                    loss_of(each(inp)).backward()
-                partial = [group._partial_reduce_output is not None for group in internals.groups_of(model)]
-                self.assertEqual(partial, [once and not is_last] * 3)
-                if once and not is_last:
-                    for param in model.parameters():
-                        # Zeros that zero_grad left in the step before, or no gradient.
-                        self.assertTrue(param.grad is None or not full(param.grad).any())
-                        self.assertEqual(param.grad is None, set_to_none or step == 0)
-            average_gradients(ref_model)
-            check_sharded_parity(self, ref_model, model)
-            take_step(optims, set_to_none)
-        check_sharded_parity(self, ref_model, model)
-
-    @needs_reset
-    @skip_if_lt_x_gpu(4)
-    def test_reset_iter_state_drops_partial_reductions(self):
-        """A reset drops gradients that were reduce-scattered but not all-reduced."""
-        ref_model, model = self._hsdp_mlps(reshard_after_forward=True)
-        model.set_requires_all_reduce(False)
-        loss_of(model(self._inputs(2, 8))).backward()
-        self.assertEqual([group._partial_reduce_output is not None for group in internals.groups_of(model)], [True] * 3)
-        model.reset_iter_state()
-        self.assertEqual([group._partial_reduce_output for group in internals.groups_of(model)], [None] * 3)
-        model.set_requires_all_reduce(True)
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(
-        microbatches=[("left", "right"), ("left", "both"), ("both", "right"), ("left", "right", "left")],
-        reshard_after_forward=[True, False],
-    )
-    def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
-        """Microbatches with one all-reduce at the end may use different parameters of a group."""
-        with torch_defect("fsdp2_partial_reduction_reaches_another_parameter"):
-            self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(microbatches=[("both", "right"), ("left", "right")])
-    def test_partial_reduction_of_unused_group(self, microbatches):
-        """A group that the last microbatch does not use is all-reduced with the others."""
-        with torch_defect("fsdp2_partial_reduction_of_unused_group_is_left"):
-            self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        microbatches=[("both", "right"), ("left", "right"), ("both", "both", "left")],
-        reshard_after_forward=[True, False],
-        reduce_dtype=[None, torch.float32],
-    )
-    def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward, reduce_dtype):
-        """A group that the first or the last microbatch does not use is reduced with the others."""
-        to_shard = lambda model: [model.left, model.right, model]  # noqa: E731
-        did_not_run = microbatches[0] != "both" and reduce_dtype is not None
-        with torch_defect("fsdp2_accumulation_before_first_use_raises", when=did_not_run):
-            self._test_partial_reductions(
-                microbatches, to_shard, reshard_after_forward, "set_requires_gradient_sync", reduce_dtype
-            )
-
-    def _test_partial_reductions(
-        self,
-        microbatches: tuple[str, ...],
-        to_shard: Callable[[Any], list[nn.Module]],
-        reshard_after_forward: bool = True,
-        mark_last: str = "set_requires_all_reduce",
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        manual_seed(42)
-        ref_model = TwoBranches().to(self.device)
-        model = self._replica(ref_model)
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        mesh = self._mesh(2, 2)
-        shard_each(to_shard(model), mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-
-        def step(each: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
-            losses = []
-            for index, (inp, used) in enumerate(zip(inputs, microbatches, strict=True), 1):
-                if each is model:
-                    getattr(model, mark_last)(index == len(microbatches))
-                losses.append(backward(loss_of(each(inp, *BRANCHES[used]))))
-            return torch.stack(losses)
-
-        next_batch = lambda: self._inputs(len(microbatches), 2, 8).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(second=["right", "both", "left"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
-    def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
-        """Under mixed precision the last microbatch may be the first to use a parameter, or none uses
-        it and it is reduced as zeros.
-
-        Inputs are small integers, which bfloat16 holds exactly. The gradient of a sum does not depend on the weights.
-        """
-        manual_seed(42)
-        ref_model = TwoBranches().to(self.device)
-        model = self._replica(ref_model)
-        fully_shard(
-            model,
-            mesh=self._mesh(*mesh_shape),
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            reshard_after_forward=reshard_after_forward,
-        )
-        if second == "left":
-            skip_unless([torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS.lacks])
-            model.set_reduce_scatter_unused_params(True)
-            for param in ref_model.right.parameters():
-                param.grad = torch.zeros_like(param)
-        self._seed()
-        for used, is_last in (("left", False), (second, True)):
-            inp = torch.randint(-4, 5, (2, 8), device=self.device).float()
-            model.set_requires_gradient_sync(is_last)
-            loss = model(inp, *BRANCHES[used]).sum()
-            ref_model(inp, *BRANCHES[used]).sum().backward()
-            with torch_defect("fsdp2_accumulation_of_later_parameter_raises", when=is_last):
-                loss.backward()
-                if is_last:
-                    average_gradients(ref_model)
-                    check_parity(self, ref_model, model, what=("gradient",), rtol=0, atol=0)
-
-    def _hsdp_mlps(self, reshard_after_forward: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-        manual_seed(42)
-        model = nn.Sequential(nn.Linear(8, 8), MLP(8), MLP(8)).to(dtype)
-        ref_model = self._replica(model)
-        shard_each([*model[1:], model], mesh=self._mesh(2, 2), reshard_after_forward=reshard_after_forward)
-        self._seed()
-        return ref_model, model
-
-    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
-    @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
-    def test_rank_dependent_branches_and_masked_losses(self, mesh_shape, reshard_after_forward, recurse):
-        """A rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
-
-        class Branches(nn.Module):
-            """The branches are in one group. A branch in its own group would be unsharded only on ranks that use it."""
-
-            def __init__(self, trunk: nn.Module) -> None:
-                super().__init__()
-                self.trunk = trunk
-                self.left, self.right, self.nobody = (nn.Linear(8, 8) for _ in range(3))
-
-            def forward(self, x: torch.Tensor, outer: str, *inner: str) -> torch.Tensor:
-                return getattr(self, outer)(self.trunk(x, *inner))
-
-        manual_seed(42)
-        model = Branches(Branches(nn.Linear(8, 8)))
-        ref_model = self._replica(model)
-        shard_each([model.trunk, model], mesh=self._mesh(*mesh_shape), reshard_after_forward=reshard_after_forward)
-        model.set_reduce_scatter_unused_params(True, recurse=recurse)
-        # The branch of each step, and the rank whose loss is masked. Without recurse, the trunk does not reduce unused
-        # parameters, so all ranks must use the same inner branch.
-        plan = iter([("left" if self.rank % 2 else "right", 0), ("left" if self.rank == 3 else "right", 1)])
-
-        def step(each: nn.Module, batch: Any) -> torch.Tensor:
-            inp, branch, masked = batch
-            inner = {"left": "right", "right": "left"}[branch] if recurse else "left"
-            loss = loss_of(each(inp, branch, inner))
-            backward((0 if self.rank == masked else self.rank + 1) * loss)
-            if each is ref_model:
-                for name, param in each.named_parameters():
-                    if param.grad is None and (recurse or not name.startswith("trunk.")):
-                        param.grad = torch.zeros_like(param)
-            return loss.detach()
-
-        next_batch = lambda: (self._inputs(2, 8), *next(plan))  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, optim_cls=torch.optim.Adam, iterations=FEW)
-
-    @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        reshard_after_forward=[True, False, 2, None],
-        without_grad=[torch.no_grad, torch.inference_mode],
-        before_step=[True, False],
-    )
-    def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
-        """An evaluation and a reshard change neither gradients, parameters nor collectives."""
-        ref_model, model = self._two_mlps(reshard_after_forward)
-        counts: list[Counter[str]] = []
-
-        def held() -> list[Any]:
-            params = list(model.parameters())
-            return [*params, *(param.grad for param in params)]
-
-        def evaluate() -> None:
-            inp, before = self._inputs(3, 8), held()
-            values = [None if tensor is None else tensor.to_local().clone() for tensor in before]
-            with without_grad():
-                output, ref_output = model(inp), ref_model(inp)
-            self.assertEqual(output, ref_output)
-            self.assertFalse(output.requires_grad)
-            for module in internals.fsdp_modules(model):
-                module.reshard()
-            for tensor, old, value in zip(held(), before, values, strict=True):
-                self.assertIs(tensor, old)
-                if value is not None:
-                    self.assertEqual(tensor.to_local(), value, rtol=0, atol=0, may_be="zero")
-
-        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
-            if each is ref_model:
-                return train(each, inp)
-            if not before_step and (counts or without_grad is torch.no_grad):
-                evaluate()
-            with collectives.recorded() as calls:
-                loss = train(each, inp)
-            counts.append(calls.counts())
-            if before_step:
-                evaluate()
-            return loss
-
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step)
-        self.assertEqual(counts, counts[:1] * 3)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(reshard_after_forward=[True, False, None])
-    def test_inference_before_first_step(self, reshard_after_forward):
-        """A model may be evaluated in inference mode before it is trained.
-
-        It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
-        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The same
-        evaluation works after a step or under ``no_grad``.
-
-            model = fully_shard(nn.Linear(2, 2))
-            with torch.inference_mode():
-                model(x)
-            model(x).sum().backward()  # raises
-        """
-        ref_model, model = self._two_mlps(reshard_after_forward)
-        for _ in range(2):
-            with torch.inference_mode():
-                self.assertEqual(model(inp := self._inputs(2, 8)), ref_model(inp))
-            for module in internals.fsdp_modules(model):
-                module.reshard()
-            check_sharded_parity(self, ref_model, model)
-            with torch.no_grad():
-                for param in (*model.parameters(), *ref_model.parameters()):
-                    param.mul_(1.5)
-        with torch_defect("fsdp2_inference_mode_breaks_training"):
-            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(reshard_after_forward=[True, False, 2, None])
-    def test_eval_without_reshard(self, reshard_after_forward):
-        """A forward uses the values that shards got since the one before, also without a reshard in between."""
-        _, model = self._two_mlps(reshard_after_forward)
-        ref_model, _ = self._two_mlps(reshard_after_forward)
-        inp = self._inputs(3, 8)
-        outer, inner = list(model[2].parameters()), list(model[0].parameters())
-
-        def outputs() -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.no_grad():
-                return model(inp), ref_model(inp)
-
-        before, ref_before = outputs()
-        self.assertEqual(before, ref_before)
-        with torch.no_grad():
-            for params, ref in ((outer, ref_model[2]), (inner, ref_model[0])):
-                for param, ref_param in zip(params, ref.parameters(), strict=True):
-                    param.to_local().mul_(2)
-                    ref_param.mul_(2)
-        after, ref_after = outputs()
-        self.assertNotEqual(ref_after, ref_before)
-        with torch_defect("fsdp2_evaluation_leaves_the_root_gathered", when=reshard_after_forward is not True):
-            self.assertEqual(after, ref_after)
-        for module in internals.fsdp_modules(model):
-            module.reshard()
-        after, ref_after = outputs()
-        self.assertEqual(after, ref_after)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        what=["step", "zero_grad", "optimizer", "freeze"],
-        reshard_after_forward=[True, False, 2, None],
-        evaluates=[True, False],
-    )
-    def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
-        """What is done with the parameters after an evaluation counts in the next steps, as in a plain model."""
-        ref_model, model = both = self._two_mlps(reshard_after_forward)
-        batches = [self._inputs(2, 8) for _ in range(3)]
-
-        def step(each: nn.Module, optim: torch.optim.Optimizer) -> None:
-            if each is ref_model:
-                average_gradients(each)
-            optim.step()
-
-        for each in both:
-            optim = torch.optim.SGD(each.parameters(), lr=0.1)
-            train(each, batches[0])
-            if evaluates:
-                with torch.no_grad():
-                    each(batches[1])
-            if what == "step":
-                step(each, optim)
-            elif what == "zero_grad":
-                each.zero_grad()
-            elif what == "optimizer":
-                optim = torch.optim.SGD(each.parameters(), lr=0.1)
-            else:
-                each[2].requires_grad_(False)
-            for batch in batches[1:]:
-                train(each, batch)
-                step(each, optim)
-        with torch_defect(
-            "fsdp2_evaluation_leaves_the_root_gathered", when=evaluates and reshard_after_forward is not True
-        ):
-            check_parity(self, ref_model, model)
-
-    def _two_mlps(self, reshard_after_forward: bool | int | None) -> tuple[nn.Module, nn.Module]:
-        manual_seed(42)
-        model = nn.Sequential(MLP(8), MLP(8), nn.Linear(8, 8))
-        ref_model = self._replica(model)
-        shard_each([model[0], model[1], model], reshard_after_forward=reshard_after_forward)
-        self._seed()
-        return ref_model, model
 
 
 # The ranks of tensor parallelism, the replicas, and how modules other than layers reshard after forward. With tensor

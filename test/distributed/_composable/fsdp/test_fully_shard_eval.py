@@ -1,0 +1,219 @@
+"""Training goes on the same after forwards in eval mode or without gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    fully_shard,
+)
+
+from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    MLP,
+    FSDPTest,
+    check_sharded_parity,
+)
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.shards import shard_largest_dim
+from torch_fsdp_tests.fsdp.training import (
+    FEW,
+    TrainingMixin,
+    check_parity,
+    shard_each,
+    train,
+)
+
+
+class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
+    world_size = at_most(4)
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        reshard_after_forward=[True, False, 2, None],
+        without_grad=[torch.no_grad, torch.inference_mode],
+        before_step=[True, False],
+    )
+    def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
+        """An evaluation and a reshard change neither gradients, parameters nor collectives."""
+        ref_model, model = self._two_mlps(reshard_after_forward)
+        counts: list[Counter[str]] = []
+
+        def held() -> list[Any]:
+            params = list(model.parameters())
+            return [*params, *(param.grad for param in params)]
+
+        def evaluate() -> None:
+            inp, before = self._inputs(3, 8), held()
+            values = [None if tensor is None else tensor.to_local().clone() for tensor in before]
+            with without_grad():
+                output, ref_output = model(inp), ref_model(inp)
+            self.assertEqual(output, ref_output)
+            self.assertFalse(output.requires_grad)
+            for module in internals.fsdp_modules(model):
+                module.reshard()
+            for tensor, old, value in zip(held(), before, values, strict=True):
+                self.assertIs(tensor, old)
+                if value is not None:
+                    self.assertEqual(tensor.to_local(), value, rtol=0, atol=0, may_be="zero")
+
+        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
+            if each is ref_model:
+                return train(each, inp)
+            if not before_step and (counts or without_grad is torch.no_grad):
+                evaluate()
+            with collectives.recorded() as calls:
+                loss = train(each, inp)
+            counts.append(calls.counts())
+            if before_step:
+                evaluate()
+            return loss
+
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step)
+        self.assertEqual(counts, counts[:1] * 3)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False, None])
+    def test_inference_before_first_step(self, reshard_after_forward):
+        """A model may be evaluated in inference mode before it is trained.
+
+        It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
+        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The same
+        evaluation works after a step or under ``no_grad``.
+
+            model = fully_shard(nn.Linear(2, 2))
+            with torch.inference_mode():
+                model(x)
+            model(x).sum().backward()  # raises
+        """
+        ref_model, model = self._two_mlps(reshard_after_forward)
+        for _ in range(2):
+            with torch.inference_mode():
+                self.assertEqual(model(inp := self._inputs(2, 8)), ref_model(inp))
+            for module in internals.fsdp_modules(model):
+                module.reshard()
+            check_sharded_parity(self, ref_model, model)
+            with torch.no_grad():
+                for param in (*model.parameters(), *ref_model.parameters()):
+                    param.mul_(1.5)
+        with torch_defect("fsdp2_inference_mode_breaks_training"):
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(reshard_after_forward=[True, False, 2, None])
+    def test_eval_without_reshard(self, reshard_after_forward):
+        """A forward uses the values that shards got since the one before, also without a reshard in between."""
+        _, model = self._two_mlps(reshard_after_forward)
+        ref_model, _ = self._two_mlps(reshard_after_forward)
+        inp = self._inputs(3, 8)
+        outer, inner = list(model[2].parameters()), list(model[0].parameters())
+
+        def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                return model(inp), ref_model(inp)
+
+        before, ref_before = outputs()
+        self.assertEqual(before, ref_before)
+        with torch.no_grad():
+            for params, ref in ((outer, ref_model[2]), (inner, ref_model[0])):
+                for param, ref_param in zip(params, ref.parameters(), strict=True):
+                    param.to_local().mul_(2)
+                    ref_param.mul_(2)
+        after, ref_after = outputs()
+        self.assertNotEqual(ref_after, ref_before)
+        with torch_defect("fsdp2_evaluation_leaves_the_root_gathered", when=reshard_after_forward is not True):
+            self.assertEqual(after, ref_after)
+        for module in internals.fsdp_modules(model):
+            module.reshard()
+        after, ref_after = outputs()
+        self.assertEqual(after, ref_after)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        what=["step", "zero_grad", "optimizer", "freeze"],
+        reshard_after_forward=[True, False, 2, None],
+        evaluates=[True, False],
+    )
+    def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
+        """What is done with the parameters after an evaluation counts in the next steps, as in a plain model."""
+        ref_model, model = both = self._two_mlps(reshard_after_forward)
+        batches = [self._inputs(2, 8) for _ in range(3)]
+
+        def step(each: nn.Module, optim: torch.optim.Optimizer) -> None:
+            if each is ref_model:
+                average_gradients(each)
+            optim.step()
+
+        for each in both:
+            optim = torch.optim.SGD(each.parameters(), lr=0.1)
+            train(each, batches[0])
+            if evaluates:
+                with torch.no_grad():
+                    each(batches[1])
+            if what == "step":
+                step(each, optim)
+            elif what == "zero_grad":
+                each.zero_grad()
+            elif what == "optimizer":
+                optim = torch.optim.SGD(each.parameters(), lr=0.1)
+            else:
+                each[2].requires_grad_(False)
+            for batch in batches[1:]:
+                train(each, batch)
+                step(each, optim)
+        with torch_defect(
+            "fsdp2_evaluation_leaves_the_root_gathered", when=evaluates and reshard_after_forward is not True
+        ):
+            check_parity(self, ref_model, model)
+
+    def _two_mlps(self, reshard_after_forward: bool | int | None) -> tuple[nn.Module, nn.Module]:
+        manual_seed(42)
+        model = nn.Sequential(MLP(8), MLP(8), nn.Linear(8, 8))
+        ref_model = self._replica(model)
+        shard_each([model[0], model[1], model], reshard_after_forward=reshard_after_forward)
+        self._seed()
+        return ref_model, model
+
+
+class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
+    world_size = at_most(8)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        without_grad=[torch.inference_mode, torch.no_grad],
+        placement_fn=[shard_largest_dim, None],
+        shard_size=[4, 1],
+    )
+    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
+        """The first forward may be in inference mode, also if parameters are sharded by columns, or if
+        a shard group has one rank.
+        """
+        manual_seed(42)
+        model = nn.Linear(16, 4)
+        ref_model = self._replica(model)
+        mesh = self._mesh(self.world_size // shard_size, shard_size, names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh, shard_placement_fn=placement_fn, reshard_after_forward=True)
+        self._seed()
+        inference, one_rank = without_grad is torch.inference_mode, shard_size == 1
+        with (
+            torch_defect("fsdp2_inference_mode_with_one_rank_raises", when=inference and one_rank),
+            torch_defect("fsdp2_inference_mode_with_columns_raises", when=inference and placement_fn and not one_rank),
+        ):
+            for _ in range(2):
+                inp = self._inputs(2, 16)
+                with without_grad():
+                    self.assertEqual(model(inp), ref_model(inp))
+                with torch.no_grad():
+                    for param in (*model.parameters(), *ref_model.parameters()):
+                        param.mul_(3)  # the second evaluation reads the new shards
+
+
+if __name__ == "__main__":
+    run_tests()

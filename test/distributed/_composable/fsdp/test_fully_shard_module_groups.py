@@ -1,0 +1,118 @@
+"""Groups of several modules of which forward runs only some, or in another way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    FSDPTest,
+    check_sharded_parity,
+)
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import (
+    FEW,
+    TrainingMixin,
+    backward,
+    loss_of,
+)
+from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.fsdp.training_models import (
+    BodyAndHead,
+    TwoBranches,
+)
+
+needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
+
+
+class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_gradients_of_partial_group(self):
+        """The root's forward skips a layer of a group, which then runs alone, before the backward."""
+        manual_seed(42)
+        ref_model = TwoBranches().to(self.device)
+        model = self._replica(ref_model)
+        fully_shard([model.left, model.right])
+        fully_shard(model)
+        self._seed()
+        x = self._inputs(2, 8)
+        for each in (ref_model, model):
+            hidden = each(x, "left")
+            leaf = hidden.detach().requires_grad_()
+            for _ in range(2):
+                each.right(leaf).sum().backward()
+            hidden.backward(leaf.grad)
+        average_gradients(ref_model)
+        with torch_defect("fsdp2_partial_group_loses_gradients"):
+            check_sharded_parity(self, ref_model, model)
+
+    @needs_partial_groups
+    @skip_if_lt_x_gpu(2)
+    def test_partial_group_casts_output_of_root(self):
+        """If forward skips a module of a group, the root's output is cast by the group's policy."""
+
+        class NormAndHead(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor, skip_head: bool) -> torch.Tensor:
+                hidden = self.norm(x).float()
+                return hidden if skip_head else self.head(hidden).float()
+
+        manual_seed(42)
+        ref_model = NormAndHead().to(self.device)
+        model = self._replica(ref_model)
+        # Inputs are cast to float32, so only the output shows the policy. The root does not have this policy.
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+        fully_shard([model.norm, model.head], mp_policy=bf16)
+        fully_shard(model)
+        for linear in (ref_model.norm, ref_model.head):
+            linear.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
+
+        def step(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            skipped, whole = each(x, skip_head=True), each(x, skip_head=False)
+            if each is ref_model:
+                skipped = skipped.to(torch.bfloat16)
+            self.assertEqual((skipped.dtype, whole.dtype), (torch.bfloat16, torch.float32))
+            return backward(loss_of(skipped) + loss_of(whole))
+
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
+
+
+class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        how=["in the loss", "not in the loss", "frozen", "called", "called twice"], reshard_after_forward=[True, False]
+    )
+    def test_head_of_a_group(self, how, reshard_after_forward):
+        """A group is gathered for the backward of each module, however the last one is used."""
+        manual_seed(42)
+        ref_model = BodyAndHead(how).to(self.device)
+        model = self._replica(ref_model)
+        fully_shard([model.body, model.head], reshard_after_forward=reshard_after_forward)
+        fully_shard(model)
+        misses = how == "called twice" or (reshard_after_forward and how != "in the loss")
+        with torch_defect("fsdp2_group_is_gathered_for_one_output", when=misses):
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+
+
+if __name__ == "__main__":
+    run_tests()

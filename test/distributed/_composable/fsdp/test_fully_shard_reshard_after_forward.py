@@ -1,0 +1,78 @@
+"""What is resharded after forward, and over how many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.common_distributed import (
+    at_most,
+    skip_if_lt_x_gpu,
+)
+from torch_fsdp_tests.common_fsdp import (
+    FSDPTestContinuous,
+)
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.training import (
+    TrainingMixin,
+    check_parity,
+    train,
+)
+
+
+class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
+    world_size = at_most(4)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(before=[True, False, 2], after=[True, False], trains=[True, False])
+    def test_reshard_after_forward_changes_between_steps(self, before, after, trains):
+        """The setter may come after a training step or an evaluation, wherever the parameters are then."""
+        ref_model, model = both = [filled(nn.Linear(4, 3, device=self.device)) for _ in range(2)]
+        fully_shard(model, reshard_after_forward=before)
+        self._seed()
+        first, second = (self._inputs(2, 4) for _ in range(2))
+        for each in both:
+            if trains:
+                train(each, first)
+            else:
+                with torch.no_grad():
+                    each(first)
+        model.set_reshard_after_forward(after)
+        with torch_defect("fsdp2_changing_reshard_on_smaller_mesh_raises", when=before == 2 and not (trains or after)):
+            self.assertEqual(*(train(each, second) for each in both))
+            average_gradients(ref_model)
+            check_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(4)
+    def test_uneven_shards_after_forward(self):
+        """Between forward and backward a parameter has its full values, also over a smaller mesh.
+
+        It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
+        the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims
+        that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
+
+            model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
+            expected = model.weight.full_tensor()
+            model(torch.ones(3, 4))
+            print(torch.equal(model.weight.full_tensor(), expected))
+        """
+        model: Any = fully_shard(nn.Linear(4, 5, bias=False, device=self.device), reshard_after_forward=2)
+        expected = model.weight.full_tensor().detach()
+        output = model(torch.ones(3, 4, device=self.device))
+        found = model.weight.full_tensor().detach()
+        with torch_defect("fsdp2_uneven_rows_shown_wrong"):
+            self.assertEqual(found, expected)
+        output.sum().backward()
+        self.assertEqual(model.weight.full_tensor().detach(), expected)
+        self.assertEqual(model.weight.grad.full_tensor(), torch.full((5, 4), 3.0, device=self.device))
+
+
+if __name__ == "__main__":
+    run_tests()

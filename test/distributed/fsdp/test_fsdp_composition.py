@@ -1,0 +1,98 @@
+"""FSDP beside exceptions, function transforms and averaged models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.optim.swa_utils import AveragedModel
+
+from torch_fsdp_tests.common_distributed import get_required_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp.training import check_losses
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average, full_parameters, named
+
+SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+
+
+class TestFSDPMiscMultiProcess(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return get_required_world_size(self, 2)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD], use_orig_params=[False, True], fails_at=[0, 2])
+    def test_train_after_exception_in_forward(self, sharding_strategy, use_orig_params, fails_at):
+        """A model whose forward raised trains on like a model without FSDP."""
+        torch.manual_seed(0)
+        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
+        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        layers = copy.deepcopy(local)
+        model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # the first unit fails
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
+        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+        ref_losses = []
+        loses = sharding_strategy is ShardingStrategy.NO_SHARD and use_orig_params
+        for step in range(4):
+            if step == fails_at:
+                with mock.patch.object(nn.Tanh, "forward", side_effect=ValueError("no output")):
+                    self.assertRaisesRegex(ValueError, "no output", model, inp)
+            with torch_defect("fsdp1_exception_in_forward_replaces_parameters", when=loses and step >= fails_at):
+                losses = [each(inp).square().sum() for each in (local, model)]
+                ref_losses.append(losses[0])
+                self.assertEqual(losses[1], losses[0])
+                for loss in losses:
+                    loss.backward()
+                average([param.grad for param in local.parameters()])
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad()
+                self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
+                check_losses(ref_losses)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(transform=["vmap", "jvp", "vjp"], use_orig_params=[False, True])
+    def test_transforms_of_torch_func(self, transform, use_orig_params):
+        """``vmap`` gives the right output, and derivatives under a transform are the subject of known defects."""
+        torch.manual_seed(0)
+        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
+        model = FSDP(copy.deepcopy(local), use_orig_params=use_orig_params)
+        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+        if transform == "vmap":
+            found, expected = torch.vmap(model)(inp), torch.vmap(local)(inp)
+            self.assertEqual(found, expected)
+            with torch_defect("fsdp1_backward_through_vmap_raises"):
+                found.sum().backward()
+        else:
+            function = getattr(torch.func, transform)
+            arguments = ((inp,), (inp.cos(),)) if transform == "jvp" else (inp,)
+            with torch_defect("fsdp1_derivatives_of_transforms_raise"):
+                self.assertEqual(function(model, *arguments)[0], function(local, *arguments)[0])
+
+    @skip_if_lt_x_gpu(2)
+    def test_averaged_model(self):
+        """``AveragedModel`` copies the model and averages its shards."""
+        model = FSDP(nn.Linear(4, 4, bias=False, device=self.device), use_orig_params=True)
+        before = full_parameters(model)["weight"]
+        with torch_defect("fsdp1_model_is_not_copied"):
+            averaged = AveragedModel(model)
+            with torch.no_grad():
+                for _ in range(2):
+                    for param in model.parameters():
+                        param.add_(1.0)
+                    averaged.update_parameters(model)
+            with FSDP.summon_full_params(averaged.module):
+                self.assertEqual(averaged.module.module.weight.detach(), before + 1.5)
+            self.assertEqual(full_parameters(model)["weight"], before + 2.0)
+
+
+if __name__ == "__main__":
+    run_tests()
