@@ -27,7 +27,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Calls, recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import FEW, check_gradients
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -104,7 +104,8 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         return Pipeline(schedule, plain, mesh.get_group("pipeline"), wrap, boundary_dtype, **kwargs)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         valid=lambda dp_type, schedule: (dp_type, schedule) != ("FSDP_MP", "ScheduleDualPipeV"),
         dp_type=["FSDP", "FSDP_MP"],
         schedule=SCHEDULES,
@@ -247,7 +248,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         return schedule.step(batch[0], target=batch[1])
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=SCHEDULES, which=["unused", "layer", "stage"])
+    @subtests(pairwise=True, schedule=SCHEDULES, which=["unused", "layer", "stage"])
     def test_unused_or_frozen(self, schedule, which):
         """An unused parameter, a frozen layer, and a frozen stage have no gradient."""
         torch.manual_seed(42)
@@ -261,7 +262,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         self.assertEqual(sum(param.grad is None for param in plain.parameters()), NO_GRADIENT[which])
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=SCHEDULES, scale_grads=[False, True])
+    @subtests(pairwise=True, schedule=SCHEDULES, scale_grads=[False, True])
     def test_scale_grads(self, schedule, scale_grads):
         """Gradients are divided by the number of microbatches once, and by the number of ranks."""
         mesh, plain = self._pipelines_and_data(), self._plain()
@@ -281,7 +282,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         self._check_two_steps(schedule, lambda pipeline, batch: None)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=[*SINGLE, *LOOPED], first=first_mode)
+    @subtests(pairwise=True, schedule=[*SINGLE, *LOOPED], first=first_mode)
     def test_evaluation(self, schedule, first):
         """An evaluation has the plain model's output, reduces nothing, and does not disturb training.
 
@@ -326,7 +327,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
 
     @needs(torch_facts.WAITS_FOR_GRADIENTS_BY_ACTION)
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
+    @subtests(pairwise=True, schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
     def test_deferred_wait(self, schedule, defer_reduce_grad_wait):
         """If a rank may defer the wait, it computes between the start and the end of a stage's
         reduction.

@@ -31,7 +31,7 @@ from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Layout, Run
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases
 from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -295,7 +295,7 @@ class TestTrainingMatrix(FSDPTest):
     @with_temp_dir
     def test_saved_by(self, saved):
         """Each layout and each feature is combined with each other one."""
-        cases = [case for case in pairwise(AXES, _is_valid) if case["saved"] == saved]
+        cases = [case for case in pairwise_cases(AXES, _is_valid) if case["saved"] == saved]
         self.assertTrue(cases)
         for case in one_by_one(cases):
             run_subtests(self, case, self._check_goes_on)

@@ -21,7 +21,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, che
 from torch_fsdp_tests.common_fsdp.training import LARGEST_VALUE, moderate_steps
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import collectives, combinations
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
@@ -59,11 +59,17 @@ class TestSubtests(unittest.TestCase):
         """Each valid pair of values occurs, in fewer cases than there are combinations."""
         valid = lambda a, b, c: (a, b) != (2, 2)  # noqa: E731
         with mock.patch.object(combinations, "TEST_WITH_SLOW", False):
-            found = cases_of(pairwise_subtests(valid, a=[0, 1, 2], b=[0, 1, 2], c=[0, 1, 2]))
+            found = cases_of(subtests(pairwise=True, valid=valid, a=[0, 1, 2], b=[0, 1, 2], c=[0, 1, 2]))
         self.assertLess(len(found), 27 - 3)
         pairs = {pair for case in found for pair in itertools.combinations(sorted(case.items()), 2)}
         self.assertEqual(len(pairs), 3 * 9 - 1)
         self.assertNotIn((("a", 2), ("b", 2)), pairs)
+
+    def test_a_test_without_valid_combinations_is_an_error(self):
+        for pairwise in (False, True):
+            body = subtests(pairwise=pairwise, valid=lambda a: a > 2, a=[1, 2])(lambda self, a: None)
+            ((_, text),) = run(type("Sample", (unittest.TestCase,), {"test": body})).errors
+            self.assertIn("ValueError: no subtest to run", text)
 
     def test_a_failure_is_the_tests(self):
         body = subtests(a=[1, 2])(lambda self, a: self.assertEqual(a, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch_fsdp_tests.common_distributed import run_subtests
@@ -15,7 +15,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 Values = Sequence[Any] | Callable[[], Sequence[Any]]
 
 
-def pairwise(
+def pairwise_cases(
     config: Mapping[str, Sequence[Any]], valid: Callable[..., bool] = lambda **case: True
 ) -> list[dict[str, Any]]:
     """Select valid combinations so that each pair of values occurs. If slow tests run, return all of them.
@@ -58,31 +58,32 @@ def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Sequenc
         yield {name: [value] for name, value in case.items()}
 
 
-def subtests(**config: Values) -> Callable[[Test], Test]:
-    """Run a test method for every combination of its parameters' values, each as a subtest.
+def subtests(
+    *, pairwise: bool = False, valid: Callable[..., bool] = lambda **case: True, **config: Values
+) -> Callable[[Test], Test]:
+    """Run a test method for every combination of its parameters' values that is ``valid``, each as a subtest.
 
-    They share their ranks, as with ``run_subtests``. Instead of values you can pass a function without arguments that
-    returns them, if only a rank knows them. Use it as the innermost decorator. Other parameters of the method, such as
-    ``device``, are passed on.
+    If ``pairwise``, it is run only for the combinations that :func:`pairwise_cases` selects. Subtests share their
+    ranks, as with ``run_subtests``. Instead of values you can pass a function without arguments that returns them, if
+    only a rank knows them. Use it as the innermost decorator. Other parameters of the method, such as ``device``, are
+    passed on.
     """
-    return _in_one_set_of_ranks(lambda: [_known(config)])
 
+    def cases() -> list[dict[str, Any]]:
+        known = {name: values() if callable(values) else values for name, values in config.items()}
+        if pairwise:
+            return pairwise_cases(known, valid)
+        combinations = (dict(zip(known, values)) for values in itertools.product(*known.values()))
+        return [case for case in combinations if valid(**case)]
 
-def pairwise_subtests(valid: Callable[..., bool] = lambda **case: True, **config: Values) -> Callable[[Test], Test]:
-    """Like :func:`subtests`, but for the combinations that :func:`pairwise` selects."""
-    return _in_one_set_of_ranks(lambda: one_by_one(pairwise(_known(config), valid)))
-
-
-def _known(config: Mapping[str, Values]) -> dict[str, Sequence[Any]]:
-    return {name: values() if callable(values) else values for name, values in config.items()}
-
-
-def _in_one_set_of_ranks(configs: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
-            for config in configs():
-                run_subtests(self, config, test, self, *args, **kwargs)
+            chosen = cases()
+            if not chosen:
+                raise ValueError(f"no subtest to run: no combination of {', '.join(config)} is left")
+            for case in one_by_one(chosen):
+                run_subtests(self, case, test, self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests.common_distributed import run_subtests
 from torch_fsdp_tests.common_fsdp import MLPStack
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import FEW, TrainingMixin, check_full
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -32,7 +32,7 @@ class StacksMixin(TrainingMixin):
             "use_activation_checkpointing": [False, True],
             "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
         }
-        for case in one_by_one(pairwise(config)):
+        for case in one_by_one(pairwise_cases(config)):
             run_subtests(self, case, self._check_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
 
     def _check_stack(

@@ -34,7 +34,7 @@ from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -407,7 +407,8 @@ class TestReplicateTrainingCompose(TrainingMixin, FSDPTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         checkpoint_impl=["composable", "utils", "wrapper"],
         module_grouping=["block", "mem_eff", "mem_eff_weight_tied"],
     )
@@ -465,7 +466,8 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         mode=["all", "root_only", "some_mlps"],  # the modules whose flags are set
         reshard_after_backward=[False, True],  # also before the last microbatch
         offload=[False, True],
@@ -505,7 +507,8 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         use_explicit_unshard=[False, True],
         reshard_after_backward=[False, True],
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],

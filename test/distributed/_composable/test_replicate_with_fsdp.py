@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, MLPStack, check_sharded_
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.fsdp.training import (
     FEW,
@@ -287,7 +287,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             )
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
+    @subtests(pairwise=True, root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
     def test_train_mixed_model(self, root, accumulate, frozen):
         """Some layers are replicated and some sharded. Each kind uses its own collectives."""
         manual_seed(42)

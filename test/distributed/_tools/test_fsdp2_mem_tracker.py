@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
 from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -161,7 +161,7 @@ def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = 
 
 class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(reshard_after_forward=[True, False], offload=[False, True], low_precision=[False, True])
+    @subtests(pairwise=True, reshard_after_forward=[True, False], offload=[False, True], low_precision=[False, True])
     def test_tracker_multi_group_eager(self, reshard_after_forward, offload, low_precision):
         """Each phase has the right unsharded, gathered and reduced bytes. A step leaves only shards and states."""
         policy = MixedPrecisionPolicy(torch.float16, torch.float32) if low_precision else MixedPrecisionPolicy()

@@ -32,7 +32,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, HostBackendMixin, Run, plain_run
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
@@ -139,7 +139,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(layout=BOTH, rank=[0, 1], damage=list(DAMAGES))
+    @subtests(pairwise=True, layout=BOTH, rank=[0, 1], damage=list(DAMAGES))
     def test_shard_file(self, layout, rank, damage):
         """If one rank's file is damaged, all ranks get an error that names the rank that could not read its shard."""
         run, good, bad = self._checkpoints(layout, (rank, damage))
@@ -150,7 +150,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(layout=BOTH, damage=list(DAMAGES))
+    @subtests(pairwise=True, layout=BOTH, damage=list(DAMAGES))
     def test_metadata_file(self, layout, damage):
         """Without a complete metadata file nothing is loaded, and the states do not change."""
         run, good, bad = self._checkpoints(layout, damage)
@@ -247,8 +247,8 @@ class TestSaveThatFails(FaultTest):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(
-        layout=BOTH, file=[shard_file(0), shard_file(1), f"{METADATA}.tmp"], asynchronously=[False, True]
+    @subtests(
+        pairwise=True, layout=BOTH, file=[shard_file(0), shard_file(1), f"{METADATA}.tmp"], asynchronously=[False, True]
     )
     def test_full_disk(self, layout, file, asynchronously):
         """The disk has no room for one of the files. All ranks get the reason, and nothing loadable is left."""
@@ -339,7 +339,7 @@ class TestSaveThatFails(FaultTest):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(layout=BOTH, asynchronously=[False, True])
+    @subtests(pairwise=True, layout=BOTH, asynchronously=[False, True])
     def test_overwrite_is_refused(self, layout, asynchronously):
         """With ``overwrite=False`` a directory with a checkpoint keeps every byte."""
         path = self._path(f"{layout} {asynchronously}")
@@ -356,7 +356,7 @@ class TestSaveThatFails(FaultTest):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(layout=BOTH, overwrite=[False, True])
+    @subtests(pairwise=True, layout=BOTH, overwrite=[False, True])
     def test_directory_with_other_files(self, layout, overwrite):
         """Files that are not a checkpoint stay as they are, and do not prevent a save into the directory."""
         path = self._path(f"{layout} {overwrite}")

@@ -25,7 +25,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import EXACT
 from torch_fsdp_tests.fsdp.checkpoints import HostBackendMixin
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_names
@@ -133,7 +133,7 @@ class TestStagers(HostBackendMixin):
 
     @with_comms
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(is_judged, name=list(STAGERS), change=list(CHANGES))
+    @subtests(pairwise=True, valid=is_judged, name=list(STAGERS), change=list(CHANGES))
     def test_copies(self, name, change):
         """Each copy is equal to its state dict, and keeps its values when the program goes on."""
         program, stager = Program(self.device, self.mesh), STAGERS[name]()

@@ -44,7 +44,7 @@ from torch_fsdp_tests.distributed.common_state_dict import (
     whole_tree,
 )
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import uniform
@@ -138,7 +138,8 @@ class TestStateDict(StateDictTest):
         self._verify_pair(pair, *other.states())
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         use_orig_params=[True, False],
         use_dtensor=[True, False],
         wrapping=[{UnitModule}, {nn.Linear, UnitModule}],
@@ -185,7 +186,7 @@ class TestStateDict(StateDictTest):
         self._test_save_load(init, load_shows=shows)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(reshard_after_forward=[True, False], optimizer_class=ADAMS, compile_model=[False, True])
+    @subtests(pairwise=True, reshard_after_forward=[True, False], optimizer_class=ADAMS, compile_model=[False, True])
     def test_fsdp2(self, reshard_after_forward, optimizer_class, compile_model):
         def distribute(model: nn.Module) -> Any:
             model = self._fsdp2(model, reshard_after_forward=reshard_after_forward)

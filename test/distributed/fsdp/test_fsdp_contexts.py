@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import (
     average_gradients,
     data_parallel,
@@ -201,7 +201,7 @@ class _ContextsBase(FSDPTest):
 
 class TestContexts(_ContextsBase):
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
+    @subtests(pairwise=True, valid=is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
     def test_exception_in_context(self, context, kind, first):
         """After the exception the model trains, and its state dicts are of the type that was set before."""
         plain = layers().to(self.device)
@@ -232,7 +232,7 @@ def is_defined(context: str, wrapper: str, **_: Any) -> bool:
 
 class TestContextsOfReplicas(_ContextsBase):
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(is_defined, context=list(REPLICATED), wrapper=list(WRAPPERS), first=[True, False])
+    @subtests(pairwise=True, valid=is_defined, context=list(REPLICATED), wrapper=list(WRAPPERS), first=[True, False])
     def test_exception_in_context(self, context, wrapper, first):
         """After the exception, which all ranks raise, gradients are synchronized and accumulated as before."""
         plain = layers().to(self.device)

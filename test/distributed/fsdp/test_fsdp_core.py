@@ -38,7 +38,7 @@ from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import loss_of, take_step
@@ -108,7 +108,7 @@ class TestParityWithDDP(_TwoRanks):
         here = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
         configs: Iterable[dict[str, Any]] = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
         if not every and not accelerator.current().has("streams"):
-            configs = one_by_one([case for case in pairwise(OPTIONS) if {**case, **here} == case])
+            configs = one_by_one([case for case in pairwise_cases(OPTIONS) if {**case, **here} == case])
         for config in configs:
             self.run_subtests(
                 {**config, "device_init_mode": device_init_modes(cpu_offload)},

@@ -20,7 +20,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_names
@@ -260,8 +260,8 @@ class TestMethods(FSDPTest):
             self.assertEqual(found, wanted, may_be=("empty", "zero"), exact_device=False)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        is_judged,
+    @subtests(
+        pairwise=True, is_judged,
         method=list(METHODS),
         where=[*itertools.product([BEFORE, EVALUATED], ["root", "submodule"]), (FAILED, "root")],
         use_orig_params=[True, False],

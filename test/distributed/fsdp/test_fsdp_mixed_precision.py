@@ -92,7 +92,7 @@ ITERATIONS = 3
 INIT_SCALE = 16.0  # small enough that nothing overflows in float16, so every step is taken
 SAME_DTYPE = "mat1 and mat2 must have the same dtype"
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-IN_EVAL = {"cast_forward_inputs": [True, False], "full_precision": [True, False]}
+IN_EVAL: dict[str, Any] = {"cast_forward_inputs": [True, False], "full_precision": [True, False]}
 
 
 class Dtypes(NamedTuple):

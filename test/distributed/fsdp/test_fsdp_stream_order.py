@@ -18,7 +18,7 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.ordering import check_order, recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 
 DIM = 8
 
@@ -42,7 +42,8 @@ class TestStreamOrder(StreamOrderTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
         mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)],
         use_orig_params=[False, True],
@@ -195,7 +196,8 @@ class TestStreamOrderHybrid(StreamOrderTest):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         sharding_strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
         use_orig_params=[False, True],
         accumulate=["no", "unreduced", "reduced"],

@@ -27,7 +27,7 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -158,7 +158,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             "backward_prefetch": [None, *BackwardPrefetch],
         }
         # All 48 combinations take minutes on the host. Nothing overlaps there, so all pairs of values are enough.
-        pairs = pairwise({"sharding_strategy": list(STRATEGIES.values()), **options})
+        pairs = pairwise_cases({"sharding_strategy": list(STRATEGIES.values()), **options})
         mine = [case for case in pairs if case["sharding_strategy"] is strategy]
         for config in [{"sharding_strategy": [strategy], **options}] if device.has("streams") else one_by_one(mine):
             # On the host the modes are the same, since no module has to be moved.
@@ -546,7 +546,8 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         self.assertEqual(self._loss(models[1]), self._loss(models[0]))
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD],
         change_first_weight=[True, False],
         change_data=[True, False],

@@ -21,7 +21,7 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import local_of, shard_largest_dim, shard_of
@@ -153,8 +153,12 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         self._check_same(model, plain)
 
     @skip_if_lt_x_gpu(1)
-    @pairwise_subtests(
-        conversion=list(CONVERSIONS), param_dtype=[None, bf16], keeps_gradients=[True, False], unsharded=[True, False]
+    @subtests(
+        pairwise=True,
+        conversion=list(CONVERSIONS),
+        param_dtype=[None, bf16],
+        keeps_gradients=[True, False],
+        unsharded=[True, False],
     )
     def test_between_steps(self, conversion, param_dtype, keeps_gradients, unsharded):
         """After a conversion the next step equals that of the converted plain model, or it is refused.

@@ -20,7 +20,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import (
@@ -36,7 +36,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False, 2, None],
         without_grad=[torch.no_grad, torch.inference_mode],
         before_step=[True, False],

@@ -24,7 +24,7 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, full, replicated
@@ -330,7 +330,8 @@ class TestFullyShardFrozen(FSDPTest):
 
     @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         dtype=[torch.int64, torch.int8, torch.bool, torch.complex64, torch.bfloat16],
         reshard_after_forward=[True, False, 2],
         shape=[(4,), (1, 4)],

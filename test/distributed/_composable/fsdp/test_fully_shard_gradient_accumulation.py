@@ -24,7 +24,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.training import (
     FEW,
@@ -66,7 +66,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             self.assertEqual(found, torch.full((4, 2), mean, device=self.device))
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False],
         set_to_none=[True, False],
         dtype=[torch.float32, torch.float64],
@@ -216,7 +217,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
+    @subtests(pairwise=True, mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
     def test_rank_dependent_branches_and_masked_losses(self, mesh_shape, reshard_after_forward, recurse):
         """A rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
 

@@ -24,7 +24,7 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.training import (
     FEW,
@@ -169,7 +169,8 @@ class TestFullyShardManualFinalization(ManualTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False],
         reshard_after_backward=[True, False],
         offload=[True, False],
@@ -209,7 +210,7 @@ class TestFullyShardManualFinalization(ManualTest):
         self._check_training(plain, model, self._microbatches, step=step)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(input_requires_grad=[True, False], async_op=[True, False], last_only=[True, False])
+    @subtests(pairwise=True, input_requires_grad=[True, False], async_op=[True, False], last_only=[True, False])
     def test_synchronized_backward(self, input_requires_grad, async_op, last_only):
         """With synchronization on, each group reduces in backward, except one whose inputs have no gradient.
 
@@ -372,7 +373,9 @@ class TestFullyShardManualFinalization(ManualTest):
         self._check_gradients(plain, model)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(reduce_dtype=[torch.float32, torch.bfloat16], last_only=[True, False], async_op=[True, False])
+    @subtests(
+        pairwise=True, reduce_dtype=[torch.float32, torch.bfloat16], last_only=[True, False], async_op=[True, False]
+    )
     def test_mixed_precision(self, reduce_dtype, last_only, async_op):
         """Gradients are accumulated and reduced in ``reduce_dtype``. The plain model computes in ``param_dtype``."""
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=True)
@@ -617,7 +620,7 @@ class TestFullyShardManualFinalization(ManualTest):
     # --- Other groups, other modules ---
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(zeros_for_unused=[True, False], last_only=[True, False], async_op=[True, False])
+    @subtests(pairwise=True, zeros_for_unused=[True, False], last_only=[True, False], async_op=[True, False])
     def test_unused_parameters(self, zeros_for_unused, last_only, async_op):
         """Only the first microbatch runs a branch, either the same on all ranks or a different one on each rank.
 
@@ -760,8 +763,12 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
-        reshard_after_forward=[True, False], offload=[True, False], async_op=[True, False], last_only=[True, False]
+    @subtests(
+        pairwise=True,
+        reshard_after_forward=[True, False],
+        offload=[True, False],
+        async_op=[True, False],
+        last_only=[True, False],
     )
     def test_one_reduction_for_several_backwards(self, reshard_after_forward, offload, async_op, last_only):
         """Each group is reduce-scattered and all-reduced once, in the last backward or in finalization."""
@@ -788,7 +795,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
         self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(which=["root", "mlp", "all"], async_op=[True, False])
+    @subtests(pairwise=True, which=["root", "mlp", "all"], async_op=[True, False])
     def test_finalization_without_all_reduce(self, which, async_op):
         """Finalization without all-reduce is refused before any reduction. It works after all-reduce is enabled."""
         plain, model = self._models(mesh=self._mesh(2, 2))
@@ -807,7 +814,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
         self._check_gradients(plain, model)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(way_out=["backward", "reset"], async_op=[True, False])
+    @subtests(pairwise=True, way_out=["backward", "reset"], async_op=[True, False])
     def test_finalization_after_partial_reduction(self, way_out, async_op):
         """Finalization after a partial reduction is refused. Another backward with all-reduce completes the reduction,
         or a reset drops it.
@@ -839,7 +846,7 @@ class TestFullyShardManualFinalizationSplitBackward(ManualTest):
         return internals.pipeline_backward.stage_backward_input([loss], None, [inp], iter(module.parameters()))[1]
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(reduce_dtype=[None, torch.float32], weights_last=[True, False], async_op=[True, False])
+    @subtests(pairwise=True, reduce_dtype=[None, torch.float32], weights_last=[True, False], async_op=[True, False])
     def test_split_backward(self, reduce_dtype, weights_last, async_op):
         """Gradients of parameters may be computed long after those of inputs. Finalization reduces them."""
         param_dtype = None if reduce_dtype is None else torch.bfloat16

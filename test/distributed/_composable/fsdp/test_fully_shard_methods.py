@@ -15,7 +15,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
 
 # Settings that do not change what is trained, and settings that are undone at once: a method, and its arguments.
@@ -119,8 +119,8 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
         self.assertEqual(public - called - OTHERS, set(), "give each a row in CALLS", may_be="empty")
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        is_possible, call=list(CALLS), state=list(STATES), of=["root", "submodule"], by=["position", "keyword"]
+    @subtests(
+        pairwise=True, valid=is_possible, call=list(CALLS), state=list(STATES), of=["root", "submodule"], by=["position", "keyword"]
     )
     def test_training_after_call(self, call, state, of, by):
         """A method is called in a state before each step. Training is that of the plain model."""
@@ -144,7 +144,7 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
         self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(state=list(STATES)[:3], by=["position", "keyword"])
+    @subtests(pairwise=True, state=list(STATES)[:3], by=["position", "keyword"])
     def test_forward_method_that_is_registered(self, state, by):
         """A method becomes a forward in each state."""
         manual_seed(42)

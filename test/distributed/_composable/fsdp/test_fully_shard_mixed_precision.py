@@ -32,7 +32,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average, average_gradients
@@ -213,7 +213,8 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @needs(torch_facts.CASTS_EACH_PARAMETER)
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         param_dtype=[torch.bfloat16, torch.float16],
         reduce_dtype=[None, torch.float32, torch.bfloat16],
         reshard_after_forward=[False, True],

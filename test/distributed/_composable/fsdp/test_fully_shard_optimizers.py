@@ -14,7 +14,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
@@ -43,7 +43,8 @@ class TestFullyShard1DTrainingCore(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._inputs(2, 3), optim_cls=optim_cls, fused=True)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         valid=lambda optim_cls, ndim, shards: ndim == 2 or optim_cls is not torch.optim.Muon,
         optim_cls=[
             *(torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),

@@ -26,7 +26,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     backward,
@@ -104,7 +104,8 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     world_size = at_most(4)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         shape=[(4,), (2, 2), (4, 1)],
         when=["at once", "before a backward", "after a step"],
         reshard_after_forward=[True, False, 2],

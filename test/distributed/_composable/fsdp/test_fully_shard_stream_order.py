@@ -20,7 +20,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device.ordering import check_order, recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -177,7 +177,8 @@ class TestFullyShardStreamOrder(StreamOrderTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False],
         param_dtype=[None, torch.bfloat16],
         prefetch=["implicit", "explicit", "unshard"],
@@ -307,7 +308,8 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
         self._check_order(prepare=prepare, reshard_after_forward=2, mp_policy=_low_precision(param_dtype))
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False],
         param_dtype=[None, torch.bfloat16],
         microbatches=["one", "unreduced", "reduced in part"],

@@ -51,7 +51,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -567,7 +567,8 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=TransformerBlock)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[True, False],
         checkpoint_impl=["composable", "utils", "wrapper"],
         module_grouping=["block", "mem_eff", "mem_eff_weight_tied"],
@@ -616,7 +617,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             "bf16_output": ["nowhere", "everywhere", "inside"],
         }
         case = {"reshard_after_forward": True, "tie": False, "bf16_output": "nowhere"}
-        cases = [*pairwise(config), case | {"checkpoint_body": True}, case | {"reshard_after_forward": 1}]
+        cases = [*pairwise_cases(config), case | {"checkpoint_body": True}, case | {"reshard_after_forward": 1}]
         for subtest in one_by_one(cases):
             self.run_subtests(subtest, self._test_partial_group_forward_then_standalone)
 
@@ -959,8 +960,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        _is_accumulation,
+    @subtests(
+        pairwise=True,
+        valid=_is_accumulation,
         hybrid=[False, True],
         reshard_after_forward=[True, False, 2],
         mode=["all", "root_only", "some_mlps"],  # the modules whose flags are set
@@ -1015,7 +1017,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         use_explicit_unshard=[False, True],
         reshard_after_backward=[False, True],
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],
@@ -1141,7 +1144,8 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
     world_size = at_most(4)
 
     @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         reshard_after_forward=[False, True],
         use_activation_checkpointing=[False, True],
         mlp_dim=[3, 16, 17],

@@ -20,7 +20,7 @@ from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, room_in
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, optimizers, shard_each, take_step, train
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -126,7 +126,8 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         self.assertEqual(addresses(params), expected)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         shape=[(4,), (2, 2)],
         reshard_after_forward=[True, False, 2],
         offload_policy=OFFLOAD_POLICIES,
@@ -153,7 +154,8 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         self.assertEqual({len(each) for each in seen.values()}, {2 * 3})  # forward and backward of three iterations
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         grad_mode=[torch.no_grad, torch.inference_mode],
         reshard_after_forward=[True, False],
         offload_policy=OFFLOAD_POLICIES,

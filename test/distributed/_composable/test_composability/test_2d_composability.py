@@ -45,7 +45,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase,
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.checkpoints import TENSOR, Layout, LayoutsMixin, Run, before_tensor, plain_run
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
 from torch_fsdp_tests.fsdp.references import average_gradients, full, of_all_ranks
@@ -236,8 +236,11 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    @pairwise_subtests(
-        use_seq_parallel=[False, True], reuse_model=[True, False], optimizer_class=[torch.optim.Adam, torch.optim.AdamW]
+    @subtests(
+        pairwise=True,
+        use_seq_parallel=[False, True],
+        reuse_model=[True, False],
+        optimizer_class=[torch.optim.Adam, torch.optim.AdamW],
     )
     def test_train_parity_2d_transformer_checkpoint_resume(self, use_seq_parallel, reuse_model, optimizer_class):
         """Training that resumes from a checkpoint has bitwise the losses of uninterrupted training.
@@ -566,8 +569,11 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
 
     @with_comms
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
-        shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven], use_orig_params=[True, False]
+    @subtests(
+        pairwise=True,
+        shape=[SQUARE, (1, 2, 2)],
+        model_class=[SimpleModel, SimpleModelUneven],
+        use_orig_params=[True, False],
     )
     def test_2d_optim_state_dict(self, shape, model_class, use_orig_params):
         """The optimizer states have the names and the full values of a plain model's states."""
@@ -627,7 +633,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
-    @pairwise_subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
+    @subtests(pairwise=True, shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
     def test_fsdp1_tp_2d_set_full_state_dict(self, shape, model_class):
         """A run with sharded states loads a checkpoint of full tensors. The test above covers the optimizer."""
         path = os.path.join(self.temp_dir, f"{shape} {model_class.__name__}")

@@ -30,7 +30,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests, slowTest
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -133,7 +133,8 @@ class ComposabilityTest(PipelineTest):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(
+    @subtests(
+        pairwise=True,
         # DDP supports neither a split backward nor stages that infer shapes at run time. A split backward loses
         # gradients of modules that reshard after forward: see the defect pipeline_split_backward_loses_gradients.
         valid=lambda dp_type, schedule, boundary_dtype: (
@@ -159,7 +160,7 @@ class ComposabilityTest(PipelineTest):
         self._check_trains(plain, pipeline, mesh.get_group("data"), compare)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
+    @subtests(pairwise=True, schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
         """FSDP2 shards over one rank. The class below has two."""
         self._test_3d(1, schedule, param_dtype)
@@ -242,7 +243,7 @@ class ThreeDimensionsTest(PipelineTest):
 
     @slowTest
     @skip_if_lt_x_gpu(8)
-    @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
+    @subtests(pairwise=True, schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
         """Each mesh dimension has two ranks."""
         self._test_3d(2, schedule, param_dtype)
