@@ -531,7 +531,7 @@ class TestStopping(TreeCase):
                 self.assertEqual([test["outcome"] for test in file["tests"]], ["passed", "not run"])
                 (self.root / "pid").unlink()
 
-    def test_nohup_is_heeded(self):
+    def test_nohup_is_respected(self):
         self.write({"test_x": body("os.kill(os.getppid(), signal.SIGHUP)", "pass")})
         process = self.start(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         out, err = process.communicate()

@@ -206,7 +206,7 @@ class TestSharing(TestCase):
         """There each rank of a launch has a device, although one machine does not have as many."""
         for one_host, backend in ((False, "xccl"), (True, "staged")):
             launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
-            with mock.patch.object(launcher, "found", lambda launch=launch: launch):
+            with mock.patch.object(launcher, "current", lambda launch=launch: launch):
                 device, _ = self.chosen(count=8, own=False, staged=True, ranks=16)
                 self.assertEqual((device.backend, device.is_shared), (backend, one_host))
                 self.assertEqual(device.for_ranks(16).backend, backend)

@@ -42,7 +42,7 @@ class Nowhere:
         events, self.events = self.events, []
         return events
 
-    def tell(self, order: Any, index: int | None = None) -> None:
+    def send(self, order: Any, index: int | None = None) -> None:
         if isinstance(order, protocol.AskForStacks):
             self.requests.append("stacks")
             self.events += [protocol.WroteStacks(each) for each in self.there]
@@ -52,7 +52,7 @@ class Nowhere:
         else:
             for each in self.there if index is None else [index]:
                 self.orders[each].append(order)
-                if isinstance(order, protocol.Go | protocol.Leave):
+                if isinstance(order, protocol.Continue | protocol.Leave):
                     self.passes(each)
 
     def passes(self, *processes: int) -> None:
@@ -80,11 +80,11 @@ class TestGroup(TestCase):
         place = Nowhere()
         made = self.group(MANY, place)
         place.events += [protocol.Waits(each) for each in range(1, MANY)]
-        made._hear(0)
+        made._receive(0)
         self.assertEqual(dict(place.orders), {})
         place.events.append(protocol.Waits(0))
         reports = made.wait(AT_ONCE)
-        self.assertEqual(dict(place.orders), {each: [protocol.Go()] for each in range(MANY)})
+        self.assertEqual(dict(place.orders), {each: [protocol.Continue()] for each in range(MANY)})
         self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
                          [(rank, Outcome(rank, State.PASSED), 0) for rank in range(MANY)])  # fmt: skip
         self.assertEqual(place.requests, ["end"])
@@ -96,15 +96,15 @@ class TestGroup(TestCase):
         place = Nowhere()
         made = self.group(2, place)
         place.events.append(protocol.Waits(0))
-        made._hear(0)
-        tell = place.tell
+        made._receive(0)
+        send = place.send
 
-        def tell_and_hear_of_rank_1(order, *index):
-            tell(order, *index)
+        def send_and_receive_of_rank_1(order, *index):
+            send(order, *index)
             if isinstance(order, protocol.AskForStacks):
                 place.passes(1)
 
-        with mock.patch.object(place, "tell", tell_and_hear_of_rank_1):
+        with mock.patch.object(place, "send", send_and_receive_of_rank_1):
             first, second = made.wait(LIMIT)
         self.assertEqual(dict(place.orders), {})
         self.assertEqual((first.outcome, first.ending.code), (Outcome(0, State.PASSED), 0))

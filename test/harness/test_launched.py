@@ -243,7 +243,7 @@ class TestRule(TestCase):
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
         find_launch = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
-        with unittest.mock.patch.object(launcher, "found", find_launch):
+        with unittest.mock.patch.object(launcher, "current", find_launch):
             status, _, err = outputs(main.run_tests, "test_x.py")
         self.assertEqual(status, 2)
         self.assertRegex(err, r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")

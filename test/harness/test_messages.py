@@ -72,7 +72,7 @@ class TestMessages(TestCase):
             Plain("line\nof \udcff and \u2603"),
             protocol.Reported(1, Outcome(3, State.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
             protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
-            protocol.Go(),
+            protocol.Continue(),
         ],
         name_fn=lambda message: type(message).__name__,
     )

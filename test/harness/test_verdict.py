@@ -14,7 +14,7 @@ from torch_fsdp_tests.dispatch import agent, agents, result
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.ranks.outcome import (
     BODY_MARK,
-    COLLECTIVE_SHARE,
+    COLLECTIVE_TIMEOUT_FRACTION,
     THEN_RAISED,
     Ending,
     Outcome,
@@ -96,7 +96,7 @@ class TestCounts(TestCase):
 
 
 LIMIT = 100.0
-GAVE_UP = LIMIT * COLLECTIVE_SHARE  # when a collective times out
+GAVE_UP = LIMIT * COLLECTIVE_TIMEOUT_FRACTION  # when a collective times out
 KILLED = Ending(signal=signal.SIGKILL, ours=True)
 
 

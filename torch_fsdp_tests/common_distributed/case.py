@@ -160,7 +160,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
 
 def raise_verdict(verdict: Verdict) -> None:
-    """Raise the exception that a verdict stands for; return if the test passed."""
+    """Raise the exception for a verdict; return if the test passed."""
     if verdict.state is State.SKIPPED:
         raise Skipped(verdict.reason)
     if verdict.state is not State.PASSED:
@@ -272,7 +272,7 @@ class RankTestCase(TestCase):
         raise_verdict(judge(reports, limit, SKIP_CODES))
 
     def _digest(self, reports: Sequence[RankReport]) -> None:
-        """Take what the ranks' reports say beside their outcome."""
+        """Take what the ranks' reports have besides their outcome."""
         if settings.SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:
@@ -283,7 +283,7 @@ class RankTestCase(TestCase):
             blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
 
     def _record(self, reports: Sequence[RankReport]) -> None:
-        """Tell the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""
+        """Report to the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""
         outcomes = [report.outcome for report in reports if report.outcome is not None]
         most = max(outcomes, key=lambda outcome: len(outcome.skipped_subtests), default=None)
         skipped = collections.Counter(most.skipped_subtests if most is not None else ())
@@ -291,8 +291,8 @@ class RankTestCase(TestCase):
         kinds = {} if most is None else most.kinds
         events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=kinds)
         for name in ("seconds", "cpu"):
-            told = {each.rank: 0.0 if each.outcome is None else getattr(each.outcome, name) for each in reports}
-            events.record(**{f"rank_{name}": [round(told[rank], 3) for rank in sorted(told)]})
+            values = {each.rank: 0.0 if each.outcome is None else getattr(each.outcome, name) for each in reports}
+            events.record(**{f"rank_{name}": [round(values[rank], 3) for rank in sorted(values)]})
 
     def _close(self, group: RankGroup) -> None:
         """End a group, and report once what its ranks left behind. With the strict setting a leak fails the test."""

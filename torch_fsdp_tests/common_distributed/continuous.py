@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed, state
 from torch_fsdp_tests.device import accelerator, substitutes
 from torch_fsdp_tests.ranks import (
-    COLLECTIVE_SHARE,
+    COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
     HarnessError,
     RankGroup,
@@ -80,7 +80,7 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def opts(cls, high_priority_stream: bool = False) -> Any:
-        """Options for the process group's backend. None stands for the backend's defaults, as in upstream's."""
+        """Options for the process group's backend. None means the backend's defaults, as in upstream's."""
         return None
 
     @classmethod
@@ -90,7 +90,7 @@ class MultiProcContinuousTest(RankTestCase):
         Differs from upstream's: its collectives give up after ``timeout``, and in any case before a test's limit does.
         Raises what ``init_process_group`` raises, as the first test's error.
         """
-        timeout = min(cls.timeout, timedelta(seconds=get_timeout("") * COLLECTIVE_SHARE))
+        timeout = min(cls.timeout, timedelta(seconds=get_timeout("") * COLLECTIVE_TIMEOUT_FRACTION))
         os.environ["LOCAL_RANK"] = str(rank)  # keeps init_device_mesh from guessing the device
         store = dist.FileStore(rdvz_file, world_size)
         dist.init_process_group(
@@ -228,7 +228,7 @@ def _same_groups(assignment: Assignment) -> Iterator[None]:
         assignment.name_leak("destroyed the process group of the class")
         assignment.leave()
     left = [group for group in c10d._world.pg_map if group not in before]
-    meant = [group for group in left if not group.group_desc.startswith(_MESH)]  # nobody can close a device mesh
+    meant = [group for group in left if not group.group_desc.startswith(_MESH)]  # a device mesh cannot be closed
     for group in left:
         dist.destroy_process_group(group)
     if meant:

@@ -36,7 +36,15 @@ from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, Ra
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed, state
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Outcome, RanksErred, calls, is_launched, start_ranks
+from torch_fsdp_tests.ranks import (
+    COLLECTIVE_TIMEOUT_FRACTION,
+    Assignment,
+    Outcome,
+    RanksErred,
+    calls,
+    is_launched,
+    start_ranks,
+)
 from torch_fsdp_tests.ranks.outcome import RankReport, enters_test, judge, shorten, shorten_stacks
 from torch_fsdp_tests.verdict import Phase, State, Verdict
 
@@ -124,7 +132,7 @@ class MultiProcessTestCase(RankTestCase):
         """The timeout of a collective in seconds. It is shorter than the test's limit, so that the collective can
         report first. Upstream has no such property, and uses torch's timeout: half an hour with gloo.
         """
-        return get_timeout(self.id()) * COLLECTIVE_SHARE
+        return get_timeout(self.id()) * COLLECTIVE_TIMEOUT_FRACTION
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         super().__init__(method_name, methodName)
@@ -264,10 +272,10 @@ class MultiProcessTestCase(RankTestCase):
         if report.ending.code == self.TEST_ERROR_EXIT_CODE:
             text = shorten(str(text or report.stacks).strip()) or "it sent no traceback through its pipe"
             exception, _, message = text.splitlines()[-1].partition(": ")
-            told = Outcome(
+            outcome = Outcome(
                 report.rank, State.ERROR, text, report.at, from_body=True, exception=exception, message=message
             )
-            return dataclasses.replace(report, outcome=told)
+            return dataclasses.replace(report, outcome=outcome)
         if text is not None:
             answer = f"it answered {self.Event.GET_TRACEBACK.name}:\n{shorten_stacks(str(text))}"
             return dataclasses.replace(report, stacks=f"{report.stacks}\n{answer}".strip())

@@ -33,7 +33,7 @@ from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Outcome, RankGroup
+from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, Outcome, RankGroup
 from torch_fsdp_tests.ranks.outcome import enters_test, raised
 from torch_fsdp_tests.ranks.threaded_pg import (
     ProcessLocalGroup,
@@ -88,7 +88,7 @@ def run_threads(
     store = dist.HashStore()
 
     limit = get_timeout("") if limit is None else limit
-    timeout = timedelta(seconds=limit * COLLECTIVE_SHARE)
+    timeout = timedelta(seconds=limit * COLLECTIVE_TIMEOUT_FRACTION)
 
     def live(rank: int) -> None:
         try:

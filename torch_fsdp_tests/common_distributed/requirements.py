@@ -249,8 +249,8 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
     def reason() -> str | None:
         device = accelerator.current()
         if device.is_host or (backends is not None and device.backend not in backends):
-            wanted = " or ".join(backends or ["of an accelerator"])
-            return f"needs the backend {wanted}, but {device.backend} is under test"
+            accepted = " or ".join(backends or ["of an accelerator"])
+            return f"needs the backend {accepted}, but {device.backend} is under test"
         return None
 
     return requires(reason)

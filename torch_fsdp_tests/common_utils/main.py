@@ -91,12 +91,12 @@ class _Program(unittest.TestProgram):
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
 
         if self._only_names:
-            if ranks.is_seat():
+            if ranks.is_worker():
                 sys.exit(0)
             print(*map(events.test_name, events.tests_in(self.test)), sep="\n")
             sys.exit(0)
         if not self.test.countTestCases() and not stream.attached():
-            if not ranks.is_seat():
+            if not ranks.is_worker():
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()
@@ -151,7 +151,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         if not stream.attached():
             installation.check_file(program)
         settings.check(os.environ)
-        launcher.found()
+        launcher.current()
         set_rng_seed()
         if not options.discover_tests:
             _check_device()

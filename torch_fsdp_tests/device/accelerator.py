@@ -128,15 +128,15 @@ class Accelerator:
         there are fewer than ``least``, or than the user asked for.
         """
         limit = _asked_ranks() if self.is_host else max(self.count, self.ranks)
-        wanted = most if limit is None else min(most, limit)
-        return next((size for size in range(wanted, least, -1) if self.lacks_room_for(size) is None), least)
+        largest = most if limit is None else min(most, limit)
+        return next((size for size in range(largest, least, -1) if self.lacks_room_for(size) is None), least)
 
     def lacks_room_for(self, world_size: int) -> str | None:
         """The reason why there is no room for this many ranks, or None.
 
         If a launcher made the ranks, there is room for as many as it made, on any machines.
         """
-        launch = launcher.found()
+        launch = launcher.current()
         if launch is not None:
             made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
             return made if world_size > launch.world_size else None
@@ -193,7 +193,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
 def _on_several_machines() -> bool:
     """Whether a launcher may have made the ranks on several machines, so that each of them has a device there."""
-    launch = launcher.found()
+    launch = launcher.current()
     return launch is not None and not launch.one_host
 
 
@@ -286,7 +286,7 @@ def _probe(device_type: str, backend: str) -> dict:
 
 def _asked_ranks() -> int | None:
     requested = settings.ranks(os.environ)
-    launch = launcher.found() if requested is None else None
+    launch = launcher.current() if requested is None else None
     return requested if launch is None else launch.world_size
 
 

@@ -1,7 +1,7 @@
 """What this machine is: CPU, instruction sets, BLAS, threads and memory, and the accelerator with driver and libraries.
 
 Results depend on these facts, so every report has them. ``python -m torch_fsdp_tests.device.machine [DEVICE]`` prints
-them. torch is imported late, because the dispatcher only shows facts that other processes have found.
+them. torch is imported late, because the dispatcher only shows facts that other processes have collected.
 """
 
 from __future__ import annotations
@@ -72,36 +72,36 @@ def cpu_model(info: str) -> str:
     values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info.splitlines())}
     name = values.get("model name") or platform.processor() or platform.machine()
     numbers = ("cpu family", "model", "CPU implementer", "CPU part")
-    told = [f"{number.split()[-1]} {values[number]}" for number in numbers if number in values]
-    return f"{name} ({', '.join(told)})" if told else name
+    known = [f"{number.split()[-1]} {values[number]}" for number in numbers if number in values]
+    return f"{name} ({', '.join(known)})" if known else name
 
 
 def _extensions(info: str) -> list[str]:
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", info, re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
-    return [name for name in _EXTENSIONS if name in flags]
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", info, re.MULTILINE)
+    names = set(flags[1].split()) if flags else set()
+    return [name for name in _EXTENSIONS if name in names]
 
 
 def of_device(device_type: str, backend: str | None = None) -> dict[str, Any]:
     """The facts about all visible devices of a type. This starts their runtime, so no process that forks may call it.
 
-    What torch or the vendor cannot tell is left out.
+    What torch or the vendor does not report is left out.
     """
     import torch
 
     module: Any = torch.get_device_module(device_type)
     devices = range(module.device_count())
-    names = _told(lambda: collections.Counter(module.get_device_name(index) for index in devices)) or {}
+    names = _answer(lambda: collections.Counter(module.get_device_name(index) for index in devices)) or {}
     facts = {
         "accelerator": ", ".join(f"{count} x {name}" for name, count in names.items()),
         "driver": _driver(device_type, module),
         "libraries": dict(_libraries(module, backend)),
-        "device_memory": _told(lambda: round(min(module.mem_get_info(index)[0] for index in devices) / GIB, 1)),
+        "device_memory": _answer(lambda: round(min(module.mem_get_info(index)[0] for index in devices) / GIB, 1)),
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def _told(ask: Callable[[], Any]) -> Any:
+def _answer(ask: Callable[[], Any]) -> Any:
     """An answer, or None: modules of devices have different functions, and some raise."""
     with contextlib.suppress(Exception):
         return ask()
@@ -109,9 +109,9 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 
 def _driver(device_type: str, module: Any) -> str | None:
-    told = _told(lambda: str(module.get_device_properties(0).driver_version))
+    version = _answer(lambda: str(module.get_device_properties(0).driver_version))
     places = [vendor.driver for vendor in vendors.of_type(device_type) if vendor.driver]
-    return told or next(filter(None, (_read(place).strip() for place in places)), None)
+    return version or next(filter(None, (_read(place).strip() for place in places)), None)
 
 
 def _libraries(module: Any, backend: str | None) -> Iterator[tuple[str, str]]:
@@ -122,9 +122,9 @@ def _libraries(module: Any, backend: str | None) -> Iterator[tuple[str, str]]:
     for name in ("cuda", "hip", "xpu"):
         if version := getattr(torch.version, name, None):
             yield name, str(version)
-    if version := _told(lambda: getattr(module, backend or "").version()):
+    if version := _answer(lambda: getattr(module, backend or "").version()):
         yield str(backend), ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    if version := _told(torch.backends.cudnn.version):
+    if version := _answer(torch.backends.cudnn.version):
         yield "cudnn", str(version)
     for entry in importlib.metadata.entry_points(group="torch.backends"):
         if entry.dist is not None:

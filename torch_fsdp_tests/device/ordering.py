@@ -218,7 +218,7 @@ class Recording(TorchDispatchMode):
         return key
 
     def record(self, event: Any, stream: Any = None) -> None:
-        """Let an event stand for all work that its stream has been given so far."""
+        """Let an event include all work that its stream has been given so far."""
         self._events[event] = dict(self._clocks[self.stream(stream)])
 
     def wait(self, stream: Any, seen: Mapping[int, int] | None) -> None:
@@ -231,7 +231,7 @@ class Recording(TorchDispatchMode):
         self.wait(stream, self._clocks[self.stream(other)])
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Order the later work of a stream after what an event stands for. The default is the current stream."""
+        """Order the later work of a stream after the work that an event includes. The default is the current stream."""
         self.wait(stream, self._events.get(event))
 
     def wait_work(self, result: Any) -> Any:
@@ -245,7 +245,7 @@ class Recording(TorchDispatchMode):
         _merge(self._host, self._clocks[self.stream(stream)])
 
     def synchronize_event(self, event: Any) -> None:
-        """Let the host wait for what an event stands for."""
+        """Let the host wait for the work that an event includes."""
         self.host_waits["event"] += event in self._events
         _merge(self._host, self._events.get(event, {}))
 
@@ -304,7 +304,7 @@ class Recording(TorchDispatchMode):
         if sides == {_Side.HOST} and not self._moves:
             return HOST
         stream = self.stream()
-        # The host waits for other asynchronous collectives in C++, such as those of DDP, where nobody sees it.
+        # The host waits for other asynchronous collectives in C++, such as those of DDP, where no recording sees it.
         by_fsdp = operation.place is not None and not _here.coalesces
         if operation.is_collective and by_fsdp and operation.argument("async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
@@ -332,7 +332,7 @@ class Recording(TorchDispatchMode):
     def _sides(self, operation: _Operation) -> set[_Side]:
         """Where the operands are.
 
-        On the CPU, nothing tells where a tensor was asked for. What an operator gets together with host memory is in
+        On the CPU, nothing shows where a tensor was requested. What an operator gets together with host memory is in
         host memory too, and what an operator gets that may be a copy is on the device.
         """
         operands = [*operation.read, *operation.written]
@@ -468,13 +468,13 @@ def _place() -> Place | None:
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among values, except those without memory."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found += [] if value.is_meta else [value]
+            tensors += [] if value.is_meta else [value]
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> _Operation:
@@ -525,7 +525,7 @@ def part() -> contextlib.AbstractContextManager[Recording]:
 def mark() -> Callable[[], None]:
     """The result is a function that forgets the races since now, and lets the host wait for everything.
 
-    An exception in the middle of a step leaves memory for which nobody has waited.
+    An exception in the middle of a step leaves memory for which no stream has waited.
     """
     before = [(recording, len(recording.races)) for recording in _here.recordings]
 
@@ -575,7 +575,7 @@ def recorded() -> Iterator[Recording]:
 
 
 def _patch(patches: contextlib.ExitStack) -> None:
-    """Let streams, events and copies tell the recordings of the thread that uses them."""
+    """Let streams, events and copies report to the recordings of the thread that uses them."""
     module = torch.get_device_module(accelerator.current().type)
 
     def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
@@ -703,5 +703,5 @@ def check_order(
             optim.zero_grad()
     conclude(recording.races)
     test.assertGreater(recording.waits, 0)
-    found = (recording.host_waits - before).keys() - {"pin"}
-    test.assertTrue(found == {*host_waits}, f"the host waited for {sorted(found)}, and not for {sorted(host_waits)}")
+    waits = (recording.host_waits - before).keys() - {"pin"}
+    test.assertTrue(waits == {*host_waits}, f"the host waited for {sorted(waits)}, and not for {sorted(host_waits)}")

@@ -1,12 +1,12 @@
 """The backend "staged": ranks share any device, because their tensors travel through the host's memory, over gloo.
 
-The backend of a device often refuses two ranks on one device (NCCL: "Duplicate GPU detected"). gloo takes tensors of
+The backend of a device often rejects two ranks on one device (NCCL: "Duplicate GPU detected"). gloo takes tensors of
 some devices, but not in every collective: with torch 2.11 it crashes on a CUDA tensor in the functional collectives of
 DTensor, and ``send`` fails ("Bad address"). So this group copies what a rank gives to the host, and lets gloo move it.
 
-``Work.wait`` copies the results to the device, on the stream that is current then. So a result is never there before
-somebody has waited for it. Giving an input blocks the host until the current stream has computed it, so a step does not
-overlap with its communication.
+``Work.wait`` copies the results to the device, on the stream that is current then. So a result is never there before a
+stream or the host has waited for it. Giving an input blocks the host until the current stream has computed it, so a
+step does not overlap with its communication.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All substitutes are here, so that no test repeats them. Each one depends on a capability:
 
-- ``device_memory``: FSDP1 looks for the accelerator that it computes on, and refuses a host without one ("FSDP needs a
+- ``device_memory``: FSDP1 looks for the accelerator that it computes on, and rejects a host without one ("FSDP needs a
   non-CPU accelerator device", ``torch.distributed.fsdp._init_utils``). With an explicit ``device_id`` it does not look.
   So a constructor that is called without one gets its rank's ``device_id``. This proves as much as a ``device_id`` in
   each test: sharding, communication and schedule are FSDP's own. What FSDP does without a ``device_id`` is not tested.

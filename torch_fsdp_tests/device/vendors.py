@@ -37,7 +37,7 @@ class Vendor:
 
     ``torch_build`` names what torch has to be built for, as in its ``version`` module; None for a device that an
     extension brings. ``driver`` is a file with the version of the driver, which reports show. ``environment`` has
-    variables for the processes of test files. They can tell torch to look for devices without starting their runtime.
+    variables for the processes of test files. They can make torch look for devices without starting their runtime.
 
     Raises :class:`ConfigurationError` for values of other types.
     """
@@ -55,24 +55,24 @@ class Vendor:
         variables = self.visibility_variables
         listed = isinstance(variables, (tuple, list)) and all(isinstance(name, str) and name for name in variables)
         texts = {name: getattr(self, name) for name in ("device_type", "backend", "describe", "torch_build", "driver")}
-        wanted = {name: "a text" for name, text in texts.items() if not isinstance(text, str | None)}
+        required = {name: "a text" for name, text in texts.items() if not isinstance(text, str | None)}
         if not texts["device_type"]:
-            wanted["device_type"] = "the name of a device type"
+            required["device_type"] = "the name of a device type"
         if not isinstance(self.environment, Mapping) or not all(
             isinstance(word, str) for pair in self.environment.items() for word in pair
         ):
-            wanted["environment"] = "a dictionary of texts"
+            required["environment"] = "a dictionary of texts"
         if not listed:
-            wanted["visibility_variables"] = "a tuple of names, with a comma: ('FOO_VISIBLE_DEVICES',)"
+            required["visibility_variables"] = "a tuple of names, with a comma: ('FOO_VISIBLE_DEVICES',)"
         if self.count_devices is not None and not callable(self.count_devices):
-            wanted["count_devices"] = "a function without arguments"
+            required["count_devices"] = "a function without arguments"
         if self.describe is not None and not _is_place(self.describe):
-            wanted["describe"] = "'package.module:function'"
-        for name, what in wanted.items():
+            required["describe"] = "'package.module:function'"
+        for name, what in required.items():
             raise ConfigurationError(f"{name} of the Vendor is {getattr(self, name)!r}; it must be {what}")
 
     def devices_there(self) -> int:
-        """The number of devices. Raises :class:`ConfigurationError` if the vendor's function cannot tell."""
+        """The number of devices. Raises :class:`ConfigurationError` if the vendor's function fails."""
         if self.count_devices is None:
             return 0
         of = f"count_devices of the vendor of {self.device_type!r}"

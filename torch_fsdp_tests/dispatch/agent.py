@@ -149,7 +149,7 @@ class Agent:
             # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
             signal.signal(number, signal.SIG_IGN)
         children.note(handled)
-        children.watch(self._rank_0, self._hear)
+        children.watch(self._rank_0, self._receive)
 
     def serve(self) -> ExitStatus:
         """Do what rank 0 says until it lets go."""
@@ -162,7 +162,7 @@ class Agent:
             self._wait()
         return self._status
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         for order in self._rank_0.arrived():
             match order:
                 case Describe():
@@ -190,7 +190,7 @@ class Agent:
         self._number, self._is_ending = order.number, False
         self._file = self._children.start(
             ["-m", child.__name__],
-            [child.SEAT, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
+            [child.WORKER, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
             self._children.make_directory(),
             cwd,

@@ -3,7 +3,7 @@
 It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
 plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
 which tests to leave out, and in what order to run the rest; :class:`Orders` describes it. With the first argument
-:data:`SEAT` it is the process of another rank of a launch.
+:data:`WORKER` it is the process of another rank of a launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
-SEAT = "--seat"
+WORKER = "--worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +198,8 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the file, and exit with the file's exit status."""
-    if argv[0] == SEAT:
-        _take_seat(*argv[1:])
+    if argv[0] == WORKER:
+        _follow_rank_0(*argv[1:])
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
@@ -261,7 +261,7 @@ def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
             sys.modules[directory.name] = importlib.util.module_from_spec(spec)
 
 
-def _take_seat(agent: str, file: str, *arguments: str) -> NoReturn:
+def _follow_rank_0(agent: str, file: str, *arguments: str) -> NoReturn:
     """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
     host.die_with_parent(int(agent))
     faulthandler.enable()

@@ -29,10 +29,10 @@ from torch_fsdp_tests.verdict import (
     Scope,
     SkipKind,
     State,
+    describe,
     rank_rows,
     ranks_in_words,
     tally,
-    tell,
 )
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
@@ -346,7 +346,7 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     titles, *rows = rank_rows(ranks) or [()]
     columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
-    story = clean(tell(ranks, test["text"]))
+    story = clean(describe(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
     rounds = f"<p>{page.text(in_one_line(test['rounds']))}</p>" if test.get("rounds") else ""
     inside = f"{rounds}<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"

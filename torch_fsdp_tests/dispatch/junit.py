@@ -12,7 +12,7 @@ from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.listing import columns
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.verdict import State, rank_rows, tell
+from torch_fsdp_tests.verdict import State, describe, rank_rows
 from torch_fsdp_tests.verdict.stream import TestResult
 
 # The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab refuse.
@@ -103,5 +103,5 @@ def _element(tag: str, test: TestResult) -> ET.Element:
     """Return the result of a test, with one entry for each rank if it had ranks."""
     element = ET.Element(tag, {"message": clean(test.reason or test.outcome.value), "type": test.outcome.value})
     table = columns(rank_rows(test.ranks))
-    element.text = clean("\n".join([*table, *[""] * bool(table), tell(test.ranks, test.text)]))
+    element.text = clean("\n".join([*table, *[""] * bool(table), describe(test.ranks, test.text)]))
     return element

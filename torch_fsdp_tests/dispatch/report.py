@@ -27,7 +27,7 @@ VERSION = 7
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
-SHARE = 20  # times the seconds that one took to write, until the next one
+PAUSE_FACTOR = 20  # times the seconds that one took to write, until the next one
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Unfinished:
         with contextlib.suppress(OSError):  # the end of the run will report what cannot be written
             atomic.write_text(self._path, json.dumps(as_json(results), default=str) + "\n")
         ended = time.monotonic()
-        self._next = ended + SHARE * (ended - began)
+        self._next = ended + PAUSE_FACTOR * (ended - began)
 
 
 def write_logs(results: Results) -> Path:

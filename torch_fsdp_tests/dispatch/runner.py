@@ -59,7 +59,7 @@ class _Waiting:
     only: tuple[str, ...] | None = None
 
 
-def _wishes(run: RunTests) -> dict[str, str]:
+def _requested_settings(run: RunTests) -> dict[str, str]:
     """The environment variables that tell a test file what it runs on."""
     wishes = {
         settings.SEED_VARIABLE: str(run.seed),
@@ -79,7 +79,7 @@ def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> Non
     """Start the fork server of test files that import torch, if its forks equal fresh interpreters."""
     same_environment = device_set.lendable is None and not run.coverage
     if same_environment and not children.has_server and children.adopts and host.can_fork():
-        environment = {**os.environ, **_wishes(run)}
+        environment = {**os.environ, **_requested_settings(run)}
         children.start_server(["-m", forkserver.__name__], environment, run.test_directory)
 
 
@@ -120,8 +120,8 @@ class Runner:
         self._default = plan.assumed(job.part for job in jobs)
         self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
-        self._wishes = _wishes(run)
-        self._environment = {**os.environ, **self._wishes}
+        self._requested_settings = _requested_settings(run)
+        self._environment = {**os.environ, **self._requested_settings}
         self.results = Results(run, entries, under_test=console.under_test, slots=slots)
         self.results.hosts = site.hosts()
         self.results.rounds = Rounds() if run.is_repeated else None
@@ -200,7 +200,7 @@ class Runner:
         part = job.part
         lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
         orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
-        at_site = self._site.begin(run, part.name, self._wishes)
+        at_site = self._site.begin(run, part.name, self._requested_settings)
         environment = {**self._environment, **self._devices.environment(lent), **at_site}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
@@ -222,11 +222,11 @@ class Runner:
                 site.call(running.ranks)
         if (why := site.check_time()) is not None:
             self._stop_all(Ending(How.LOST, why))
-        self._heed_loss()
+        self._handle_loss()
         while self._ended and not site.busy:
             self._conclude(*self._ended.pop(0))
 
-    def _heed_loss(self) -> None:
+    def _handle_loss(self) -> None:
         """End the run if a process of the launch is gone."""
         site = self._site
         if site.lost is not None and self.results.lost is None:
@@ -247,7 +247,7 @@ class Runner:
         due = min(self._slow_at(running) for running, _ in self._running.values())
         due = min(due, self._now() + self._console.refresh) + self._epoch
         ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._site.due()))]
-        self._heed_loss()  # before the signal that a launcher sends because of it
+        self._handle_loss()  # before the signal that a launcher sends because of it
         self._heed_signals()
         if ended:
             self._ended += ended

@@ -113,7 +113,7 @@ class Children:
     ) -> Child:
         """Start ``python PROGRAM ARGUMENTS``, as a fork if it may be one and a fork server is ready.
 
-        Its output is in ``output``. ``kept`` are descriptors that it keeps, by the variables that tell it their
+        Its output is in ``output``. ``kept`` are descriptors that it keeps, by the variables with their
         numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
         """
         kept = kept or {}

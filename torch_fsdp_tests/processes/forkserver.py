@@ -118,7 +118,7 @@ class ForkServer:
     def fork(self, keep: Iterable[int]) -> int:
         """Like :func:`os.fork`. The child closes the server's files, and keeps only these files of the request.
 
-        If a child kept a copy of a connection, nobody would notice that the connection was closed.
+        If a child kept a copy of a connection, no process would notice that the connection was closed.
         """
         pid = os.fork()
         if pid == 0:

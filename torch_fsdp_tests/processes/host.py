@@ -1,7 +1,7 @@
 """The services of the operating system, in one place.
 
 Linux has all of them. macOS has no ``/proc`` and no parent-death signal, and a process that has loaded the system
-frameworks cannot continue after a fork, so every rank is a fresh interpreter there. Windows is refused.
+frameworks cannot continue after a fork, so every rank is a fresh interpreter there. Windows is not supported.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     try:
         try:
             status = main(sys.argv[1:])
-        except SystemExit as left:  # refused arguments, or --help
+        except SystemExit as left:  # invalid arguments, or --help
             status = left.code
         sys.stdout.flush()  # an exit would report a failure in a traceback
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def stacks_signal() -> signal.Signals:
-    """The signal that asks a rank for its stacks. Windows does not have it, so Windows is refused here."""
+    """The signal that asks a rank for its stacks. Windows does not have it, so Windows is rejected here."""
     refuse_unsupported()
     return signal.SIGUSR1
 

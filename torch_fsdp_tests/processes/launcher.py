@@ -65,13 +65,15 @@ class Launch:
 
 def from_environment(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that the variables describe, or None. Raises :class:`LaunchError`, which says what to do."""
-    wish = environment.get(LAUNCHED_VARIABLE)
-    if wish not in (None, "", "0", "1"):
-        raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it must be 1 (a launcher made the ranks) or 0 (none did)")
-    step = {} if environment.get("RANK") else _from_slurm(environment, wish == "1")
+    requested = environment.get(LAUNCHED_VARIABLE)
+    if requested not in (None, "", "0", "1"):
+        raise LaunchError(
+            f"{LAUNCHED_VARIABLE} is {requested!r}: it must be 1 (a launcher made the ranks) or 0 (none did)"
+        )
+    step = {} if environment.get("RANK") else _from_slurm(environment, requested == "1")
     environment = {**environment, **step}
     missing = [name for name in _NEEDED if not environment.get(name)]
-    if wish == "0" or (wish != "1" and not step and (missing or not environment.get(_RUN_ID))):
+    if requested == "0" or (requested != "1" and not step and (missing or not environment.get(_RUN_ID))):
         return None
     if missing:
         raise LaunchError(
@@ -119,7 +121,7 @@ def first_host(nodes: str) -> str:
 
 
 @functools.cache
-def found() -> Launch | None:
+def current() -> Launch | None:
     """The launch of this process, according to its environment at the first call."""
     return from_environment(os.environ)
 

@@ -1,6 +1,6 @@
 """What a process leaves behind: other processes, threads, files, and shared memory. This is the one place that knows.
 
-A process looks for what is its own, because there the kernel tells it apart. When it has ended, the process that adopts
+A process looks for what is its own, because there the kernel knows it. When it has ended, the process that adopts
 its orphans ends them, and the owner of its directory removes its files.
 """
 
@@ -86,7 +86,7 @@ class Belongings:
         )
 
     def end_tracked_files(self) -> list[str]:
-        """Let multiprocessing's resource tracker remove files that nobody uses, and return their names.
+        """Let multiprocessing's resource tracker remove unused files, and return their names.
 
         Does nothing if this process has no tracker. The tracker ends with this, and is started again when it is needed.
         """

@@ -5,9 +5,9 @@ all at the same time, and send a :class:`Hello` with the secret. Then both sides
 once when it ends; a store would have to be polled. A peer that is silent for
 :data:`~torch_fsdp_tests.processes.messages.SILENCE_LIMIT` seconds counts as lost too.
 
-Anybody who can reach the port can connect. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
+Any process can connect to the port. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
 :data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_STRANGERS` at a time. The messages are not encrypted,
-like the launcher's store and the traffic between ranks. The secret keeps strangers out, but hides nothing from anybody
+like the launcher's store and the traffic between ranks. The secret keeps strangers out, but hides nothing from those
 who can read the network.
 """
 
@@ -41,7 +41,7 @@ HELLO_LIMIT = 5.0  # seconds for a new connection to introduce itself
 HELLO_SIZE = 1 << 16  # the most bytes of an introduction
 MOST_STRANGERS = 256  # connections without an introduction at a time; a new one replaces the oldest
 OWN_FILES = 512  # what a process opens besides the connections to its peers, at most
-_ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737); it shows where the default route leads
+_ELSEWHERE = "192.0.2.1"  # an address that is never assigned (RFC 5737); it shows where the default route leads
 
 
 class NoWay(OSError):
@@ -139,7 +139,7 @@ class Peers:
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             for stranger, limit in list(self._strangers.items()):
                 if limit <= time.monotonic():
                     self._forget(stranger)
@@ -158,8 +158,8 @@ class Peers:
         self._strangers[stranger] = time.monotonic() + HELLO_LIMIT
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
-    def _hear(self, stranger: Connection) -> None:
-        """Read from a stranger. Anybody who sends something else than the secret is rejected."""
+    def _receive(self, stranger: Connection) -> None:
+        """Read from a stranger. A sender of anything but the secret is rejected."""
         if stranger not in self._strangers:
             return
         try:

@@ -1,7 +1,7 @@
 """A fork server for programs: it has imported what they need, and each fork equals a fresh interpreter otherwise.
 
 A fork becomes a child of the requester, like any other: the process in between ends at once. For that the requester
-must adopt orphans. Nobody has to wait for the server: while it is not ready, or after it is gone, a fresh interpreter
+must adopt orphans. No process waits for the server: while it is not ready, or after it is gone, a fresh interpreter
 does the same.
 """
 

@@ -1,6 +1,6 @@
 """A process that outlives its maker for a moment, and ends what a killed program leaves behind.
 
-The program tells it which process groups have started and ended. When the connection closes, the program is gone. Then
+The program reports which process groups have started and ended. When the connection closes, the program is gone. Then
 the reaper kills the remaining groups, and removes the program's directory.
 """
 

@@ -17,7 +17,7 @@ class Wakeup:
     """
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self.signals: list[int] = []  # that have come; the reader removes what it has heeded
+        self.signals: list[int] = []  # that have come; the reader removes what it has handled
         self._ends = os.pipe()
         for descriptor in self._ends:
             os.set_blocking(descriptor, False)
@@ -37,7 +37,7 @@ class Wakeup:
         return self._ends[0]
 
     def clear(self) -> None:
-        """All signals so far have been heeded."""
+        """All signals so far have been handled."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._ends[0], 1 << 12)
 

@@ -1,6 +1,6 @@
 """Starts, watches and judges the ranks of one test.
 
-``prepare`` forks the rank server from the test process before its first test. :class:`RankGroup` stands for the ranks
+``prepare`` forks the rank server from the test process before its first test. :class:`RankGroup` represents the ranks
 of one test. :func:`judge` makes one verdict from their reports and endings. This package does not depend on unittest's
 test cases: it gets a class that can serve ranks (``_serve_rank``) and the name of a test.
 """
@@ -26,8 +26,8 @@ from torch_fsdp_tests.processes.leaks import Belongings
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
-from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
-from torch_fsdp_tests.ranks.launched import conclude, is_launched, is_seat, start_ranks
+from torch_fsdp_tests.ranks.group import COLLECTIVE_TIMEOUT_FRACTION, RankGroup
+from torch_fsdp_tests.ranks.launched import conclude, is_launched, is_worker, start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, Outcome, RanksErred, RanksFailed, Verdict, capture, judge
 from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
 from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
@@ -45,16 +45,16 @@ def prepare() -> None:
     """
     global _ready
     package = __name__.partition(".")[0]
-    wanted = any(module.partition(".")[0] != package for module, _ in _rank._classes)
-    launched = not in_rank() and launcher.found() is not None
-    if _ready or in_rank() or not (wanted or launched):
+    has_test_classes = any(module.partition(".")[0] != package for module, _ in _rank._classes)
+    launched = not in_rank() and launcher.current() is not None
+    if _ready or in_rank() or not (has_test_classes or launched):
         return
     _ready = True
-    _launched.settle()
+    _launched.take_variables()
     device = _device()  # computed here, so that the server and its ranks inherit the answer
-    if wanted and device is not None:
+    if has_test_classes and device is not None:
         forks_work()  # tries it, before anything else happens in this process
-    if wanted:
+    if has_test_classes:
         living_server()  # before the launcher's store is opened, which may start threads
     if device is not None:
         _record_facts(device)  # torch's description of itself starts the driver of some devices
@@ -72,7 +72,7 @@ def _device() -> Accelerator | None:
 
 
 def _record_facts(device: Accelerator) -> None:
-    """Tell the dispatcher what is tested."""
+    """Report to the dispatcher what is tested."""
     facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
     about_device = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
     about_machine = {**machine.of_host(), **device.machine}

@@ -72,5 +72,5 @@ def unpack(text: str, files: Sequence[int]) -> process.BaseProcess:
     """Return the process object in the process that is to run it. Raises what pickle raises."""
     global _received
     _received = files
-    found: process.BaseProcess = pickle.loads(base64.b64decode(text))
-    return found
+    result: process.BaseProcess = pickle.loads(base64.b64decode(text))
+    return result

@@ -21,7 +21,7 @@ from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import (
-    COLLECTIVE_SHARE,
+    COLLECTIVE_TIMEOUT_FRACTION,
     Ending,
     HarnessError,
     Outcome,
@@ -35,17 +35,17 @@ __unittest = True
 GRACE = 3.0  # seconds for the other ranks to report after one failed, died or hung
 SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
 START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
-LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit when they are told to
+LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit after the order to leave
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
 STACKS_QUIET = 0.05  # seconds without another line after which the stacks count as complete
-assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
+assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_TIMEOUT_FRACTION < 1
 
 
 class Place(Protocol):
     """Where the processes of a group run: on this machine, or where a launcher has put them."""
 
     file_name: str  # where the ranks meet
-    selector: selectors.DefaultSelector  # tells when something may have arrived
+    selector: selectors.DefaultSelector  # readable when something may have arrived
 
     def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
         """Start the processes. A ``call`` is for a single one on this machine. Raises :class:`HarnessError` if the
@@ -55,8 +55,8 @@ class Place(Protocol):
     def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
 
-    def tell(self, order: protocol.Order, index: int | None = None) -> None:
-        """Give an order to one process or to all. Nothing happens to those that are gone."""
+    def send(self, order: protocol.Order, index: int | None = None) -> None:
+        """Send an order to one process or to all. Nothing happens to those that are gone."""
 
     def give_up(self) -> None:
         """Give up waiting for the end, because it did not come in time."""
@@ -109,7 +109,7 @@ class Stage(enum.IntEnum):
     STARTING = enum.auto()  # the processes have been requested, and not all of them exist yet
     RUNNING = enum.auto()
     IDLE = enum.auto()  # ranks that stay wait for their next test
-    LEAVING = enum.auto()  # ranks that stay have been told to exit
+    LEAVING = enum.auto()  # ranks that stay have been ordered to exit
     LATE = enum.auto()  # stacks have been requested; reports from now on do not count
     ENDING = enum.auto()  # what is left is being killed
     OVER = enum.auto()  # nothing is left
@@ -176,7 +176,7 @@ class RankGroup:
         process.is_over = False
         self._start_began = time.monotonic()
         self._enter(Stage.STARTING)
-        self._hear_until(lambda: process.is_there, self._start_began + START_LIMIT)
+        self._receive_until(lambda: process.is_there, self._start_began + START_LIMIT)
         if not process.is_there:
             self._check_started()
         return process
@@ -188,7 +188,7 @@ class RankGroup:
 
     def begin(self, test: str) -> None:
         """Start one more test in ranks that stay. :meth:`wait` returns its reports."""
-        self._hear_until(lambda: self._stage is not Stage.STARTING, self._start_began + START_LIMIT)
+        self._receive_until(lambda: self._stage is not Stage.STARTING, self._start_began + START_LIMIT)
         self._check_started()
         self.late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
         self._enter(Stage.RUNNING)
@@ -196,7 +196,7 @@ class RankGroup:
         for process in self.processes:
             process.reports.clear()
             process.waits = False
-        self._place.tell(protocol.RunTest(test))
+        self._place.send(protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
         """Wait until every rank has reported, or until ``limit`` seconds after the start. Returns reports in order of
@@ -205,7 +205,7 @@ class RankGroup:
         Raises :class:`HarnessError` if the rank server dies or cannot start the ranks.
         """
         while (left := self.left(limit)) > 0:
-            self._hear(left)
+            self._receive(left)
         self._check_started()
         if not self._is_done():
             self._ask_for_stacks()
@@ -221,7 +221,7 @@ class RankGroup:
 
         Raises :class:`HarnessError` like :meth:`wait`.
         """
-        self._hear(0)
+        self._receive(0)
         return 0.0 if self._is_done() else max(0.0, self._deadline(limit) - time.monotonic())
 
     @property
@@ -247,7 +247,7 @@ class RankGroup:
     def ready(self) -> bool:
         """Whether ranks that stay can run one more test: none has died since the last test, and none is leaving."""
         try:
-            while self._hear(0):
+            while self._receive(0):
                 pass
         except HarnessError as error:
             self.late_deaths.append(error.verdict)
@@ -282,18 +282,18 @@ class RankGroup:
             raise HarnessError(f"the rank server started no rank within {START_LIMIT:g} s")
 
     def _dismiss(self) -> None:
-        """Tell ranks that stay to exit, and give them time for it."""
+        """Order ranks that stay to exit, and give them time for it."""
         self._enter(Stage.LEAVING)
-        self._place.tell(protocol.Leave())
-        self._hear_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
+        self._place.send(protocol.Leave())
+        self._receive_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
                 words = f"did not exit within {LEAVE_LIMIT:g} s, and was killed"
                 self._note_late_death(process, State.TIMED_OUT, words)
 
     def _note_late_death(self, process: Process, state: State, words: str) -> None:
-        said = [f"reported that it {each.outcome.state.value} and then" for each in process.reports.values()]
-        sentence = " ".join([f"rank {process.index} of {self.world_size}", *said, words])
+        reported = [f"reported that it {each.outcome.state.value} and then" for each in process.reports.values()]
+        sentence = " ".join([f"rank {process.index} of {self.world_size}", *reported, words])
         self.late_deaths.append(Verdict(state, sentence, Phase.FIXTURE))
 
     def _elapsed(self, moment: float) -> float:
@@ -321,11 +321,11 @@ class RankGroup:
     def _is_done(self) -> bool:
         return all(process.ending is not None or (self._stays and process.reported) for process in self.processes)
 
-    def _hear_until(self, condition: Callable[[], bool], deadline: float) -> None:
+    def _receive_until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and (left := deadline - time.monotonic()) > 0:
-            self._hear(left)
+            self._receive(left)
 
-    def _hear(self, timeout: float) -> bool:
+    def _receive(self, timeout: float) -> bool:
         """Process the events that have arrived, or wait up to ``timeout`` for one. Returns whether there was one."""
         try:
             self._arrived += self._place.arrived()
@@ -334,20 +334,20 @@ class RankGroup:
                 self._arrived += self._place.arrived()
         except MessageError as error:
             raise HarnessError(f"a message of the ranks or of their server cannot be understood: {error}") from error
-        heard = bool(self._arrived)
+        received = bool(self._arrived)
         while self._arrived:
             self._take(self._arrived.pop(0))
         if all(process.waits or process.reported or process.ending is not None for process in self.processes):
             self._let_go()
-        return heard
+        return received
 
     def _let_go(self) -> None:
-        """Tell the ranks that wait for the others to continue."""
+        """Let the ranks that wait for the others continue."""
         for process in self.processes:
             # From LATE on, a rank's reports do not count. So keep its state: it has passed, and waits.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
-                self._place.tell(protocol.Go(), process.index)
+                self._place.send(protocol.Continue(), process.index)
 
     def _take(self, event: protocol.Event) -> None:
         too_late = self._stage >= Stage.LATE
@@ -409,11 +409,11 @@ class RankGroup:
             return
         if self._stage < Stage.LATE:
             self._enter(Stage.LATE)
-        self._place.tell(protocol.AskForStacks())
+        self._place.send(protocol.AskForStacks())
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
             complete = all(process.wrote_stacks or process.ending for process in running)
-            if not self._hear(min(left, STACKS_QUIET) if complete else left) and complete:
+            if not self._receive(min(left, STACKS_QUIET) if complete else left) and complete:
                 break
 
     def _end(self) -> None:
@@ -422,8 +422,8 @@ class RankGroup:
             return
         before = [process for process in self.processes if process.ending is None]
         self._enter(Stage.ENDING)
-        self._place.tell(protocol.EndRanks())
-        self._hear_until(lambda: self._stage is Stage.OVER, time.monotonic() + KILL_LIMIT + GRACE)
+        self._place.send(protocol.EndRanks())
+        self._receive_until(lambda: self._stage is Stage.OVER, time.monotonic() + KILL_LIMIT + GRACE)
         if self._stage is not Stage.OVER:
             self._enter(Stage.OVER)
             self._place.give_up()

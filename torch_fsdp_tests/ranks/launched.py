@@ -1,10 +1,10 @@
 """Ranks that a launcher made, on one machine or on many.
 
 Every process of the launcher runs the test file, but only the process of rank 0 runs tests and reports. Every other
-process takes a *seat* after its test classes are loaded. A seat starts and ends its own rank of each test when rank 0
-says so. It forks one process for each test, and passes on what happens to it. So all ranks are one group in the process
-of rank 0, as on a single machine: a rank that dies fails only its own test, and rank 0's report has its traceback. Only
-the death of a launched process ends the whole file. That happens at once, and the report names the process.
+process becomes a *worker* after its test classes are loaded. A worker starts and ends its own rank of each test on
+rank 0's orders. It forks one rank process for each test, and forwards what happens to it. So all ranks are one group in
+the process of rank 0, as on a single machine: a rank that dies fails only its own test, and rank 0's report has its
+traceback. Only the death of a worker ends the file. That happens at once, and the report names the process.
 
 If the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first needs its
 rank. Without a dispatcher, the launcher has started them all. :mod:`torch_fsdp_tests.processes.peers` explains how they
@@ -39,19 +39,19 @@ from torch_fsdp_tests.verdict import ranks_in_words, stream
 
 __unittest = True
 
-END_LIMIT = KILL_LIMIT + GRACE  # seconds for a seat's rank server to end its rank
-ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a seat to collect what is left of its rank
+END_LIMIT = KILL_LIMIT + GRACE  # seconds for a worker's rank server to end its rank
+ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a worker to collect what is left of its rank
 _LOST = 1  # exit status of a process if rank 0 left without a message
 
 
-class Seats:
+class Workers:
     """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
     def __init__(self, launch: launcher.Launch) -> None:
         self.launch = launch
         self.status = 0  # the exit status of all processes
         self.lost: str | None = None
-        self.peers = Peers(launch, protocol.FROM_SEAT)
+        self.peers = Peers(launch, protocol.FROM_WORKER)
         self._environment = dict(os.environ)
         self._called = set() if stream.attached() else set(range(1, launch.world_size))
         self._give_up = time.monotonic() + GATHER_LIMIT
@@ -68,34 +68,34 @@ class Seats:
                 f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s "
                 f"(if no launcher made this process, set {settings.LAUNCHED_VARIABLE}=0)"
             )
-        for seat in self.peers.of_rank.values():
-            self.hear(seat)
+        for worker in self.peers.of_rank.values():
+            self.receive(worker)
         if self.lost is not None:
             raise HarnessError(self.lost)
         return [self.peers.of_rank[rank] for rank in sorted(ranks) if rank]
 
-    def hear(self, seat: Peer) -> list[Any]:
+    def receive(self, worker: Peer) -> list[Any]:
         """Return the messages of a process, in this machine's time. Print the first process that is gone on stderr."""
-        heard = []
-        for message in seat.connection.arrived():
+        received = []
+        for message in worker.connection.arrived():
             if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
-                message = in_time_of(seat, message)
+                message = in_time_of(worker, message)
             if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))
-            heard.append(message)
-        if seat.connection.closed and self.lost is None:
-            self.lost = f"{seat} is gone, so the rest of this file does not run"
+            received.append(message)
+        if worker.connection.closed and self.lost is None:
+            self.lost = f"{worker} is gone, so the rest of this file does not run"
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
-        return heard
+        return received
 
-    def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[Peer]) -> protocol.StartRank:
-        """Return the order that tells the seats to start their ranks, with the changes to this process' environment."""
+    def start_rank(self, task: protocol.Task, file_name: str, workers: Sequence[Peer]) -> protocol.StartRank:
+        """Return the order for the workers to start their ranks, with the changes to this process' environment."""
         now = dict(os.environ)
         return protocol.StartRank(
             task,
             file_name,
-            local_ranks=(self.launch.local_rank, *(seat.hello.local_rank for seat in seats)),
-            one_host=all(seat.is_local for seat in seats),
+            local_ranks=(self.launch.local_rank, *(worker.hello.local_rank for worker in workers)),
+            one_host=all(worker.is_local for worker in workers),
             changed={name: value for name, value in now.items() if self._environment.get(name) != value},
             removed=tuple(sorted(self._environment.keys() - now.keys())),
         )
@@ -127,68 +127,68 @@ def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, 
 
 
 class LaunchedRanks:
-    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 is here, the others have seats."""
+    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 is here, the others have workers."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._all = seats
+    def __init__(self, workers: Workers) -> None:
+        self._all = workers
         self._here = LocalRanks()
         self.file_name = self._here.file_name
         self.selector = self._here.selector
-        self._seats: list[Peer] = []
-        self._running: set[int] = set()  # ranks that have seats and are not over
+        self._workers: list[Peer] = []
+        self._running: set[int] = set()  # ranks that have workers and are not over
         self._answers: dict[int, protocol.Collected] = {}
-        self._events: list[protocol.Event] = []  # news that came while this waited for an answer
+        self._events: list[protocol.Event] = []  # that arrived while this waited for an answer
 
     def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
         assert call is None  # it could not be sent to another machine
-        self._seats = self._all.gather(list(processes))
-        order = self._all.start_rank(task, self.file_name, self._seats)
+        self._workers = self._all.gather(list(processes))
+        order = self._all.start_rank(task, self.file_name, self._workers)
         unchanged = dataclasses.replace(order, changed={}, removed=())
         interface = host.interface_of(self._all.peers.address)
         self._here.start(task, [0], _environment(self._all.launch, 0, unchanged, interface))
-        self._running = {seat.rank for seat in self._seats}
-        for seat in self._seats:
-            self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
-            seat.connection.tell(order)
+        self._running = {worker.rank for worker in self._workers}
+        for worker in self._workers:
+            self.selector.register(worker.connection, selectors.EVENT_READ, worker.rank)
+            worker.connection.tell(order)
 
     def arrived(self) -> list[protocol.Event]:
         ready = {key.data for key, _ in self.selector.select(0)}
         events, self._events = [*self._events, *self._here.arrived()], []
-        for seat in [seat for seat in self._seats if seat.rank in ready]:
-            for message in self._all.hear(seat):
+        for worker in [worker for worker in self._workers if worker.rank in ready]:
+            for message in self._all.receive(worker):
                 if isinstance(message, protocol.Collected):
-                    self._answers[seat.rank] = message
+                    self._answers[worker.rank] = message
                 elif isinstance(message, protocol.Broken):
-                    events.append(dataclasses.replace(message, why=f"the harness at rank {seat.rank}: {message.why}"))
+                    events.append(dataclasses.replace(message, why=f"the harness at rank {worker.rank}: {message.why}"))
                 else:
                     events.append(message)
                     self._running -= set(message.processes) if isinstance(message, protocol.Over) else set()
-            if seat.connection.closed:
-                self.selector.unregister(seat.connection)
-                self._seats.remove(seat)
-                events += [protocol.Over(0, (seat.rank,))] if seat.rank in self._running else []
+            if worker.connection.closed:
+                self.selector.unregister(worker.connection)
+                self._workers.remove(worker)
+                events += [protocol.Over(0, (worker.rank,))] if worker.rank in self._running else []
                 events.append(protocol.Broken(0, str(self._all.lost)))
         return events
 
-    def tell(self, order: protocol.Order, index: int | None = None) -> None:
+    def send(self, order: protocol.Order, index: int | None = None) -> None:
         if index in (None, 0):
-            self._here.tell(order)
-        for seat in self._seats:
-            if index in (None, seat.rank):
-                seat.connection.tell(order)
+            self._here.send(order)
+        for worker in self._workers:
+            if index in (None, worker.rank):
+                worker.connection.tell(order)
 
     def give_up(self) -> None:
         if not self._here.over:
             self._here.give_up()
 
     def collect(self, close: bool = False) -> protocol.Collected:
-        """Raises :class:`HarnessError` if a seat is gone or does not answer in time, unless all is over anyway."""
+        """Raises :class:`HarnessError` if a worker is gone or does not answer in time, unless all is over anyway."""
         self._answers.clear()
-        for seat in self._seats:
-            seat.connection.tell(protocol.Collect(close))
+        for worker in self._workers:
+            worker.connection.tell(protocol.Collect(close))
         give_up = time.monotonic() + ANSWER_LIMIT
         while self._all.lost is None and (
-            absent := [seat.rank for seat in self._seats if seat.rank not in self._answers]
+            absent := [worker.rank for worker in self._workers if worker.rank not in self._answers]
         ):
             self.selector.select(max(0.0, give_up - time.monotonic()))
             self._events = self.arrived()
@@ -203,14 +203,14 @@ class LaunchedRanks:
         )
 
 
-class _OwnSeat:
-    """A launched process other than rank 0's. It does what rank 0 says until rank 0 dismisses it."""
+class _Worker:
+    """A launched process other than rank 0's. It carries out rank 0's orders until rank 0 dismisses it."""
 
     def __init__(self, launch: launcher.Launch) -> None:
         self._launch = launch
         self._ranks: LocalRanks | None = None  # the one rank of this process
         self._idle = selectors.DefaultSelector()
-        self._rank_0, self._interface = join(launch, protocol.TO_SEAT)
+        self._rank_0, self._interface = join(launch, protocol.TO_WORKER)
         self._idle.register(self._rank_0, selectors.EVENT_READ)
 
     def serve(self) -> int:
@@ -218,31 +218,31 @@ class _OwnSeat:
         try:
             while not self._rank_0.closed:
                 (self._idle if self._ranks is None else self._ranks.selector).select()
-                self._tell_news()
+                self._forward_events()
                 for order in self._rank_0.arrived():
                     if isinstance(order, Dismiss):
                         self._rank_0.receive()  # until rank 0's process is gone
                         return order.status
-                    self._obey(order)
+                    self._carry_out(order)
         except OSError:
             pass
         return _LOST
 
-    def _tell_news(self) -> None:
+    def _forward_events(self) -> None:
         for event in self._ranks.arrived() if self._ranks is not None else ():
             self._rank_0.send(event)
 
-    def _obey(self, order: Any) -> None:
+    def _carry_out(self, order: Any) -> None:
         match order:
             case protocol.StartRank():
                 self._start(order)
             case protocol.Collect(close=True):
                 self._rank_0.send(self.close())
             case protocol.Collect():
-                self._tell_news()
+                self._forward_events()
                 self._rank_0.send(protocol.Collected() if self._ranks is None else self._ranks.collect())
             case _ if self._ranks is not None:
-                self._ranks.tell(order)
+                self._ranks.send(order)
 
     def _start(self, order: protocol.StartRank) -> None:
         rank = self._launch.rank
@@ -262,7 +262,7 @@ class _OwnSeat:
         ranks, self._ranks = self._ranks, None
         ranks.selector.unregister(self._rank_0)
         if not ranks.over:
-            ranks.tell(protocol.EndRanks())
+            ranks.send(protocol.EndRanks())
         give_up = time.monotonic() + END_LIMIT
         while not ranks.over and (left := give_up - time.monotonic()) > 0:
             ranks.selector.select(left)
@@ -272,18 +272,18 @@ class _OwnSeat:
         return ranks.collect(close=True)
 
 
-_seats: Seats | None = None
+_workers: Workers | None = None
 
 
-def is_seat() -> bool:
+def is_worker() -> bool:
     """Whether this process only follows rank 0, which runs the tests and reports."""
-    launch = launcher.found()
+    launch = launcher.current()
     return launch is not None and launch.rank > 0 and not rank_side.in_rank()
 
 
-def settle() -> None:
+def take_variables() -> None:
     """Store the launcher's variables, and remove them. A test that sets no world size gets the launcher's ranks."""
-    launch = launcher.found()
+    launch = launcher.current()
     if launch is not None:
         os.environ.setdefault(RANKS_VARIABLE, str(launch.world_size))
         launcher.forget_variables()
@@ -291,30 +291,30 @@ def settle() -> None:
 
 def begin() -> None:
     """In a launched process: wait for the other processes to connect, or if not rank 0, follow rank 0 and exit."""
-    global _seats
-    launch = launcher.found()
+    global _workers
+    launch = launcher.current()
     if launch is None:
         return
     if launch.rank == 0:
-        _seats = Seats(launch)
-        atexit.register(_seats.leave)
+        _workers = Workers(launch)
+        atexit.register(_workers.leave)
     else:
-        _take_seat(launch)
+        _follow_rank_0(launch)
 
 
-def _take_seat(launch: launcher.Launch) -> NoReturn:
+def _follow_rank_0(launch: launcher.Launch) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
-    status, seat = _LOST, None
+    status, worker = _LOST, None
     try:
-        seat = _OwnSeat(launch)
-        status = seat.serve()
+        worker = _Worker(launch)
+        status = worker.serve()
     except Exception as error:
         print(f"torch_fsdp_tests: rank {launch.rank} cannot follow rank 0: {error}", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if seat is not None:
-            seat.close()
+        if worker is not None:
+            worker.close()
         close_server()
         host.flush_outputs()
         os._exit(status)
@@ -322,12 +322,12 @@ def _take_seat(launch: launcher.Launch) -> NoReturn:
 
 def conclude(status: int) -> int:
     """Return the exit status of this process, given that of its tests. All processes of a launch share it."""
-    return status if _seats is None else _seats.conclude(status)
+    return status if _workers is None else _workers.conclude(status)
 
 
 def is_launched() -> bool:
     """Whether the ranks are those of a launcher."""
-    return _seats is not None
+    return _workers is not None
 
 
 def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool = True) -> RankGroup:
@@ -335,5 +335,5 @@ def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool =
 
     If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a launcher always start at once.
     """
-    place = None if _seats is None else LaunchedRanks(_seats)
-    return RankGroup(cls, test, world_size, place=place, at_once=at_once or _seats is not None)
+    place = None if _workers is None else LaunchedRanks(_workers)
+    return RankGroup(cls, test, world_size, place=place, at_once=at_once or _workers is not None)

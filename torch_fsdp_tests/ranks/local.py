@@ -123,15 +123,15 @@ class LocalRanks:
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
         if not self.over:
-            events += self._said_by_server()
+            events += self._events_of_server()
         for index in self._processes.keys() & ready:
-            events += self._said_by(index)
+            events += self._events_of(index)
         return events
 
-    def _said_by_server(self) -> Iterable[protocol.Event]:
+    def _events_of_server(self) -> Iterable[protocol.Event]:
         for message in self._server.arrived(self._starts):
             if isinstance(message, protocol.Ended):
-                yield from self._said_by(message.process)
+                yield from self._events_of(message.process)
             elif isinstance(message, protocol.Started):
                 self._pids.update(pid for pid in message.pids if pid is not None)
             elif isinstance(message, protocol.Over):
@@ -145,7 +145,7 @@ class LocalRanks:
         if self.over:
             self._ignore(self._server.connection)
 
-    def _said_by(self, index: int) -> Iterable[protocol.Event]:
+    def _events_of(self, index: int) -> Iterable[protocol.Event]:
         process = self._processes[index]
         if process.read_words():
             yield protocol.WroteStacks(index)
@@ -159,7 +159,7 @@ class LocalRanks:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
-    def tell(self, order: protocol.Order, index: int | None = None) -> None:
+    def send(self, order: protocol.Order, index: int | None = None) -> None:
         if isinstance(order, protocol.AskForStacks):
             for start in self._starts:
                 self._server.connection.tell(protocol.Signal(start, STACKS_SIGNAL))

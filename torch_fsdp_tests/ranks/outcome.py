@@ -35,7 +35,7 @@ __unittest = True
 
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is only counted
 
-COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectives time out
+COLLECTIVE_TIMEOUT_FRACTION = 0.75  # of a test's limit, after which its collectives time out
 
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that its test raised after it
@@ -275,7 +275,7 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
     follows = {
         rank.rank
         for rank in ranks
-        if rank.may_follow and (rank.at >= limit * COLLECTIVE_SHARE or any(at < rank.at for at in skips))
+        if rank.may_follow and (rank.at >= limit * COLLECTIVE_TIMEOUT_FRACTION or any(at < rank.at for at in skips))
     }
     others = [rank for rank in ranks if rank.state is not State.PASSED and rank.rank not in follows]
     ended = {rank.state for rank in others if rank.state is not State.STILL_RUNNING}

@@ -34,7 +34,7 @@ class RunTest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Go:
+class Continue:
     """All other ranks are at the point where this rank waits for them."""
 
 
@@ -43,7 +43,7 @@ class Leave:
     """There are no more tests."""
 
 
-TO_RANK = (RunTest, Go, Leave)
+TO_RANK = (RunTest, Continue, Leave)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EndRanks:
     """Kill what is left of the process. The receiver is what started it."""
 
 
-Order = RunTest | Go | Leave | AskForStacks | EndRanks
+Order = RunTest | Continue | Leave | AskForStacks | EndRanks
 
 
 # --- what happens to the processes of a group -------------------------------------------------------------------------
@@ -233,5 +233,5 @@ class Collected:
     leaks: tuple[str, ...] = ()
 
 
-TO_SEAT = (*get_args(Order), StartRank, Collect, Dismiss)
-FROM_SEAT = (*EVENTS, Collected)
+TO_WORKER = (*get_args(Order), StartRank, Collect, Dismiss)
+FROM_WORKER = (*EVENTS, Collected)

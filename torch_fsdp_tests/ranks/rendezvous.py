@@ -1,6 +1,6 @@
 """How the ranks of a test find each other if a launcher made them: through its store, not through a file.
 
-Tests meet at ``file_name``, a file that ranks on several machines do not share. In a launched rank that name stands for
+Tests meet at ``file_name``, a file that ranks on several machines do not share. In a launched rank that name means
 a prefix in the launcher's store: a ``FileStore`` of that file becomes the store with that prefix, which is fresh for
 each test. All other files stay files.
 """
@@ -26,7 +26,7 @@ def variables(launch: Launch, local_ranks: Sequence[int], rank: int) -> Mapping[
 
 
 def join(file_name: str, rank: int, world_size: int) -> None:
-    """In a launched rank: let ``file_name`` stand for a part of the launcher's store. In other ranks, do nothing."""
+    """In a launched rank: let ``file_name`` mean a part of the launcher's store. In other ranks, do nothing."""
     text = os.environ.pop(_VARIABLE, None)
     if text is None:
         return

@@ -121,7 +121,7 @@ def tally(outcomes: Iterable[State | str]) -> dict[State, int]:
 
 def skip_rows(tests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every reason to skip with its kind, the number of tests that skipped for it, and that of subtests of tests that
-    ran. The most frequent comes first. The tests have the fields of ``report.json``; older ones tell no kinds.
+    ran. The most frequent comes first. The tests have the fields of ``report.json``; older ones have no kinds.
     """
     whole: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
@@ -292,7 +292,7 @@ def rank_rows(ranks: Sequence[RankResult]) -> list[tuple[str, ...]]:
     return rows if several_hosts else [row[:-1] for row in rows]
 
 
-def tell(ranks: Sequence[RankResult], text: str = "") -> str:
+def describe(ranks: Sequence[RankResult], text: str = "") -> str:
     """The reports of all ranks of a test, and below them what was raised around them."""
     return "\n\n".join([*_paragraphs(ranks), *[text] * bool(text)])
 
@@ -352,7 +352,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        return tell(self.ranks) or self.reason
+        return describe(self.ranks) or self.reason
 
     @property
     def is_from_body(self) -> bool:

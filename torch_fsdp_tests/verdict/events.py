@@ -73,7 +73,7 @@ def watch(watcher: Callable[[str | None], None]) -> None:
 
 
 def enter(test_id: str | None) -> None:
-    """Tell the watching functions the unittest id of the test that this process runs from now on."""
+    """Report to the watching functions the unittest id of the test that this process runs from now on."""
     if _watcher is not None:
         _watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
 
@@ -110,12 +110,12 @@ def check_ran(value: object, what: str = "the test") -> None:
     if how is None:
         return
     if isinstance(value, types.CoroutineType):
-        value.close()  # otherwise the interpreter warns that nobody awaited it
+        value.close()  # otherwise the interpreter warns that it was never awaited
     raise TypeError(f"{what} did not run, because it {how}")
 
 
 def check_returned(value: object) -> None:
-    """Raise ``TypeError`` if a test returned anything but None: perhaps it did not run, and nobody checks it."""
+    """Raise ``TypeError`` if a test returned anything but None: perhaps it did not run, and no value is checked."""
     check_ran(value)
     if value is not None:
         what = f"a value of type {type(value).__qualname__}"

@@ -87,7 +87,7 @@ class TestResult:
         return {reason: kinds.get(reason, SkipKind.OTHER) for reason in reasons}
 
     def skips_to_json(self) -> dict[str, Any]:
-        """The fields of ``report.json`` that tell what was skipped and why."""
+        """The fields of ``report.json`` with what was skipped and why."""
         kinds = {reason: kind.value for reason, kind in self.skip_kinds.items()}
         skips = {"subtests_skipped": self.skipped_subtests, "skip_kinds": kinds}
         return {"outcome": self.outcome.value, "reason": self.reason, **skips}

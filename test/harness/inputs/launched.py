@@ -83,7 +83,7 @@ class TestHeardAtTheLimit(FSDPTest):
     test_hangs = TestAll.test_hangs
 
 
-start, tell = LocalRanks.start, LaunchedRanks.tell
+start, send = LocalRanks.start, LaunchedRanks.send
 
 
 def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
@@ -93,10 +93,10 @@ def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
         time.sleep(2)
 
 
-def tell_and_hear_of_an_end(place: Any, order: Any, index: int | None = None) -> None:
-    tell(place, order, index)
+def send_and_receive_an_end(place: Any, order: Any, index: int | None = None) -> None:
+    send(place, order, index)
     if isinstance(order, AskForStacks) and place._here.cls == "TestHeardAtTheLimit":
-        rank_1 = place._seats[0]
+        rank_1 = place._workers[0]
         rank_1.connection.tell(EndRanks())
         while rank_1.rank in place._running:
             place.selector.select()
@@ -104,7 +104,7 @@ def tell_and_hear_of_an_end(place: Any, order: Any, index: int | None = None) ->
 
 
 mock.patch.object(LocalRanks, "start", start_and_be_late).start()
-mock.patch.object(LaunchedRanks, "tell", tell_and_hear_of_an_end).start()
+mock.patch.object(LaunchedRanks, "send", send_and_receive_an_end).start()
 
 
 class TestFewer(MultiProcessTestCase):

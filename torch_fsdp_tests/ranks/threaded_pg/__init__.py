@@ -6,7 +6,7 @@ A thread that fails calls `ProcessLocalGroup.exception_handle(error)`, and all o
 
 The same names as upstream's module, and the same place in torch.distributed: the group is a Python subclass of
 `ProcessGroup`, which torch reaches through PyProcessGroup.hpp, and c10d's tables are replaced by one set a thread. What
-differs, always in the direction of a real backend: every reduce operation is here; work is asynchronous until somebody
+differs, always in the direction of a real backend: every reduce operation is here; work is asynchronous until a rank
 waits; calls that do not match are an error, not a hang or nonsense; every wait ends. As upstream's, the group has no
 transfers between two ranks.
 """
@@ -142,11 +142,11 @@ class ProcessLocalGroup(dist.ProcessGroup):
         self._name = self._desc = ""
         torch.autograd.set_multithreading_enabled(False)
 
-    # Failure and renewal of the whole world of threads.
+    # Failure and renewal of the world of threads.
 
     @classmethod
     def exception_handle(cls, exc: BaseException, rank: int | None = None) -> None:
-        """Tell all ranks that this one failed with `exc`. Every rank that waits, now or later, raises PeerFailed.
+        """Notify all ranks that this one failed with `exc`. Every rank that waits, now or later, raises PeerFailed.
 
         `rank` is that of the calling thread's default group unless given. Only the first failure counts.
         """
@@ -216,7 +216,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return ThreadedWork(meeting, [tensor for part in parts for tensor in part.outs], limit)
 
     def _check(self, name: str, part: Part, root: int | None, reduction: Reduction | None) -> None:
-        """Refuse at once what is wrong on this rank, whatever the other ranks do."""
+        """Reject at once what is wrong on this rank, whatever the other ranks do."""
         collective = BY_NAME[name]
         for what, form, tensors in (("inputs", collective.ins, part.ins), ("outputs", collective.outs, part.outs)):
             number = 1 if form is not Form.EACH else self.size() if root in (None, self.rank()) else 0
@@ -226,13 +226,13 @@ class ProcessLocalGroup(dist.ProcessGroup):
             what = "input" if collective.ins is Form.PIECES else "output"
             self._expect(name, f"the elements of an {what}", whole[0].numel(), piece[0].numel() * self.size())
             self._expect(name, f"the type of an {what}", whole[0].dtype, piece[0].dtype)
-        reasons = [reduction and reduction.refuses(tensor.dtype) for tensor in part.ins]
+        reasons = [reduction and reduction.why_invalid(tensor.dtype) for tensor in part.ins]
         if reason := next(filter(None, reasons), None):
             raise ValueError(f"{name} on rank {self.rank()}: {reason}")
 
-    def _expect(self, name: str, what: str, actual: object, wanted: object) -> None:
-        if actual != wanted:
-            raise ValueError(f"{name} on rank {self.rank()}: {what} must be {wanted}, not {actual}")
+    def _expect(self, name: str, what: str, actual: object, expected: object) -> None:
+        if actual != expected:
+            raise ValueError(f"{name} on rank {self.rank()}: {what} must be {expected}, not {actual}")
 
     allreduce = allreduce_coalesced = _in_place("all_reduce")
     reduce = _in_place("reduce")

@@ -97,7 +97,7 @@ class Reduction(NamedTuple):
         kind = getattr(op, "op", op)
         return cls(kind, op.__getstate__()[1] if kind == ReduceOp.PREMUL_SUM else None)
 
-    def refuses(self, dtype: torch.dtype) -> str | None:
+    def why_invalid(self, dtype: torch.dtype) -> str | None:
         """The reason why tensors of `dtype` cannot be reduced in this way, or None."""
         integral = not (dtype.is_floating_point or dtype.is_complex)
         if self.kind in _BITWISE and not integral:
