@@ -59,6 +59,7 @@ _FSDP = "torch.distributed.fsdp."
 # The modules that move gradients and parameters between device and host.
 _FSDP1_MOVES = {f"{_FSDP}{name}" for name in ("_flat_param", "_runtime_utils")}
 _FSDP2_MOVES = {f"{_FSDP}_fully_shard.{name}" for name in ("_fsdp_collectives", "_fsdp_param")}
+_MOVES = _FSDP1_MOVES | _FSDP2_MOVES
 _optimizer = torch_names.module("torch.optim.optimizer")
 _RECORDING_MODULES = tuple(map(torch_names.module, sorted(_FSDP1_MOVES)))
 
@@ -116,47 +117,68 @@ def _needs_host(operands: Sequence[torch.Tensor], sides: Sequence[_Side]) -> boo
     return any(tensor.dim() and side is _Side.HOST for tensor, side in zip(operands, sides, strict=True))
 
 
-class _Operation(NamedTuple):
-    """One call of an operator: its operands, and what its name says about it."""
+class _Operator(NamedTuple):
+    """What the schema and the name of an operator say."""
 
-    func: Any
-    arguments: Mapping[str, Any]  # by name, with defaults
+    name: str
+    defaults: Mapping[str, Any]  # by the names of its arguments
+    written: Collection[str]  # arguments
+    only_written: Collection[str]
+    is_collective: bool
+    copies: bool
+    accesses_memory: bool
+    returns_value: bool  # a device hands its result to the host
+
+    @classmethod
+    def of(cls, func: Any) -> _Operator:
+        schema = func._schema
+        name = str(func.name())
+        short_name = name.partition("::")[2]
+        is_collective = name.startswith(_COLLECTIVE)
+        marked = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+        only_written = _WRITES.get(schema.name, ())
+        return cls(
+            name,
+            {argument.name: argument.default_value for argument in schema.arguments},
+            {*marked, *only_written, *([schema.arguments[0].name] if is_collective else [])},
+            {"out", *only_written},
+            is_collective,
+            copies=short_name.startswith(_COPIES),
+            accesses_memory=not func.is_view and not short_name.startswith(_NO_ACCESS),
+            returns_value=short_name in _VALUES,
+        )
+
+
+_operator = functools.cache(_Operator.of)
+
+
+class _Call(NamedTuple):
+    """One call of an operator, and its operands."""
+
+    operator: _Operator
+    arguments: Mapping[str, Any]  # by name, without defaults
     read: list[torch.Tensor]
     written: list[torch.Tensor]
     storages: set[int]  # of both, before the operator runs
     place: Place | None
-    name: str
 
-    @property
-    def _short_name(self) -> str:
-        return self.name.partition("::")[2]
-
-    @property
-    def is_collective(self) -> bool:
-        return self.name.startswith(_COLLECTIVE)
-
-    @property
-    def copies(self) -> bool:
-        return self._short_name.startswith(_COPIES)
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> _Call:
+        operator = _operator(func)
+        given = dict(zip(operator.defaults, args, strict=False)) | dict(kwargs)
+        read = _tensors(value for name, value in given.items() if name not in operator.only_written)
+        written = _tensors(value for name, value in given.items() if name in operator.written)
+        return cls(operator, given, read, written, {*map(_key, read), *map(_key, written)}, place)
 
     @property
     def may_move(self) -> bool:
         """Whether it may replace a copy between host and device."""
-        by_mover = self.place is not None and self.place.module in _FSDP1_MOVES | _FSDP2_MOVES
-        return self.copies or self.is_collective or by_mover
-
-    @property
-    def accesses_memory(self) -> bool:
-        return not self.func.is_view and not self._short_name.startswith(_NO_ACCESS)
-
-    @property
-    def returns_value(self) -> bool:
-        """Whether a device hands its result to the host."""
-        return self._short_name in _VALUES
+        by_mover = self.place is not None and self.place.module in _MOVES
+        return self.operator.copies or self.operator.is_collective or by_mover
 
     def argument(self, name: str) -> Any:
         """What is given for an argument, its default, or None if there is no such argument."""
-        return self.arguments.get(name)
+        return self.arguments.get(name, self.operator.defaults.get(name))
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """The tensors of a result whose memory is not an operand's."""
@@ -272,41 +294,42 @@ class Recording(TorchDispatchMode):
             return NotImplemented  # a DTensor's operators on local tensors come here too
         kwargs = kwargs or {}
         self._free()
-        operation = _operation(func, args, kwargs, _place())
-        sides = self._sides(operation)
+        call = _Call.of(func, args, kwargs, _place())
+        operator = call.operator
+        sides = self._sides(call)
         result = func(*args, **kwargs)
-        made = operation.made(result)
+        made = call.made(result)
         if self._is_cpu:  # which does not show where a new tensor is
             made_in_host = [False] * len(made)
         else:
             made_in_host = [self.is_in_host(tensor) for tensor in made]
             sides.update(map(_side, made_in_host))
-        stream = self._stream_of(operation, sides)
-        if operation.place is None and not self._is_cpu:
+        stream = self._stream_of(call, sides)
+        if call.place is None and not self._is_cpu:
             self._follow_autograd(stream)
         for tensor, is_in_host in zip(made, made_in_host, strict=True):
-            self.allocate(tensor.untyped_storage(), operation.name, HOST if is_in_host else stream)
-        if operation.accesses_memory:
+            self.allocate(tensor.untyped_storage(), operator.name, HOST if is_in_host else stream)
+        if operator.accesses_memory:
             clock = self._clocks[stream]
             _merge(clock, self._host)
             clock[stream] += 1
-            for tensors, writes in ((operation.read, False), (operation.written, True), (made, True)):
+            for tensors, writes in ((call.read, False), (call.written, True), (made, True)):
                 for tensor in tensors:
-                    self._access(tensor, stream, operation.name, writes, operation.place)
-        if operation.copies and len(sides) == len(_Side) and not operation.argument("non_blocking"):
+                    self._access(tensor, stream, operator.name, writes, call.place)
+        if operator.copies and len(sides) == len(_Side) and not call.argument("non_blocking"):
             self.synchronize_stream(None, "copy")
-        elif operation.returns_value and not self._is_cpu and stream != HOST:
+        elif operator.returns_value and not self._is_cpu and stream != HOST:
             self.synchronize_stream(None, "value")
         return result
 
-    def _stream_of(self, operation: _Operation, sides: set[_Side]) -> int:
+    def _stream_of(self, call: _Call, sides: set[_Side]) -> int:
         """The stream on which an operator runs whose operands are on these sides."""
         if sides == {_Side.HOST} and not self._moves:
             return HOST
         stream = self.stream()
         # The host waits for other asynchronous collectives in C++, such as those of DDP, where no recording sees it.
-        by_fsdp = operation.place is not None and not _here.coalesces
-        if operation.is_collective and by_fsdp and operation.argument("async_op"):
+        by_fsdp = call.place is not None and not _here.coalesces
+        if call.operator.is_collective and by_fsdp and call.argument("async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             return COLLECTIVES
         return stream
@@ -329,17 +352,17 @@ class Recording(TorchDispatchMode):
                 _merge(self._clocks[stream], self._clocks[other])
         self._node_streams = {*self._node_streams, stream} if node is not None else set()
 
-    def _sides(self, operation: _Operation) -> set[_Side]:
+    def _sides(self, call: _Call) -> set[_Side]:
         """Where the operands are.
 
         On the CPU, nothing shows where a tensor was requested. What an operator gets together with host memory is in
         host memory too, and what an operator gets that may be a copy is on the device.
         """
-        operands = [*operation.read, *operation.written]
-        if operation.may_move:
+        operands = [*call.read, *call.written]
+        if call.may_move:
             self._adopted.difference_update(map(_key, operands))
         sides = [_side(self.is_in_host(tensor)) for tensor in operands]
-        if self._is_cpu and not operation.may_move and _needs_host(operands, sides):
+        if self._is_cpu and not call.may_move and _needs_host(operands, sides):
             for tensor, side in zip(operands, sides, strict=True):
                 if side is _Side.DEVICE:
                     self._adopted.add(_key(tensor))
@@ -475,27 +498,6 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             tensors += _tensors(value)
     return tensors
-
-
-def _operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> _Operation:
-    defaults, marked, only_written = _arguments(func)
-    given = dict(zip(defaults, args, strict=False)) | dict(kwargs)
-    read = _tensors(value for name, value in given.items() if name not in only_written)
-    written = _tensors(value for name, value in given.items() if name in marked)
-    name = str(func.name() if hasattr(func, "name") else func)
-    return _Operation(func, defaults | given, read, written, {*map(_key, read), *map(_key, written)}, place, name)
-
-
-@functools.cache
-def _arguments(func: Any) -> tuple[dict[str, Any], set[str], set[str]]:
-    """The names of an operator's arguments with their defaults, of those that it writes, and that it does not read."""
-    schema = func._schema
-    names = {argument.name: argument.default_value for argument in schema.arguments}
-    marked = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
-    marked |= set(_WRITES.get(schema.name, ()))
-    if schema.name.startswith(_COLLECTIVE):
-        marked.add(schema.arguments[0].name)
-    return names, marked, {"out", *_WRITES.get(schema.name, ())}
 
 
 class _Here(threading.local):  # a rank may be a thread
