@@ -261,7 +261,8 @@ class TestMethods(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @subtests(
-        pairwise=True, is_judged,
+        pairwise=True,
+        valid=is_judged,
         method=list(METHODS),
         where=[*itertools.product([BEFORE, EVALUATED], ["root", "submodule"]), (FAILED, "root")],
         use_orig_params=[True, False],

@@ -120,7 +120,12 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @subtests(
-        pairwise=True, valid=is_possible, call=list(CALLS), state=list(STATES), of=["root", "submodule"], by=["position", "keyword"]
+        pairwise=True,
+        valid=is_possible,
+        call=list(CALLS),
+        state=list(STATES),
+        of=["root", "submodule"],
+        by=["position", "keyword"],
     )
     def test_training_after_call(self, call, state, of, by):
         """A method is called in a state before each step. Training is that of the plain model."""
