@@ -19,6 +19,7 @@ LAYERS = (
     {"ranks", "dispatch"},
     {"common_utils"},
     {"defects", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
+    {"perturb"},
     {"common_distributed"},
     {"distributed"},
     {"common_fsdp", "common_dist_composable"},

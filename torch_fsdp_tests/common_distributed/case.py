@@ -177,6 +177,17 @@ def _checked_streams() -> contextlib.AbstractContextManager[None]:
     return ordering.checked(conclude)
 
 
+def _perturbed(test: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+    """The insertions into the training loops of a test in a rank, if the setting says so."""
+    left_out = getattr(test, "unperturbed", ()) or getattr(getattr(test, "__self__", None), "unperturbed", ())
+    kinds = [kind for kind in settings.perturbations(os.environ) if kind not in left_out]
+    if not kinds:
+        return contextlib.nullcontext()
+    from torch_fsdp_tests.perturb import insertion  # not at import, because it imports DCP and FSDP
+
+    return insertion.perturbed(name, kinds)
+
+
 class RankTestCase(TestCase):
     """The base class of all test cases whose tests run in ranks. The module's docstring says what runs where.
 
@@ -315,7 +326,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with _checked_streams():
+                with _checked_streams(), self._numbers(), _perturbed(getattr(self, test_name), self.id()):
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures
@@ -324,6 +335,15 @@ class RankTestCase(TestCase):
 
         run_all([body, self._run_cleanups])
         events.check_returned(returned)  # not in the body, because this is never an expected failure
+
+    def _numbers(self) -> contextlib.AbstractContextManager[None]:
+        """A record of the numbers of this rank's training loops, if the dispatcher asks for it."""
+        folder = os.environ.get(settings.NUMBERS_VARIABLE)
+        if not folder:
+            return contextlib.nullcontext()
+        from torch_fsdp_tests.perturb import numbers  # few runs need it
+
+        return numbers.recorded(folder, self.id(), self.rank)
 
     def _run_cleanups(self) -> None:
         registered: list = self._cleanups

@@ -44,7 +44,7 @@ class Accelerator:
     has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing``
     describes the same devices for tests with more ranks than devices, if only another backend lets ranks share them.
     ``tolerances`` has relative errors by dtype, such as ``{"float32": 1e-4}``, if the device's numbers may differ more
-    from those of another device than rounding explains; ``explore --against`` allows them.
+    from those of another device than rounding explains; ``--against-numbers`` allows them.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """

@@ -56,6 +56,7 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
         "--strict-defects": run.strict_defects,
         "--strict-names": run.strict_names,
         "--check-streams": run.check_streams,
+        "--perturb": perturbations(run),
     }
     for option, value in options.items():
         if value is not None and value is not False:
@@ -69,6 +70,11 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
     set_ones = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
     return " ".join([*set_ones, shlex.join(words)])
+
+
+def perturbations(run: RunTests) -> str | None:
+    """The kinds, as the option takes them."""
+    return "all" if run.perturb == tuple(settings.PERTURBATIONS) else ",".join(run.perturb) or None
 
 
 def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -141,6 +147,8 @@ class Console:
         about += [f"{name} {known[name]}" for name in ("device", "backend", "ranks") if known.get(name)]
         about += ["devices shared" if known.get("shared") else "devices not shared"] * bool(known.get("backend"))
         about += [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
+        if kinds := perturbations(self._run):
+            about.append(f"perturbed by {kinds}")
         if fixed := self._run.fixes:
             about.append(f"with all {len(fixed)} fixes" if fixes.are_all(fixed) else f"with fixes: {', '.join(fixed)}")
         self.say(", ".join(about))

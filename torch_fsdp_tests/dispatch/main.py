@@ -9,12 +9,13 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, listing, numbers, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover, source_of
@@ -79,7 +80,7 @@ def _agents(launch: Launch) -> Site:
 def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
     try:
         return _main(options.parse(argv, os.environ, root, launch), site)
-    except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure) as error:
+    except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure, numbers.NoNumbers) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
     except BrokenPipeError:  # as with "run_test.py --list | head"
@@ -109,7 +110,22 @@ class _Plan:
     slots: Sequence[str]  # the names of what is lent: devices, or places on the CPU
 
 
+@contextlib.contextmanager
+def _with_numbers(run: RunTests) -> Iterator[RunTests]:
+    """The run with a folder in which ranks record numbers, if an option asks for them."""
+    if not (run.record_numbers or run.against_numbers) or run.list_tests or run.list_files or run.dry_run:
+        yield run
+        return
+    with tempfile.TemporaryDirectory(prefix="run_test-") as folder:
+        yield dataclasses.replace(run, numbers=Path(folder))
+
+
 def _main(run: RunTests, site: Site) -> ExitStatus:
+    with _with_numbers(run) as numbered:
+        return _checked(numbered, site)
+
+
+def _checked(run: RunTests, site: Site) -> ExitStatus:
     if run.without_effect:
         names = ", ".join(dict.fromkeys(run.without_effect))
         _remark(f"these options of PyTorch's run_test.py have no effect here: {names}")
@@ -119,6 +135,7 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
         entries, earlier = _entries(run), _earlier(run)
+        against = numbers.load(run.against_numbers) if run.against_numbers else None
         planned = _plan(run, site, files, selection, device_set)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
@@ -133,7 +150,7 @@ def _main(run: RunTests, site: Site) -> ExitStatus:
         elif not planned.jobs:
             print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
         else:
-            status = _run(run, site, files, planned, entries, earlier, children)
+            status = _run(run, site, files, planned, entries, earlier, against, children)
         if narrowed.verdict:
             (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
         return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
@@ -260,6 +277,7 @@ def _run(
     planned: _Plan,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
+    against: numbers.Numbers | None,
     children: Children,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import last_failures, report
@@ -289,9 +307,19 @@ def _run(
         return _print_tests(results)
     last_failures.save(run.reports, device_set.type, files, results, results.remarks)
     remarks, all_written = _record(run, results, earlier)
+    repeats = True
+    if run.numbers is not None:
+        try:
+            words, repeats = numbers.conclude(run.numbers, run.record_numbers, against)
+            remarks += words
+        except OSError as error:
+            remarks.append(f"the numbers cannot be written: {error}")
+            all_written = False
     console.end(results, remarks)
     results.signal = results.signal or next(iter(children.signals), None)
-    return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
+    return results.exit_code() or (
+        ExitStatus.FAILED if not repeats else ExitStatus.OK if all_written else ExitStatus.BROKEN
+    )
 
 
 def _print_tests(results: Results) -> ExitStatus:

@@ -115,6 +115,13 @@ def _seed(text: str) -> int:
     return whole_number(0, 2**64 - 1)(text)
 
 
+def _perturbations(text: str) -> tuple[str, ...]:
+    try:
+        return settings.perturbations({settings.PERTURB_VARIABLE: text})
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 class _WithoutEffect(argparse.Action):
     """Remember an option by its name."""
 
@@ -229,6 +236,8 @@ def make_parser() -> Parser:
     add("--strict-names", **flag, help=words)
     words = "fail a test if streams, or the host, do not wait for each other where they share memory; on the CPU, too"
     add("--check-streams", **flag, help=words)
+    words = "insert operations that must not change anything into training loops: 'all', or some of "
+    add("--perturb", type=_perturbations, metavar="KINDS", help=f"{words}{', '.join(settings.PERTURBATIONS)}")
     add(
         "--minimum-executed",
         type=whole_number(0, MOST_TESTS),
@@ -262,6 +271,10 @@ def make_parser() -> Parser:
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
+    words = "write losses, and checksums of gradients, parameters and states, after each optimizer step of each test"
+    add("--record-numbers", type=_path, metavar="FILE", help=f"{words}; with --repeat also compare the rounds")
+    words = "compare these numbers with those of another device, version or run, and fail if any differs"
+    add("--against-numbers", type=_path, metavar="FILE", help=words)
     words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 

@@ -68,6 +68,8 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
         settings.STRICT_DEFECTS_VARIABLE: "1" if run.strict_defects else None,
         settings.STRICT_NAMES_VARIABLE: "1" if run.strict_names else None,
         settings.CHECK_STREAMS_VARIABLE: "1" if run.check_streams else None,
+        settings.PERTURB_VARIABLE: ",".join(run.perturb) or None,
+        settings.NUMBERS_VARIABLE: None if run.numbers is None else str(run.numbers),
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
     }
     stated = {name: value for name, value in wishes.items() if value is not None}

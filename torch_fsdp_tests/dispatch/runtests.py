@@ -56,6 +56,7 @@ class RunTests:
     strict_defects: bool = False
     strict_names: bool = False
     check_streams: bool = False
+    perturb: tuple[str, ...] = ()  # the kinds of perturbations
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False
@@ -68,6 +69,9 @@ class RunTests:
     save_xml: Path | None = None
     report: Path | None = None
     compare: Path | None = None
+    record_numbers: Path | None = None
+    against_numbers: Path | None = None
+    numbers: Path | None = None  # the folder in which ranks record them
     test_times: tuple[Path, ...] = ()
     save_times: Path | None = None
     disabled: Path | None = None

@@ -1,0 +1,245 @@
+"""Each kind of perturbation notices a bug that training alone does not show, and changes nothing without a bug."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests import perturb, settings
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, manual_seed, run_tests
+from torch_fsdp_tests.defects.in_tests import torch_defect
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
+from torch_fsdp_tests.perturb import insertion, kinds
+
+Bug = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute. ``mock`` is not used, because perturbations pause while it is in force."""
+    own = vars(owner).get(name)  # or it is inherited
+    setattr(owner, name, make(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+def forget(model: nn.Module) -> None:
+    """What the bugs do: the gradients are gone."""
+    for param in model.parameters():
+        param.grad = None
+
+
+def drops(owner: Any, name: str, when: Callable[..., bool] = lambda *args, **kwargs: True) -> Bug:
+    """The bug that a function drops the gradients of the model, as far as ``when`` of its arguments says."""
+
+    def bug(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        def make(former: Any) -> Any:
+            def broken(*args: Any, **kwargs: Any) -> Any:
+                if when(*args, **kwargs):
+                    forget(model)
+                return former(*args, **kwargs)
+
+            return broken
+
+        return replaced(owner, name, make)
+
+    return bug
+
+
+def without(owner: Any, name: str, replacement: Any) -> Bug:
+    return lambda model: replaced(owner, name, lambda former: replacement)
+
+
+@contextlib.contextmanager
+def collecting_drops(model: nn.Module) -> Iterator[None]:
+    def drop(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            forget(model)
+
+    gc.callbacks.append(drop)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(drop)
+
+
+def late_rank(*args: Any) -> bool:
+    """Whether the ranks arrive at different times, on one machine."""
+    times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(times, torch.tensor([time.monotonic()], dtype=torch.float64))
+    return bool(max(times) - min(times) > kinds.SLEEP / 2)
+
+
+def has_gradients(module: Any, *args: Any, **kwargs: Any) -> bool:
+    return any(param.grad is not None for param in module.parameters())
+
+
+def loaded_halves(former: Any) -> Any:
+    def broken(self: Any, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.mul_(0.5)
+
+    return broken
+
+
+@contextlib.contextmanager
+def no_sync_without_finally(self: FSDP) -> Iterator[None]:
+    for unit in FSDP.fsdp_modules(self):
+        unit._sync_gradients = False
+    yield
+    for unit in FSDP.fsdp_modules(self):
+        unit._sync_gradients = True
+
+
+def keeping(former: Any) -> Any:
+    def broken(self: DTensor) -> torch.Tensor:
+        kept.append(former(self))
+        return kept[-1]
+
+    return broken
+
+
+kept: list[torch.Tensor] = []
+# For each kind a bug that only it shows.
+BUGS: dict[str, Bug] = {
+    "eval": lambda model: drops(internals.fsdp2_param_group.FSDPParamGroup, "post_forward", is_plain_evaluation)(model),
+    "inference": lambda model: drops(
+        internals.fsdp2_param_group.FSDPParamGroup, "post_forward", lambda *args: torch.is_inference_mode_enabled()
+    )(model),
+    "inner": lambda model: drops(
+        internals.fsdp2_state.FSDPState, "_root_pre_forward", lambda self, module, *args: not self._is_root
+    )(model),
+    "dropped": lambda model: drops(
+        internals.fsdp2_param_group.FSDPParamGroup, "pre_forward", lambda *args: torch.is_grad_enabled()
+    )(model),
+    "state_dict": drops(nn.Module, "state_dict"),
+    "dsd": lambda model: drops(internals.dsd._module, "_verify_options")(model),
+    "load": drops(nn.Module, "load_state_dict"),
+    "dsd_load": lambda model: drops(internals.dsd._module, "_load_optim_state_dict")(model),
+    "dcp": lambda model: replaced(DefaultLoadPlanner, "commit_tensor", loaded_halves),
+    "unshard": drops(FSDPModule, "unshard"),
+    "to": drops(nn.Module, "to"),
+    "freeze": drops(torch.Tensor, "requires_grad_", lambda self, value=True: not value),
+    "clip": drops(torch.nn.utils, "clip_grad_norm_"),
+    "zero_grad": lambda model: replaced(nn.Module, "zero_grad", lambda former: lambda self: self.requires_grad_(False)),
+    "full_tensor": lambda model: replaced(DTensor, "full_tensor", keeping),
+    "exception": lambda model: replaced(FSDPModule, "reset_iter_state", lambda former: lambda self: None),
+    "context": without(FSDP, "no_sync", no_sync_without_finally),
+    "backward": drops(torch.Tensor, "backward", lambda self, *args: self._base is None and self.grad_fn is not None),
+    "collect": collecting_drops,
+    "sleep": drops(torch.optim.SGD, "_init_group", late_rank),
+}
+
+
+def is_plain_evaluation(*args: Any) -> bool:
+    return not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class TestKinds(TrainingMixin, FSDPTest):
+    """Without it, a kind could insert nothing, or something that no reference and no invariant judges."""
+
+    world_size = 2
+
+    def _train(self, api: str, bug: Bug | None, kinds: tuple[str, ...]) -> list[str]:
+        """Train a model for three steps beside a plain one. Returns what was inserted."""
+        manual_seed(42)
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+        ref_model = self._replica(model)
+        if api == "fsdp1":
+            model = FSDP(model.to(self.device), use_orig_params=True)
+        else:
+            for module in (model[1], model):
+                fully_shard(module, reshard_after_forward=True)
+        session: Any = contextlib.nullcontext(None)
+        if kinds:
+            session = insertion.perturbed(self.id(), kinds)
+        with session as inserting, bug(model) if bug is not None else contextlib.nullcontext():
+            batches = lambda: self._inputs(4, 3)  # noqa: E731
+            compare = compare_outputs if api == "fsdp1" else check_parity
+            self._check_training(ref_model, model, batches, compare=compare, optim_cls=torch.optim.SGD, momentum=0.5)
+            return inserting.inserted if inserting is not None else []
+
+    @skip_if_lt_x_gpu(2)
+    def test_each_kind_shows_its_bug(self):
+        self.assertEqual(sorted(BUGS), sorted(settings.PERTURBATIONS))
+        for kind, bug in BUGS.items():
+            api = "fsdp1" if kind == "context" else "fsdp2"
+            with self.subTest(kind=kind):
+                if kind != "sleep":  # on a busy machine a rank may be late without it
+                    self._train(api, bug, ())
+                with self.assertRaises((AssertionError, RuntimeError)):
+                    self._train(api, bug, (kind,))
+                kept.clear()
+
+    @skip_if_lt_x_gpu(2)
+    def test_nothing_changes_without_a_bug(self):
+        for kind in settings.PERTURBATIONS:
+            api = "fsdp1" if kind == "context" else "fsdp2"
+            known = torch_defect("fsdp2_inference_mode_breaks_training", when=kind == "inference")
+            with self.subTest(kind=kind), known:
+                inserted = self._train(api, None, (kind,))
+                self.assertEqual({words.split()[0] for words in inserted}, {kind})
+
+    @skip_if_lt_x_gpu(2)
+    def test_where_nothing_is_inserted(self):
+        """A test that watches what its training loop calls is not perturbed meanwhile."""
+        with insertion.perturbed(self.id(), ("collect",)) as session, mock.patch.object(kinds, "SLEEP", 0):
+            self._train("fsdp2", None, ())
+            self.assertEqual(session.inserted, [])
+
+
+def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
+    with FSDP.summon_full_params(model):
+        params = [param.detach().clone() for param in model.parameters()]
+    test.assertEqual(params, [param.detach() for param in ref_model.parameters()])
+
+
+class TestNames(TestCase):
+    """Without it, a kind without an operation could be offered, or a wrong name be a traceback."""
+
+    def test_each_kind_has_an_operation(self):
+        self.assertEqual(set(settings.PERTURBATIONS), set(kinds.KINDS))
+        self.assertEqual([kind.name for kind in kinds.KINDS.values() if not kind.documented], [])
+
+    def test_parse(self):
+        parse = lambda text: settings.perturbations({settings.PERTURB_VARIABLE: text})  # noqa: E731
+        self.assertEqual(parse("all"), tuple(settings.PERTURBATIONS))
+        self.assertEqual((parse("eval,to"), parse("")), (("eval", "to"), ()))
+        for wrong in ("evaluation", "eval,all"):
+            with self.assertRaisesRegex(settings.ConfigurationError, "eval, inference"):
+                parse(wrong)
+
+    def test_what_is_declared(self):
+        class Declared:
+            @perturb.unperturbed("counts forwards", "eval")
+            def some(self):
+                pass
+
+            @perturb.unperturbed("counts everything")
+            def all(self):
+                pass
+
+        declared = [getattr(each, "unperturbed", None) for each in (Declared.some, Declared().all)]
+        self.assertEqual(declared, [{"eval"}, set(settings.PERTURBATIONS)])
+        with self.assertRaisesRegex(ValueError, "needs a reason"):
+            perturb.unperturbed("", "eval")
+
+
+if __name__ == "__main__":
+    run_tests()

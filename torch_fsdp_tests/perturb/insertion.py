@@ -1,0 +1,194 @@
+"""Where perturbations are inserted.
+
+The places are before each outermost forward of a training loop (so also between microbatches), after it, and before and
+after each optimizer step. Nothing is inserted where a test could tell: while something of ``mock`` is in force, under a
+mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward, and in a
+test that is declared as unperturbed. A kind that calls forward leaves out models whose forward a test may watch.
+
+All ranks of a test choose alike, because the choice depends only on the name of the test and on how many insertions
+came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import threading
+import unittest.mock
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torch_fsdp_tests.perturb import is_paused
+from torch_fsdp_tests.perturb.invariants import Snapshot
+from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, Kind, Place, Subject, copied
+
+_CLASSES = {FSDPModule: "fsdp2", FSDP: "fsdp1", DDP: "ddp"}
+
+
+class Session:
+    """The perturbations of one test in one rank."""
+
+    def __init__(self, test: str, kinds: Sequence[str]) -> None:
+        self._kinds = [KINDS[name] for name in kinds]
+        self._test = test
+        self._count = 0
+        self._is_busy = False
+        self._running: list[nn.Module] = []  # forwards, the outermost first
+        self._roots: weakref.WeakKeyDictionary[nn.Module, Forwards] = weakref.WeakKeyDictionary()
+        self.inserted: list[str] = []
+
+    def may_insert(self) -> bool:
+        return not (
+            self._is_busy
+            or is_paused()
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd._profiler_enabled()
+            or not dist.is_initialized()
+            or dist.get_backend() == "fake"
+        )
+
+    def call(self, api: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward, with what is inserted around it if it is an outermost one."""
+        if self._is_busy:
+            return forward(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            return forward(*args, **kwargs)
+        if self._running:
+            if self.may_insert():
+                self._roots[self._running[0]].inner[_name_of(module, self._running[0])] = copied((args, kwargs))
+            return forward(*args, **kwargs)
+        trains = module.training and self.may_insert()
+        root = self._roots.setdefault(module, Forwards(api))
+        if trains:
+            root.args, root.kwargs = copied((args, kwargs))
+            root.has_run = True
+            self._insert(Place.BEFORE_FORWARD, module)
+        self._running.append(module)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+        root.calls += 1
+        if trains and self.may_insert():
+            self._insert(Place.AFTER_FORWARD, module)
+        return output
+
+    def around_step(self, place: Place, optimizer: torch.optim.Optimizer) -> None:
+        if not self.may_insert():
+            return
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        inner = {each for module in self._roots for each in module.modules() if each is not module}
+        for module in [module for module in self._roots if module not in inner]:
+            if own & {id(param) for param in module.parameters()}:
+                self._insert(place, module, optimizer)
+
+    def _insert(self, place: Place, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        root = self._roots[module]
+        number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
+        subject = Subject(root.api, module, optimizer, place, number, root)
+        self._count += 1
+        if subject.is_watched() or not subject.is_made():
+            return
+        usable = [kind for kind in self._kinds if place in kind.places and kind.applies(subject)]
+        if usable:
+            self._run(usable[number % len(usable)], subject)
+
+    def _run(self, kind: Kind, subject: Subject) -> None:
+        words = f"{kind.name} {subject.place.value} {subject.forwards.calls + 1} of {type(subject.root).__name__}"
+        self._is_busy = True
+        numbers = torch.get_rng_state(), random.getstate()
+        before = Snapshot(subject)
+        try:
+            taken = kind.insert(subject)
+            before.check(taken, words, kind.restores(subject))
+        except Exception as error:
+            _note(error, f"inserted: {words}")
+            raise
+        finally:
+            torch.set_rng_state(numbers[0])
+            random.setstate(numbers[1])
+            self._is_busy = False
+        self.inserted.append(words)
+
+
+def _note(error: Exception, words: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(words)
+
+
+def _name_of(module: nn.Module, root: nn.Module) -> str:
+    return next((name for name, each in root.named_modules() if each is module), "")
+
+
+class _Current(threading.local):
+    session: Session | None = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def perturbed(test: str, kinds: Sequence[str]) -> Iterator[Session]:
+    """Insert these kinds into the training loops of the block, in this rank."""
+    _install()
+    _current.session = session = Session(test, kinds)
+    try:
+        yield session
+    except Exception as error:
+        if session.inserted:
+            last = "; ".join(session.inserted[-3:])
+            _note(error, f"{len(session.inserted)} perturbations were inserted before, the last of them: {last}")
+        raise
+    finally:
+        _current.session = None
+
+
+@functools.cache
+def _install() -> None:
+    """Once in a process. Without a session in the rank nothing changes."""
+    for cls, api in _CLASSES.items():
+        cls.__call__ = _wrapped(cls, api)
+    register_optimizer_step_pre_hook(functools.partial(_around_step, Place.BEFORE_STEP))
+    register_optimizer_step_post_hook(functools.partial(_around_step, Place.AFTER_STEP))
+    patch: Any = unittest.mock._patch
+    patch.__enter__, patch.__exit__ = _counted(patch.__enter__, 1), _counted(patch.__exit__, -1)
+
+
+def _wrapped(cls: Any, api: str) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = super(cls, self).__call__
+        session = None if torch.compiler.is_compiling() else _current.session
+        return forward(*args, **kwargs) if session is None else session.call(api, self, forward, args, kwargs)
+
+    return __call__
+
+
+def _around_step(place: Place, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _current.session is not None and not torch.compiler.is_compiling():
+        _current.session.around_step(place, optimizer)
+
+
+def _counted(method: Callable[..., Any], change: int) -> Callable[..., Any]:
+    from torch_fsdp_tests.perturb import _pauses
+
+    @functools.wraps(method)
+    def counted(self: Any, *args: Any) -> Any:
+        _pauses.depth += change
+        return method(self, *args)
+
+    return counted

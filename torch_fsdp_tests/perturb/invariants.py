@@ -1,0 +1,170 @@
+"""What has to be the same after an insertion as before, and what has to be true of what was taken."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from torch_fsdp_tests.perturb.kinds import Subject, Taken
+
+RELEASE = 2.0  # seconds in which what was taken must be released
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, or the tensor."""
+    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit by bit, because NaN equals itself here."""
+    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
+        return False
+    return bool(torch.equal(left, right)) or bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+class Snapshot:
+    """The model and the optimizer before an insertion."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._is_sharded = _is_sharded(subject.root)
+        # A weak reference would forbid to swap tensors, and the model holds them anyway.
+        self._objects = {name: id(param) for name, param in subject.params().items()}
+        self._before = dict(_facts(subject))
+
+    def check(self, taken: Taken | None, words: str, restores: bool = True) -> None:
+        """Raise ``AssertionError`` for the first fact that has changed."""
+        if self._is_sharded and restores:
+            after = dict(_facts(self._subject))
+            for name in dict.fromkeys([*self._before, *after]):
+                was, now = (facts.get(name) for facts in (self._before, after))
+                same = (
+                    _same(was, now)
+                    if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor)
+                    else was is now
+                    if was is None or now is None
+                    else was == now
+                )
+                if not same:
+                    raise AssertionError(f"{name} has changed from {_brief(was)} to {_brief(now)}: {words}")
+            params = self._subject.params()
+            for name, identity in self._objects.items():
+                if id(params.get(name)) != identity:
+                    raise AssertionError(f"the parameter {name} is another object: {words}")
+        if taken is not None:
+            _check_taken(taken, self._subject, words)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value.flatten()[:4].tolist() if isinstance(value, torch.Tensor) else value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _is_sharded(root: nn.Module) -> bool:
+    """Whether no module of FSDP2 is unsharded, as ``set_reshard_after_backward(False)`` leaves them."""
+    return all(
+        getattr(group, "is_sharded", True)
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+    )
+
+
+def _facts(subject: Subject) -> Iterator[tuple[str, Any]]:
+    root = subject.root
+    yield "whether the parameters are sharded", _is_sharded(root)
+    for name, param in root.named_parameters():
+        yield f"the parameter {name}", local(param).clone()
+        yield f"requires_grad of {name}", param.requires_grad
+        yield f"the placements of {name}", str(getattr(param, "placements", None))
+        yield f"the gradient of {name}", None if param.grad is None else local(param.grad).clone()
+    for name, buffer in root.named_buffers() if subject.forwards.calls else ():  # the first forward may convert them
+        yield f"the buffer {name}", local(buffer).clone()
+    for name, module in root.named_modules():
+        yield f"training of {name or 'the root'}", module.training
+        if subject.forwards.calls:  # before the first forward, any call may register what it needs
+            hooks = Counter({each: len(getattr(module, each)) for each in _HOOKS})
+            yield f"the number of hooks of {name or 'the root'}", +hooks
+            for owner in _states(module):
+                yield f"the training state of {name or 'the root'}", str(owner)
+    optimizer = subject.optimizer
+    if optimizer is None:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        yield f"the settings of group {number}", {key: str(value) for key, value in sorted(settings.items())}
+        for place, param in enumerate(group["params"]):
+            for key, value in optimizer.state.get(param, {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                yield (
+                    f"the state {key} of parameter {place} of group {number}",
+                    local(value).clone() if is_tensor else value,
+                )
+
+
+def _states(module: nn.Module) -> list[str]:
+    """The training states of FSDP1's handle or FSDP2's groups."""
+    if isinstance(module, FSDPModule):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", ())
+        return [str(getattr(each, "_training_state", "")) for each in (state, *groups)]
+    handle = getattr(module, "_handle", None)
+    return [str(getattr(each, "_training_state", "")) for each in (handle,) if each is not None]
+
+
+def _check_taken(taken: Taken, subject: Subject, words: str) -> None:
+    """What was taken lives no longer than it is held, and keeps nothing else alive."""
+    live = {local(each).untyped_storage().data_ptr() for each in _live(subject)}
+    tensors = [each for each in tree_leaves(taken.value) if type(each) in (torch.Tensor, nn.Parameter, DTensor)]
+    refs, kept = [], dict[int, list[float]]()
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        if not local(tensor).numel():
+            continue
+        if storage.data_ptr() in live:
+            if not taken.may_share:
+                raise AssertionError(f"a tensor of {tuple(tensor.shape)} shares memory with the model: {words}")
+            continue
+        kept.setdefault(storage.data_ptr(), [storage.nbytes()]).append(_padded(local(tensor)))
+        refs.append(weakref.ref(tensor))
+    for whole, *parts in kept.values():
+        if whole > sum(parts):
+            raise AssertionError(f"tensors of at most {sum(parts):.0f} bytes keep {whole} bytes alive: {words}")
+    count, taken.value = len(refs), None
+    tensors.clear()
+    tensor = storage = None
+    until = time.monotonic() + RELEASE
+    while alive := sum(ref() is not None for ref in refs):
+        gc.collect()  # for cycles; a thread of the backend may release a tensor a moment after its collective
+        if time.monotonic() < until:
+            continue
+        raise AssertionError(f"{alive} of {count} tensors are alive although nothing holds them: {words}")
+
+
+def _padded(tensor: torch.Tensor) -> float:
+    """The bytes of a tensor that was gathered from uneven shards, and so is a part of a padded one."""
+    ranks = dist.get_world_size()
+    return tensor.numel() * tensor.element_size() * max((rows + ranks - 1) / rows for rows in (*tensor.shape, 1))
+
+
+def _live(subject: Subject) -> Iterator[torch.Tensor]:
+    for param in subject.root.parameters():
+        yield param
+        if param.grad is not None:
+            yield param.grad
+    yield from subject.root.buffers()
+    if subject.optimizer is not None:
+        for state in subject.optimizer.state.values():
+            yield from (each for each in state.values() if isinstance(each, torch.Tensor))

@@ -1,0 +1,493 @@
+"""The operations that are inserted. None may change anything that documentation does not name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import enum
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
+from torch.distributed.tensor import DTensor
+
+SLEEP = 0.005  # seconds of a rank that sleeps
+FAR = 1e30  # a norm that no gradients have
+
+
+class Place(enum.Enum):
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_STEP = "before the step after forward"
+    AFTER_STEP = "after the step after forward"
+
+
+EVERYWHERE = frozenset(Place)
+BETWEEN = EVERYWHERE - {Place.AFTER_FORWARD}  # no graph of the training loop waits for its backward
+AROUND_STEP = frozenset({Place.BEFORE_STEP, Place.AFTER_STEP})
+
+
+@dataclasses.dataclass
+class Forwards:
+    """The outermost forwards of a model."""
+
+    api: str  # fsdp1, fsdp2 or ddp
+    args: tuple[Any, ...] = ()  # of the last forward in training, or of the one that follows
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    calls: int = 0
+    has_run: bool = False  # whether the arguments are known
+    # The arguments of the last forwards of inner modules, by name.
+    inner: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Subject:
+    """The model of a training loop, at the place of an insertion."""
+
+    api: str
+    root: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    place: Place
+    number: int  # the same on all ranks of the test, and different at each insertion
+    forwards: Forwards
+
+    def run(self) -> None:
+        """A forward of the root."""
+        self.root(*copied(self.forwards.args), **copied(self.forwards.kwargs))
+
+    def choose(self, count: int) -> int:
+        """One of so many possibilities, the same on all ranks."""
+        return self.number // 64 % count
+
+    def units(self) -> Iterator[Any]:
+        """The modules to which the API was applied, the root first."""
+        cls = {"fsdp1": FSDP, "fsdp2": FSDPModule}.get(self.api, ())
+        return (module for module in self.root.modules() if isinstance(module, cls))
+
+    def groups(self) -> Iterator[Any]:
+        """FSDP2's parameter groups."""
+        for unit in self.units() if self.api == "fsdp2" else ():
+            yield from getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
+
+    def is_watched(self) -> bool:
+        """Whether collectives, or what they send, are functions of the test."""
+        names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+        for group in self.groups():
+            if not all(_is_own(value) for name in names if (value := getattr(group, name, None)) is not None):
+                return True
+            if any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params):
+                return True
+        return False
+
+    def is_made(self) -> bool:
+        """Whether all parameters have values."""
+        return not any(param.is_meta for param in self.root.parameters())
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the optimizer has a state of each parameter. Before, DSD makes states by a step
+        (``dsd_asking_for_optim_state_is_a_step``).
+        """
+        optimizer = self.optimizer
+        return (
+            self.owns_optimizer
+            and optimizer is not None
+            and all(param in optimizer.state for group in optimizer.param_groups for param in group["params"])
+        )
+
+    def params(self) -> dict[str, nn.Parameter]:
+        return dict(self.root.named_parameters())
+
+    @property
+    def owns_optimizer(self) -> bool:
+        """Whether all parameters of the optimizer are the root's, as state dicts of optimizers need."""
+        own = set(map(id, self.root.parameters()))
+        return self.optimizer is not None and all(
+            id(param) in own for group in self.optimizer.param_groups for param in group["params"]
+        )
+
+
+@dataclasses.dataclass
+class Taken:
+    """What an operation took from the model."""
+
+    value: Any
+    may_share: bool = True  # whether documentation allows that it shares memory with the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    name: str
+    insert: Callable[[Subject], Taken | None]
+    places: frozenset[Place]
+    documented: str
+    applies: Callable[[Subject], bool]
+
+    def restores(self, subject: Subject) -> bool:
+        """Whether the model is as before. FSDP1 has no function that undoes what an exception leaves."""
+        return self.name != "exception" or subject.api == "fsdp2"
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def _kind(places: frozenset[Place], documented: str, applies: Callable[[Subject], bool] = lambda subject: True) -> Any:
+    def register(function: Callable[[Subject], Taken | None]) -> Callable[[Subject], Taken | None]:
+        name = function.__name__.strip("_")  # eval and dcp have other meanings here
+        KINDS[name] = Kind(name, function, places, documented, applies)
+        return function
+
+    return register
+
+
+def copied(value: Any) -> Any:
+    """A copy without gradients of what a forward gets. Objects that are no containers are shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) in (tuple, list):
+        return type(value)(map(copied, value))
+    return {key: copied(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a function or an object is of torch."""
+    function = getattr(hook, "__func__", getattr(hook, "func", hook))
+    return str(getattr(function, "__module__", type(hook).__module__)).split(".")[0] == "torch"
+
+
+def can_run(subject: Subject) -> bool:
+    """Whether a forward more changes nothing, and cannot be seen by the test.
+
+    No hook, class or method of the test may be part of the model. An embedding with ``max_norm`` changes its weight. A
+    group of modules reshards when all of them have run. DDP's arguments may no longer fit at the step, because tests
+    convert their references.
+    """
+    if not subject.forwards.has_run or (subject.api == "ddp" and subject.place is not Place.BEFORE_FORWARD):
+        return False
+    groups = subject.groups()
+    return all(map(_may_run, subject.root.modules())) and all(len(getattr(each, "modules", ())) == 1 for each in groups)
+
+
+def _may_run(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    of_the_test = any("<locals>" in cls.__qualname__ for cls in type(module).__mro__) or "forward" in vars(module)
+    return all(map(_is_own, hooks)) and not of_the_test and getattr(module, "max_norm", None) is None
+
+
+@contextlib.contextmanager
+def _eval_mode(root: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in root.modules()}
+    root.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+# --- Forwards ---------------------------------------------------------------------------------------------------------
+
+
+@_kind(BETWEEN, "torch.no_grad: computations are never recorded; nn.Module.eval: only some modules differ", can_run)
+def eval_(subject: Subject) -> None:
+    with _eval_mode(subject.root), torch.no_grad():
+        subject.run()
+
+
+@_kind(BETWEEN, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", can_run)
+def inference(subject: Subject) -> None:
+    with _eval_mode(subject.root), torch.inference_mode():
+        subject.run()
+
+
+def _has_inner(subject: Subject) -> bool:
+    return subject.api == "fsdp2" and bool(subject.forwards.inner) and can_run(subject)
+
+
+@_kind(AROUND_STEP, "fully_shard: each module has its own forward hooks; the root is the first that runs", _has_inner)
+def inner(subject: Subject) -> None:
+    names = sorted(subject.forwards.inner)
+    name = names[subject.choose(len(names))]
+    args, kwargs = subject.forwards.inner[name]
+    with _eval_mode(subject.root), torch.no_grad():
+        subject.root.get_submodule(name)(*copied(args), **copied(kwargs))
+
+
+def _can_drop(subject: Subject) -> bool:
+    """FSDP1 does not document how to reshard after a forward without a backward. Statistics count forwards."""
+    counts = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in subject.root.modules())
+    return subject.api == "fsdp2" and not counts and can_run(subject)
+
+
+@_kind(AROUND_STEP, "FSDPModule.reshard frees what forward unsharded; a dropped graph computes no gradient", _can_drop)
+def dropped(subject: Subject) -> None:
+    subject.run()
+    for unit in subject.units() if subject.api == "fsdp2" else ():
+        unit.reshard()  # as documented where no backward follows
+
+
+class _Planned(Exception):
+    pass
+
+
+def _accumulates(group: Any) -> bool:
+    """Whether a group of FSDP2 has gradients of microbatches that are not reduced yet."""
+    if group._partial_reduce_output is not None:
+        return True
+    params = group.fsdp_params
+    unsharded = [each for param in params if (each := getattr(param, "_unsharded_param", None)) is not None]
+    return any(each.grad is not None for each in unsharded) or any(
+        param.unsharded_accumulated_grad is not None for param in params
+    )
+
+
+def _can_fail(subject: Subject) -> bool:
+    """FSDP2 documents how to go on, but only for a step that begins anew."""
+    if subject.api == "fsdp2":
+        if not (subject.forwards.calls and hasattr(subject.root, "reset_iter_state")):
+            return False
+        if not subject.root._get_fsdp_state()._is_root or any(map(_accumulates, subject.groups())):
+            return False
+    return can_run(subject)
+
+
+@_kind(frozenset({Place.BEFORE_FORWARD}), "FSDPModule.reset_iter_state: 'run the next iteration normally'", _can_fail)
+def exception(subject: Subject) -> None:
+    leaves = [module for module in subject.root.modules() if not any(module.children())]
+    left = subject.choose(3)  # leaves that run before the exception
+
+    def raising(module: nn.Module, args: Any) -> None:
+        nonlocal left
+        if not left:
+            raise _Planned
+        left -= 1
+
+    handles = [leaf.register_forward_pre_hook(raising) for leaf in leaves]
+    try:
+        with contextlib.suppress(_Planned):
+            subject.run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if subject.api == "fsdp2":
+        root: Any = subject.root
+        root.reset_iter_state()
+
+
+def _has_contexts(subject: Subject) -> bool:
+    return subject.api in ("fsdp1", "ddp")
+
+
+@_kind(BETWEEN, "no_sync, summon_full_params and state_dict_type are contexts: their end undoes them", _has_contexts)
+def context(subject: Subject) -> None:
+    root: Any = subject.root
+    contexts = [root.no_sync]
+    if subject.api == "fsdp1":
+        contexts += [
+            lambda: FSDP.summon_full_params(root, writeback=False),
+            lambda: FSDP.state_dict_type(root, StateDictType.SHARDED_STATE_DICT),
+        ]
+    for each in contexts:
+        with contextlib.suppress(_Planned), each():
+            raise _Planned
+
+
+# --- State dicts ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _full_type(root: nn.Module, offload: bool) -> Iterator[None]:
+    config = FullStateDictConfig(offload_to_cpu=offload), FullOptimStateDictConfig(offload_to_cpu=offload)
+    with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, *config):
+        yield
+
+
+@_kind(BETWEEN, "nn.Module.state_dict returns references; FSDP.state_dict_type: types of state dicts")
+def state_dict(subject: Subject) -> Taken:
+    root, taken = subject.root, []
+    taken.append(root.state_dict())
+    units = list(subject.units())
+    if units and subject.forwards.calls:
+        taken.append(units[subject.choose(len(units))].state_dict())
+    if subject.api == "fsdp1":
+        with _full_type(root, offload=bool(subject.choose(2))):
+            taken.append(root.state_dict())
+            if subject.has_states:
+                taken.append(FSDP.optim_state_dict(root, subject.optimizer))
+        with FSDP.state_dict_type(root, StateDictType.SHARDED_STATE_DICT):
+            taken.append(root.state_dict())
+    elif subject.optimizer is not None:
+        taken.append(subject.optimizer.state_dict())
+    return Taken(taken)
+
+
+@_kind(BETWEEN, "get_model_state_dict and get_optimizer_state_dict return state dicts and change nothing")
+def dsd(subject: Subject) -> Taken:
+    offload, full = divmod(subject.choose(4), 2)
+    options = StateDictOptions(full_state_dict=bool(full), cpu_offload=bool(offload))
+    taken = [get_model_state_dict(subject.root, options=options)]
+    if subject.has_states:
+        taken.append(get_optimizer_state_dict(subject.root, subject.optimizer, options=options))
+    return Taken(taken)
+
+
+def _separate(value: Any) -> Any:
+    """A state dict with copies of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return (
+        copy.deepcopy(value) if not isinstance(value, dict) else {key: _separate(each) for key, each in value.items()}
+    )
+
+
+@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies")
+def load(subject: Subject) -> None:
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return  # a load drops gradients then, also those of a plain module
+    subject.root.load_state_dict(_separate(subject.root.state_dict()))
+    if subject.optimizer is not None and subject.api != "fsdp1":
+        subject.optimizer.load_state_dict(copy.deepcopy(subject.optimizer.state_dict()))
+
+
+@_kind(AROUND_STEP, "set_state_dict loads what get_state_dict returns", lambda s: s.has_states)
+def dsd_load(subject: Subject) -> None:
+    optimizer: Any = subject.optimizer
+    model, optim = get_state_dict(subject.root, optimizer)
+    set_state_dict(subject.root, optimizer, model_state_dict=model, optim_state_dict=optim)
+
+
+def _spans_the_world(subject: Subject) -> bool:
+    sizes = {group.size() for group in map(_group_of, subject.units())}
+    return subject.has_states and sizes == {dist.get_world_size()}
+
+
+def _group_of(unit: Any) -> Any:
+    if isinstance(unit, FSDP):
+        return unit.process_group
+    params = [param for param in unit.parameters() if isinstance(param, DTensor)]
+    return params[0].device_mesh if params else dist.group.WORLD
+
+
+@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", _spans_the_world)
+def _dcp(subject: Subject) -> None:
+    optimizer: Any = subject.optimizer
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    model, optim = get_state_dict(subject.root, optimizer)
+    state = {"model": model, "optim": optim}
+    dcp.save(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder[0])
+    set_state_dict(subject.root, optimizer, model_state_dict=model, optim_state_dict=optim)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
+
+
+# --- Parameters and gradients -----------------------------------------------------------------------------------------
+
+
+def _is_sharded(subject: Subject) -> bool:
+    return subject.api in ("fsdp1", "fsdp2")
+
+
+@_kind(BETWEEN, "FSDPModule.reshard frees what unshard made; summon_full_params without writeback", _is_sharded)
+def unshard(subject: Subject) -> None:
+    if subject.api == "fsdp1":
+        with FSDP.summon_full_params(subject.root, writeback=False):
+            return
+    for unit in subject.units():
+        unit.unshard()
+        unit.reshard()
+
+
+@_kind(BETWEEN, "nn.Module.to converts to a device and dtype, here to their own")
+def to(subject: Subject) -> None:
+    if not all(group.is_sharded for group in subject.groups()):
+        return  # their dtype is that of mixed precision
+    params = list(subject.root.parameters())
+    if any(param.grad is not None and param.grad.shape != param.shape for param in params):
+        return  # FSDP1 has unsharded gradients of microbatches
+    tensors = (*params, *(param.grad for param in params if param.grad is not None), *subject.root.buffers())
+    places = {(each.device, each.dtype) for each in tensors if each.is_floating_point()}
+    if len(places) == 1:
+        subject.root.to(*places.pop())
+
+
+@_kind(BETWEEN, "requires_grad_ changes whether autograd records the parameters, here for no operation")
+def freeze(subject: Subject) -> None:
+    params = [param for param in subject.root.parameters() if param.requires_grad and not param.is_inference()]
+    for value in (False, True):
+        for param in params:
+            param.requires_grad_(value)
+
+
+@_kind(frozenset({Place.BEFORE_STEP}), "clip_grad_norm_ scales only gradients whose norm exceeds the maximum")
+def clip(subject: Subject) -> None:
+    root: Any = subject.root
+    if subject.api == "fsdp1":
+        if all(param.grad is None or bool(param.grad.isfinite().all()) for param in root.parameters()):
+            root.clip_grad_norm_(FAR)
+        return
+    params = [param for param in root.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params]) if params else None
+    if norm is not None and bool(norm.isfinite() if not isinstance(norm, DTensor) else norm.full_tensor().isfinite()):
+        torch.nn.utils.clip_grad_norm_(params, FAR)
+
+
+def _is_first(subject: Subject) -> bool:
+    return not subject.forwards.calls and all(param.grad is None for param in subject.root.parameters())
+
+
+@_kind(frozenset({Place.BEFORE_FORWARD}), "zero_grad resets gradients, of which there are none yet", _is_first)
+def zero_grad(subject: Subject) -> None:
+    subject.root.zero_grad()
+
+
+@_kind(BETWEEN, "DTensor.full_tensor returns a tensor of its own", lambda subject: subject.api == "fsdp2")
+def full_tensor(subject: Subject) -> Taken:
+    params = list(subject.root.parameters())
+    tensors = [*params, *(param.grad for param in params if param.grad is not None)]
+    taken = {
+        i: each.full_tensor()
+        for i, each in enumerate(tensors)
+        if isinstance(each, DTensor) and each.is_floating_point()
+    }
+    return Taken(taken)
+
+
+# --- Beside the model -------------------------------------------------------------------------------------------------
+
+
+@_kind(EVERYWHERE, "another graph has nothing in common with this one")
+def backward(subject: Subject) -> None:
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+
+
+@_kind(EVERYWHERE, "gc.collect frees only what nothing refers to")
+def collect(subject: Subject) -> None:
+    gc.collect()
+
+
+@_kind(EVERYWHERE, "ranks need not arrive at the same time")
+def sleep(subject: Subject) -> None:
+    if subject.choose(dist.get_world_size()) == dist.get_rank():
+        time.sleep(SLEEP)
