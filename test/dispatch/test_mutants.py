@@ -20,7 +20,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, ENVIRONMENT, Balanced, FolderCase, TreeCase, alive
 
-from torch_fsdp_tests.explore import apart
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
@@ -28,7 +27,7 @@ from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, noticed_in, within
 from torch_fsdp_tests.reach.reachmap import Module
-from torch_fsdp_tests.tools.mutants import exclusions, exploring, hook, mutant, options
+from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
 from torch_fsdp_tests.tools.mutants import trials as trials_module
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
@@ -758,7 +757,7 @@ class TestCommand(CommandCase):
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),
             (["--kind", "stream"], "argument --kind: invalid choice: 'stream' (choose from"),
             (["-i", "nowhere"], "unknown test 'nowhere'"),
-            (["--budget", "0"], "--budget must be greater than 0, or 0 together with --explore"),
+            (["--budget", "0"], "--budget must be greater than 0"),
         ]
         self.check_refusals(refusals)
 
@@ -846,43 +845,6 @@ class TestInterrupted(CommandCase):
         self.run_command("--mutant", "vendor_fsdp.shard:describe:default:1", "--resume")
         self.assertEqual(self.code, 2)
         self.assertIn("is about torch '0.1', not", self.err)
-
-
-class TestExploring(unittest.TestCase):
-    """Without it, a program that fails without the change, too, could count as one that notices it."""
-
-    def explored(self, *statuses: int | None) -> list[Finding]:
-        """The findings about two mutants without a budget for tests, one of which is equivalent to the original.
-
-        The explorer of the other one ends with these statuses, with the change and then without it.
-        """
-        remaining = iter(statuses)
-
-        def explore(arguments: tuple[str, ...], environment: Mapping[str, str], limit: float = 0.0) -> int | None:
-            self.assertEqual(hook.VARIABLE in environment, "--replay" not in arguments)
-            status = next(remaining)
-            if status == 1 and "--output" in arguments:
-                folder = Path(arguments[arguments.index("--output") + 1])
-                folder.mkdir()
-                (folder / "new-1.json").write_text("{}")
-            return status
-
-        mutants = sites("x = not a\nx = not b", "negate")
-        argued = {mutants[1].id: {"change": mutants[1].diff, "why": "an argument"}}
-        trials = Trials(
-            Namespace(packages=(), budget=0, jobs=2, test_directory=Path()), "cpu", Tests(make_map({}), {}), argued
-        )
-        with unittest.mock.patch.object(apart, "run", explore):
-            return list(exploring.with_programs(trials.judge(mutants), 1, {}))
-
-    def test_programs_try_what_the_tests_missed_and_notice_what_fails_only_with_the_change(self):
-        equivalent, noticed = self.explored(1, 0)
-        self.assertEqual((equivalent.id[-1], equivalent.outcome), ("2", Outcome.EQUIVALENT))
-        self.assertEqual((noticed.outcome, noticed.by, noticed.why), (Outcome.NOTICED, "a random program", "{}"))
-        for statuses in ((1, 1), (0,), (2,), (None,), (1, None)):
-            with self.subTest(statuses):
-                missed = self.explored(*statuses)[-1]
-                self.assertEqual((missed.outcome, missed.executed), (Outcome.MISSED, 0))
 
 
 if __name__ == "__main__":

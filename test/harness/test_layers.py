@@ -24,7 +24,6 @@ LAYERS = (
     {"distributed"},
     {"common_fsdp", "common_dist_composable"},
     {"fsdp"},
-    {"explore"},
 )
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
 

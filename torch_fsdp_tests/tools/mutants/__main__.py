@@ -22,7 +22,6 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import ReachMap
 from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
-from torch_fsdp_tests.tools.mutants.exploring import with_programs
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
@@ -68,7 +67,7 @@ def _main(options: Namespace) -> ExitStatus:
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
-            for finding in with_programs(judged, options.explore, trials.environment):
+            for finding in judged:
                 record.add(finding)
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))

@@ -79,10 +79,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words = (
         "run tests of at most S seconds for each mutant, by the times in the map; the most specific tests run first "
     )
-    words += "(default: no limit; 0 leaves the mutants to --explore)"
+    words += "(default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
-    words = "let N random programs try each mutant that the tests miss (see torch_fsdp_tests.explore)"
-    add("--explore", type=NUMBER, metavar="N", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = "add to FILE which tests noticed which mutants; the file that ships tells --reaching what to run first"
     add("--save-noticed", type=Path, metavar="FILE", help=words)
@@ -93,8 +91,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--mutant and --sample cannot be used together")
     if given.patience <= 0:
         parser.error("--patience must be greater than 0")
-    if not (given.budget > 0 or (given.budget == 0 and given.explore)):
-        parser.error("--budget must be greater than 0, or 0 together with --explore")
+    if given.budget <= 0:
+        parser.error("--budget must be greater than 0")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     for option, folder in (

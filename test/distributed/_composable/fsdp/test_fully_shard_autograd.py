@@ -155,6 +155,17 @@ class Forces(nn.Module):
         return self.scale(force)
 
 
+class Empty(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
 class TestFullyShardAutograd(FSDPTest):
     @property
     def world_size(self) -> int:
@@ -698,6 +709,14 @@ class TestFullyShardAutograd(FSDPTest):
             self.assertEqual(full(losses[1]), losses[0])
         with torch_defect("dtensor_gradient_of_mean_loss_is_too_large", when=is_derived_mean and shards != "empty"):
             self.assertEqual(full(model.weight.grad), ref_model.weight.grad)
+
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_unit_without_elements_raises")
+    def test_parameter_without_elements(self):
+        model = nn.Sequential(nn.Linear(2, 2), Empty()).to(self.device)
+        shard_each((*model, model))
+        model(torch.ones(1, 2, device=self.device)).sum().backward()
+        self.assertEqual(model[1].weight.grad.shape, (0,))
 
 
 @dataclasses.dataclass(frozen=True)

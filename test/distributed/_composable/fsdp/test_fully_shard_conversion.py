@@ -353,6 +353,16 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         self._step(plain, model)
         self._check_same(model, plain)
 
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_cast_after_first_forward_raises")
+    def test_conversion_between_steps(self):
+        """A model that has run is converted, and computes in the new dtype."""
+        model = fully_shard(nn.Linear(2, 2, bias=False, device=self.device))
+        x = torch.ones(1, 2, device=self.device)
+        model(x).sum().backward()
+        model.to(torch.bfloat16)
+        self.assertEqual(model(x.bfloat16()), x.bfloat16() @ model.weight.full_tensor().T)
+
 
 if __name__ == "__main__":
     run_tests()

@@ -399,6 +399,17 @@ class TestFullyShardFrozen(FSDPTest):
         with torch_defect("fsdp2_frozen_first_forward_ignores_reduce_dtype"):
             self._check_reduce_dtype_after(True, MixedPrecisionPolicy(None, torch.bfloat16))
 
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_freezing_before_a_transform_raises")
+    def test_frozen_model_runs_under_a_transform(self):
+        """The model has run before its parameter is frozen, and runs under ``vmap`` afterwards."""
+        linear = nn.Linear(2, 2, bias=False, device=self.device)
+        model = fully_shard(linear, reshard_after_forward=True)
+        x = torch.ones(1, 2, device=self.device)
+        model(x).sum().backward()
+        model.weight.requires_grad_(False)
+        self.assertEqual(torch.vmap(model)(x), x @ model.weight.full_tensor().T)
+
 
 if __name__ == "__main__":
     run_tests()

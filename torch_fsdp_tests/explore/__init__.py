@@ -1,1 +1,0 @@
-"""Random programs over FSDP, compared with a plain model, and shrunk to a script."""
