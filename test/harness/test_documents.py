@@ -296,7 +296,7 @@ class TestVariables(TestCase):
         found = set()
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
             found |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
-        between_processes = {"EVENTS", "FIXES", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS"}
+        between_processes = {"EVENTS", "FIXES", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS", "NUMBERS"}
         known = {each.name for each in settings.VARIABLES}
         self.assertEqual(found - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
 

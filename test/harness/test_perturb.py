@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +27,7 @@ from torch_fsdp_tests.common_utils import TestCase, manual_seed, run_tests
 from torch_fsdp_tests.defects.in_tests import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
-from torch_fsdp_tests.perturb import insertion, kinds
+from torch_fsdp_tests.perturb import insertion, kinds, numbers
 
 Bug = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
@@ -208,6 +211,42 @@ def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
     with FSDP.summon_full_params(model):
         params = [param.detach().clone() for param in model.parameters()]
     test.assertEqual(params, [param.detach() for param in ref_model.parameters()])
+
+
+class TestNumbers(TrainingMixin, FSDPTest):
+    """Without it, a record could lack a step or a value, or two different trainings have equal records."""
+
+    world_size = 2
+
+    def _steps(self, lr: float) -> list[dict[str, Any]]:
+        manual_seed(42)
+        model = fully_shard(nn.Linear(3, 4).to(self.device))
+        optim = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+        with tempfile.TemporaryDirectory() as folder:
+            with numbers.recorded(folder, "__main__.TestX.test_x", self.rank):
+                for step in range(2):
+                    model(torch.full((1, 3), float(step + 1), device=self.device)).sum().backward()
+                    optim.step()
+                    optim.zero_grad()
+            (file,) = Path(folder).iterdir()
+            line = json.loads(file.read_text())
+        self.assertEqual((line["test"], line["rank"]), ("test_perturb::TestX.test_x", self.rank))
+        return line["steps"]
+
+    @skip_if_lt_x_gpu(2)
+    def test_steps(self):
+        steps = self._steps(lr=0.5)
+        self.assertEqual(self._steps(lr=0.5), steps)
+        other = self._steps(lr=0.25)
+        self.assertEqual(other[0]["loss"], steps[0]["loss"])
+        self.assertEqual(other[0]["gradient 0 of group 0"], steps[0]["gradient 0 of group 0"])
+        for name in ("parameter 0 of group 0", "parameter 1 of group 0"):
+            self.assertNotEqual(other[0][name], steps[0][name])
+        self.assertNotEqual(other[1]["loss"], steps[1]["loss"])
+        names = {
+            f"{what} {place} of group 0" for what in ("gradient", "parameter", "momentum_buffer") for place in (0, 1)
+        }
+        self.assertEqual([set(step) for step in steps], [names | {"loss"}] * 2)
 
 
 class TestNames(TestCase):
