@@ -5,7 +5,8 @@ part, which it does not reach. At its end, ``finalize_backward`` lets the curren
 drops its buffer. The buffer belongs to the stream of the copy-in, which does not wait: it does so only when a forward
 begins. So the next backward's copy-in may write into memory into which the all-gather still writes.
 
-The reproduction watches the waits by mocks, on a device too. No wrong number was seen yet.
+The reproduction watches the waits by mocks, on a device too. No wrong number was seen yet. With one rank there is no
+all-gather that could be late, so no program for a single GPU can show one.
 """
 
 from unittest import mock
