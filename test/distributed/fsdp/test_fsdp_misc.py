@@ -539,8 +539,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             if not accelerator.current().is_host:
                 stack.enter_context(_without_default_device_id())
             message = "The module has CPU parameters or buffers when `sync_module_states=True`"
-            with self.assertRaisesRegex(ValueError, message):
-                FSDP(build(), self.process_group, sync_module_states=True)
+            for module in (build(), nn.BatchNorm1d(2, affine=False)):  # the second one has only buffers
+                with self.assertRaisesRegex(ValueError, message):
+                    FSDP(module, self.process_group, sync_module_states=True)
 
         torch.manual_seed(self.rank)
         model = build()

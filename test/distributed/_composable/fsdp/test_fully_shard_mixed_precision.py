@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -345,6 +345,8 @@ class Through(nn.Module):
         self.args, self.kwargs = args, kwargs
         return args[0] * self.weight if self.returns is None else self.returns
 
+    other = forward
+
 
 class Sharing(nn.Sequential):
     """Gives one container to all of its layers. Each of them writes its output into it."""
@@ -513,12 +515,16 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         self._check_cast_members(model(members[1]), members)
 
     @skip_if_lt_x_gpu(1)
-    def test_param_dtype_of_containers(self):
-        """FSDP casts every floating-point tensor in a forward's inputs, positional or keyword."""
+    @subtests(method=["__call__", "other"])
+    def test_param_dtype_of_containers(self, method):
+        """FSDP casts every floating-point tensor in the inputs of a forward or a registered method, positional or
+        keyword.
+        """
         container, members = self._nested()
         model = Through(self.device, returns=members[1])
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        output = model(container, named=container)
+        register_fsdp_forward_method(model, "other")
+        output = getattr(model, method)(container, named=container)
         self._check_cast_members(model.args[0], members)
         self._check_cast_members(model.kwargs["named"], members)
         self.assertIs(output, members[1])  # without an output dtype

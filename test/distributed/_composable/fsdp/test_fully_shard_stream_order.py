@@ -55,13 +55,16 @@ def prepare_custom_collectives(model: Any) -> None:
         layer.set_custom_reduce_scatter(ReusingReduceScatter(numel))
 
 
-def prepare_optimizers_in_backward(model: Any) -> None:
+def prepare_optimizers_in_backward(model: Any, names: str = "") -> None:
+    """Each parameter whose name ends so takes a step as soon as it has a gradient."""
+
     def take(param: nn.Parameter, optim: torch.optim.Optimizer) -> None:
         optim.step()
         optim.zero_grad()
 
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(partial(take, optim=torch.optim.SGD([param], lr=1e-2)))
+    for name, param in model.named_parameters():
+        if name.endswith(names):
+            param.register_post_accumulate_grad_hook(partial(take, optim=torch.optim.SGD([param], lr=1e-2)))
 
 
 def prepare_kept_last_layer(model: Any) -> None:
@@ -239,6 +242,13 @@ class TestFullyShardStreamOrder(StreamOrderTest):
     @torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early")
     def test_optimizers_in_backward_with_offload(self):
         self._check_order(prepare=prepare_optimizers_in_backward, host_waits=["copy"], **PINNED)
+
+    @skip_if_lt_x_gpu(2)
+    @torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early")
+    def test_optimizer_in_backward_of_some_parameters_with_offload(self):
+        """The first parameter of each group has no hook."""
+        prepare = partial(prepare_optimizers_in_backward, names="bias")
+        self._check_order(prepare=prepare, host_waits=["copy", "event"], **PINNED)
 
     @skip_if_lt_x_gpu(2)
     @needs(torch_facts.HAS_RESET_ITER_STATE)
