@@ -498,6 +498,18 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertTrue(internals.flat_param_of(model.bn).grad.isfinite().all())
 
     @skip_if_lt_x_gpu(2)
+    @subtests(dtypes=list(itertools.product([torch.float16, torch.float32], repeat=2)))
+    def test_inputs_of_ignored_module(self, dtypes):
+        """Its inputs are cast to float32. Its output gets float16 again if any input had that."""
+        config = MixedPrecision(torch.float16, _module_classes_to_ignore=[Sums])
+        with self.assertWarnsRegex(UserWarning, "These modules will be wrapped as separate FSDP"):
+            model = FSDP(SumsOf(*dtypes).to(self.device), auto_wrap_policy=ModuleWrapPolicy([]), mixed_precision=config)
+        seen: list[torch.dtype] = []
+        model.sums.module.register_forward_hook(lambda module, args, output: seen.extend(x.dtype for x in args))
+        output = model(torch.ones(1, 2, device=self.device))
+        self.assertEqual((seen, output.dtype), ([torch.float32] * 2, min(dtypes, key=lambda dtype: dtype.itemsize)))
+
+    @skip_if_lt_x_gpu(2)
     @subtests(full_precision=[True, False])
     def test_eval_root_cast_inputs(self, full_precision):
         """In eval mode, a root without parameters casts its inputs, unless eval mode uses full precision."""
@@ -640,6 +652,27 @@ class BatchNormNet(nn.Module):
         x = self.bn(self.fc1(x).reshape(-1, 4, 10))
         x = self.ln(self.fc2(x.reshape(-1, 40)))
         return self.fc3(x).softmax(dim=1)
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y) * self.scale
+
+
+class SumsOf(nn.Module):
+    """Its inner module gets inputs of these dtypes."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.sums, self.dtypes = nn.Linear(2, 2), Sums(), dtypes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.sums(*(x.to(dtype) for dtype in self.dtypes))
 
 
 class SeesInput(nn.Module):
