@@ -323,6 +323,7 @@ class TestExplicitUnshard(FSDPTest):
         self.assertIsNone(model._unshard())
         model._unshard(async_op=True).wait()
         self.assertEqual(room_in(internals.gathered(internals.flat_param_of(model))), 20)
+        FSDP(nn.ReLU(), device_id=self.device)._unshard(async_op=True).wait()  # it has no parameters
 
     def _assert_same_grads(self, flat_params: list[internals.FlatParam], mlps: MLPs, numel: int) -> None:
         shard = numel // self.world_size
