@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import local_map
 
@@ -281,6 +281,18 @@ class TestLocalMap(DTensorTestBase):
         with torch_defect("dtensor_local_map_of_uneven_shards_has_wrong_shape", when=rows % 2 == 1):
             self.assertEqual(double(weight).shape, plain.weight.shape)
             self.assertEqual(double(weight).full_tensor(), 2 * plain.weight)
+
+
+class TestDistributeModule(DTensorTestBase):
+    world_size = 2
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_only_once(self):
+        mesh = make_mesh(self.world_size)
+        model = distribute_module(nn.Linear(4, 4, device=self.device), mesh)
+        with self.assertRaisesRegex(RuntimeError, "should only be called once on a module"):
+            distribute_module(model, mesh)
 
 
 if __name__ == "__main__":
