@@ -158,9 +158,11 @@ def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
     return chosen
 
 
-def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
-    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
-    left, size = [*tests], FEW
+def batches(tests: Iterable[Reached], first: int = FEW) -> Iterator[tuple[Reached, ...]]:
+    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other.
+    The first one has at most ``first``.
+    """
+    left, size = [*tests], first
     while left:
         batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
         yield tuple(batch)

@@ -94,6 +94,14 @@ class Tests:
         )
         return self._order.sort(self._of(mutant), [edit])
 
+    def has_statement(self, mutant: Mutant) -> bool:
+        """Whether the map tells which tests run the statement. Otherwise the tests of its function may not run it."""
+        return self._statement(mutant) is not None and self._has_statements(mutant.module)
+
+    @functools.cache  # noqa: B019
+    def _has_statements(self, module: str) -> bool:
+        return any(function.startswith(f"{module}.") for function in self._map.statements)
+
     def is_run(self, mutant: Mutant) -> bool:
         """Whether there are such tests."""
         return bool(self._of(mutant))

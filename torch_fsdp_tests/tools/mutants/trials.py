@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
-from torch_fsdp_tests.reach.order import batches, within
+from torch_fsdp_tests.reach.order import FEW, MANY, batches, within
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
@@ -33,6 +33,7 @@ from torch_fsdp_tests.verdict.stream import TestResult
 TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
 FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests
 FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
+PROBED = 16  # tests, one of which has to run a statement that the map does not have, before others are tried
 WORTH_A_SERVER = 3  # mutants in a row; for fewer, separate interpreters start faster
 assert TEST_LIMIT < FILE_LIMIT
 
@@ -106,7 +107,7 @@ class Trials:
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
         chosen = within(self._options.budget, reaching)
-        for batch in batches(chosen):
+        for batch in batches(chosen, FEW if self._may_fork(mutant.id) else MANY):
             while batch:
                 attempt = yield Work(mutant.id, batch)
                 seconds += attempt.seconds
@@ -123,6 +124,10 @@ class Trials:
                     return dataclasses.replace(finding, outcome=Outcome.NOTICED, by=by, how=how, why=why)
                 # The test says nothing about the change. The tests after it still have to run.
                 batch = _after(batch, bad, attempt)
+            is_run = self._tests.has_statement(mutant) or self._reached(mutant.id).exists()
+            if not is_run and len(executed) >= PROBED:
+                why = f"none of the first {len(executed)} tests of its function runs the statement"
+                return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
             why = "no test runs the statement" if not reaching else "the tests of its function are skipped here"
@@ -168,9 +173,12 @@ class Trials:
             **(hook.environment(work.id, self._reached(work.id), self.environment) if work.id else {}),
         }
         orders = Orders(os.getpid(), self._run, job.part, device=self._device)
-        may_fork = not work.id or any(is_in(package, module_of(work.id)) for package in self._forgotten)
-        process.start(orders, environment, may_fork=may_fork)
+        process.start(orders, environment, may_fork=self._may_fork(work.id))
         return process
+
+    def _may_fork(self, id: str) -> bool:
+        """Whether the server can fork a process of this mutant. Otherwise it is a new interpreter, which costs more."""
+        return not id or any(is_in(package, module_of(id)) for package in self._forgotten)
 
     def _wait(self) -> Iterator[Finding]:
         """Sleep until a process ends or reaches its limit, and continue with its mutant."""
