@@ -369,6 +369,9 @@ class TestFlattenParams(FlattenTest):
                 flatten(floats, floats, trainable=trainable)
             handle = flatten(floats, floats, trainable=trainable, use_orig_params=True)
             self.assertTrue(handle.flat_param.requires_grad)
+        params = [nn.Parameter(torch.ones(3, device=device)) for device in (self.device, "meta")]
+        with self.assertRaisesRegex(ValueError, "on the same device but got both"):
+            self._handle(nn.ParameterList(params))
         with self.assertRaisesRegex(ValueError, "Cannot flatten a `FlatParameter`"):
             inner = flatten(floats)
             internals.flat_param.FlatParamHandle(

@@ -400,7 +400,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_access_params_after_forward(self, sharding_strategy):
-        """Parameters are local again after forward if forward reshards, and after backward in any case."""
+        """Parameters are local again after forward if it reshards or has no graph, and after backward in any case."""
         models = data_parallel(self._model()), self._fsdp(sharding_strategy)
         ddp_model, fsdp_model = models
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
@@ -427,6 +427,9 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             self.assert_local(fsdp_model, ddp_model, sharding_strategy is not NO_SHARD)
             for optim in optims:
                 optim.zero_grad()
+            with torch.no_grad():
+                fsdp_model(inp)
+            self.assert_local(fsdp_model, ddp_model, sharding_strategy is not NO_SHARD)
         check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
@@ -614,6 +617,34 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         for optim in optims:
             optim.step()
         self.assert_same_full_params(*models[::-1])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(skips=[False, True])
+    def test_switch_that_skips_writeback(self, skips):
+        with internals.switched("FSDP_SKIP_WRITEBACK_CHECK", skips):
+            model = self._models()[1]
+        before = internals.flat_param_of(model).detach().clone()
+        for param in model.parameters():
+            param.data = torch.full_like(param, 2.0)
+        with torch.no_grad():
+            self._loss(model)
+        self.assertEqual(torch.equal(internals.flat_param_of(model), before), skips)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], change_data=[False, True])
+    def test_grad_writeback_with_offload(self, sharding_strategy, change_data):
+        """A gradient that was replaced on the CPU is there after a forward."""
+        model = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(True))[1]
+        self._loss(model).backward()
+        twos = {param: torch.full_like(param, 2.0) for param in model.parameters() if param.grad is not None}
+        for param, grad in twos.items():
+            if change_data:
+                param.grad.data = grad
+            else:
+                param.grad = grad
+        with torch.no_grad():
+            self._loss(model)
+        self.assertEqual([param.grad for param in twos], [*twos.values()])
 
     @skip_if_lt_x_gpu(2)
     @subtests(change_data=[False, True])

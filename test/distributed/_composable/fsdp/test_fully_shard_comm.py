@@ -212,6 +212,16 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         """Gradients are divided by the square root of the world size before and after the sum, so no sum overflows."""
         self._test_reduce_scatters(torch.float16, factors=(4, 4, SUM, SUM))
 
+    @skip_if_lt_x_gpu(1)
+    @subtests(factor_before=[(1, 1), (2, 2), (6, 4), (9, 2), (16, 4), (24, 8)])
+    def test_divide_factors_of_fp16(self, factor_before):
+        """Before the sum, gradients are divided by a power of two, which goes on as long as it divides the factor."""
+        factor, before = factor_before
+        found = fsdp_collectives._get_gradient_divide_factors(
+            None, None, torch.float16, device_type=self.device.type, factor=factor
+        )
+        self.assertEqual(found, (before, factor / before, SUM, SUM))
+
     def _test_reduce_scatters(self, reduce_dtype: torch.dtype, factors: tuple[Any, ...]) -> None:
         for new_stream in (False, True):
             with self.subTest(new_stream=new_stream):

@@ -310,6 +310,16 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
 
     @skip_if_lt_x_gpu(2)
+    @subtests(index=[0, 2])
+    def test_state_dict_of_one_module_of_a_group(self, index):
+        """It is sharded, whichever module of a group it is of."""
+        model = self._two_linears(5)
+        fully_shard([model[0], model[2]], reshard_after_forward=False)
+        fully_shard(model)(self._rows_of(self.rank))
+        for value in model[index].state_dict().values():
+            self.assertIsInstance(value, DTensor)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
     def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
         """A model may load between steps, also with ``assign``. The next step uses the loaded values.

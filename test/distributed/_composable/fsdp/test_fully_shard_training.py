@@ -932,6 +932,17 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
                 model(self._tokens(2, 8))
 
     @skip_if_lt_x_gpu(2)
+    @subtests(name=["weight", "bias"])
+    def test_any_shared_parameter_of_a_group(self, name):
+        """The error is not only about the first parameter of a group."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        setattr(model[1], name, getattr(model[0], name))
+        shard_each([*model, model])
+        with torch_defect("fsdp2_tied_parameters_come_apart"):
+            with self.assertRaisesRegex(ValueError, f"'1.{name}' .* already managed by another"):
+                model(self._inputs(2, 4))
+
+    @skip_if_lt_x_gpu(2)
     def test_layer_by_layer_shard_no_false_positive(self):
         """If a new parameter reuses the address of a freed one, FSDP does not treat the two as shared."""
         manual_seed(42)
