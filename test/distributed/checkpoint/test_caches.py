@@ -64,8 +64,8 @@ def one_planner(**kwargs: Any) -> Arguments:
     return lambda: {"planner": planner}
 
 
-def one_writer(caches: bool = True) -> Arguments:
-    planner, writer = planner_class()(enable_plan_caching=caches), FileSystemWriter("nowhere")
+def one_writer(caches: bool = True, **kwargs: Any) -> Arguments:
+    planner, writer = planner_class()(enable_plan_caching=caches), FileSystemWriter("nowhere", **kwargs)
     return lambda: {"planner": planner, "storage_writer": writer}
 
 
@@ -74,6 +74,7 @@ SAVES: dict[str, Callable[[], Arguments]] = {
     "one planner": lambda: one_planner(dedup_save_to_lowest_rank=True),
     "one planner and writer": one_writer,
     "one planner and writer, without cached plans": lambda: one_writer(caches=False),
+    "one planner and writer with two threads": lambda: one_writer(thread_count=2),
 }
 CHANGES = ["a key more", "a key less", "another shape", "a tensor for a number", "a full tensor for a sharded one"]
 # In what the state dicts of saves differ from the first one, beside their values.
@@ -147,6 +148,25 @@ class TestCaches(DTensorTestBase):
             path = os.path.join(self.temp_dir, f"{save} {sequence} {seed}")
             dcp.save(self._state(kind, seed), checkpoint_id=path, **arguments())
             self._check(path, kind, seed, reader, planner)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_plan_that_does_not_change(self):
+        """A rank makes a plan only for the first save, and after a change."""
+        made = []
+
+        class Planner(planner_class()):  # type: ignore[misc]
+            def create_local_plan(self) -> dcp.SavePlan:
+                plan = super().create_local_plan()
+                made.append(plan.usable)
+                return plan
+
+        for seed, kind in enumerate(["", "", "a key more", "a key more"], 1):
+            path = os.path.join(self.temp_dir, str(seed))
+            dcp.save(self._state(kind, seed), checkpoint_id=path, planner=Planner(enable_plan_caching=True))
+            self._check(path, kind, seed)
+        self.assertEqual(made, [True, False, True, False])
 
     @with_comms
     @skip_if_lt_x_gpu(2)

@@ -380,6 +380,14 @@ class TestStateDictOptions(StateDictOptionsTest):
             self.assertEqual(list(found), wanted)
 
     @skip_if_lt_x_gpu(2)
+    def test_load_of_nothing(self):
+        """Only a strict load requires values."""
+        model = fully_shard(nn.Linear(4, 4, device=self.device))
+        set_model_state_dict(model, {}, options=StateDictOptions(strict=False))
+        with self.assertRaisesRegex(RuntimeError, "model state_dict is empty"):
+            set_model_state_dict(model, {}, options=StateDictOptions())
+
+    @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
     def test_missing_extra_state(self, options):
         saving, loading = (fully_shard(WithExtraState(count, self.device)) for count in (3, 4))

@@ -283,12 +283,28 @@ class TestLocalMap(DTensorTestBase):
             self.assertEqual(double(weight).full_tensor(), 2 * plain.weight)
 
 
-class TestDistributeModule(DTensorTestBase):
+class TestDistribute(DTensorTestBase):
     world_size = 2
 
     @with_comms
     @skip_if_lt_x_gpu(2)
-    def test_only_once(self):
+    def test_meta_tensor(self):
+        """It stays on the meta device."""
+        made = distribute_tensor(torch.empty(4, 2, device="meta"), make_mesh(self.world_size), [Shard(0)])
+        self.assertEqual((made.shape, made.to_local().shape, made.is_meta), ((4, 2), (2, 2), True))
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_module_without_parameters(self):
+        """Its buffers are replicated."""
+        module: Any = nn.Module()
+        module.register_buffer("steps", torch.ones(2, device=self.device))
+        distribute_module(module, make_mesh(self.world_size))
+        self.assertEqual(module.steps.placements, (Replicate(),))
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_module_only_once(self):
         mesh = make_mesh(self.world_size)
         model = distribute_module(nn.Linear(4, 4, device=self.device), mesh)
         with self.assertRaisesRegex(RuntimeError, "should only be called once on a module"):
