@@ -1,6 +1,7 @@
 """``python -m torch_fsdp_tests.tools.mutants``: its operators, its hook, and the real command over a tiny package."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -34,6 +35,7 @@ from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.sites import RELATED, Mutant, Source
 from torch_fsdp_tests.tools.mutants.trials import Trials, Work
+from torch_fsdp_tests.verdict import State
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -472,6 +474,7 @@ class TestTests(FolderCase):
         tests[1:1] = [Reached("b", "T.x", 0.1, 0)]
         names = [[f"{test.file}.{test.test[2:]}" for test in batch] for batch in batches(tests)]
         self.assertEqual(names, [["a.t0", "a.t1"], ["b.x"], [f"a.t{n}" for n in range(2, 9)]])
+        self.assertEqual([len(batch) for batch in batches(tests, first=8)], [8, 1, 1])
 
     def test_the_first_that_fit_and_at_least_one(self):
         tests = [Reached("a", f"T.t{n}", 2.0, n) for n in range(4)]
@@ -507,6 +510,30 @@ class TestStatements(TreeCase):
             with self.subTest(digest=digest):
                 tests = Tests(known, dict.fromkeys("abc", ""))
                 self.assertEqual([test.file for test in tests.for_mutant(changed)], files)
+                self.assertEqual(tests.has_statement(changed), digest != "other")
+
+    def test_a_statement_that_the_map_does_not_have(self):
+        """If none of the first tests runs it, no others are tried."""
+        for is_known, is_run, ran in ((False, False, 16), (True, False, 60), (False, True, 60)):
+            with self.subTest(is_known=is_known, is_run=is_run):
+                tests = unittest.mock.Mock(**{"has_statement.return_value": is_known})
+                tests.for_mutant.return_value = [Reached("a", f"T.t{n}", 0.1, n) for n in range(60)]
+                given = Namespace(packages=(), budget=math.inf, jobs=1, test_directory=Path())
+                trials = Trials(given, "cpu", tests, {})
+                trials._children = unittest.mock.Mock(directory=self.root / str(is_run))
+                (changed,) = sites("x = not a", "negate")
+                trials._reached(changed.id).parent.mkdir(exist_ok=True)
+                if is_run:
+                    trials._reached(changed.id).touch()
+                story = trials._story(changed)
+                work = next(story)
+                with self.assertRaises(StopIteration) as over:
+                    while True:
+                        results = [unittest.mock.Mock(outcome=State.PASSED) for _ in work.tests]
+                        work = story.send(unittest.mock.Mock(seconds=0.0, tests=results))
+                found = over.exception.value
+                outcome = Outcome.MISSED if is_run else Outcome.NOT_REACHED
+                self.assertEqual((found.outcome, found.executed), (outcome, ran))
 
     def test_a_module_outside_of_the_map_has_the_tests_of_what_uses_it(self):
         folder = self.root / "vendor"
