@@ -2,7 +2,7 @@
 
 The places are before each outermost forward of a training loop (so also between microbatches), after it, and before and
 after each optimizer step. Nothing is inserted where a test could tell: while something of ``mock`` is in force, under a
-mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward, and in a
+mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward or a checkpointed forward, on a part of the ranks, and in a
 test that is declared as unperturbed. A kind that calls forward leaves out models whose forward a test may watch.
 
 All ranks of a test choose alike, because the choice depends only on the name of the test and on how many insertions
@@ -58,6 +58,7 @@ class Session:
             or torch._C._len_torch_function_stack()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.autograd._profiler_enabled()
+            or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # of a checkpoint
             or not dist.is_initialized()
             or dist.get_backend() == "fake"
         )
@@ -102,7 +103,7 @@ class Session:
         number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
         subject = Subject(root.api, module, optimizer, place, number, root)
         self._count += 1
-        if subject.is_watched() or not subject.is_made():
+        if subject.is_watched() or not subject.is_made() or not subject.spans_the_world():
             return
         usable = [kind for kind in self._kinds if place in kind.places and kind.applies(subject)]
         if usable:

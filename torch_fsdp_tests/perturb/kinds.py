@@ -97,6 +97,11 @@ class Subject:
                 return True
         return False
 
+    def spans_the_world(self) -> bool:
+        """Whether all ranks have the model, so that they insert the same."""
+        sizes = {dist.get_world_size() if self.api == "ddp" else _size_of(unit) for unit in self.units()}
+        return sizes <= {dist.get_world_size()}
+
     def is_made(self) -> bool:
         """Whether all parameters have values."""
         return not any(param.is_meta for param in self.root.parameters())
@@ -147,6 +152,15 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {}
+
+
+def _size_of(unit: Any) -> int:
+    """The number of ranks over which FSDP1 or FSDP2 shards and replicates a module."""
+    if isinstance(unit, FSDP):
+        replicas = getattr(unit, "_inter_node_pg", None)
+        return int(unit.process_group.size() * (replicas.size() if replicas is not None else 1))
+    params = [param for param in unit.parameters() if isinstance(param, DTensor)]
+    return params[0].device_mesh.size() if params else dist.get_world_size()
 
 
 def _kind(places: frozenset[Place], documented: str, applies: Callable[[Subject], bool] = lambda subject: True) -> Any:
@@ -374,19 +388,7 @@ def dsd_load(subject: Subject) -> None:
     set_state_dict(subject.root, optimizer, model_state_dict=model, optim_state_dict=optim)
 
 
-def _spans_the_world(subject: Subject) -> bool:
-    sizes = {group.size() for group in map(_group_of, subject.units())}
-    return subject.has_states and sizes == {dist.get_world_size()}
-
-
-def _group_of(unit: Any) -> Any:
-    if isinstance(unit, FSDP):
-        return unit.process_group
-    params = [param for param in unit.parameters() if isinstance(param, DTensor)]
-    return params[0].device_mesh if params else dist.group.WORLD
-
-
-@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", _spans_the_world)
+@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", lambda s: s.has_states)
 def _dcp(subject: Subject) -> None:
     optimizer: Any = subject.optimizer
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
