@@ -2,8 +2,9 @@
 
 The places are before each outermost forward of a training loop (so also between microbatches), after it, and before and
 after each optimizer step. Nothing is inserted where a test could tell: while something of ``mock`` is in force, under a
-mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward or a checkpointed forward, on a part of the ranks, and in a
-test that is declared as unperturbed. A kind that calls forward leaves out models whose forward a test may watch.
+mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward or a
+checkpointed forward, into a model that only some ranks have, and in a test that is declared as unperturbed. A kind that
+calls forward leaves out models whose forward a test may watch.
 
 All ranks of a test choose alike, because the choice depends only on the name of the test and on how many insertions
 came before.

@@ -38,6 +38,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.perturb import unperturbed
 
 BYTES = 4  # per float32
 SMALL = ModelArgs(n_layers=3, vocab_size=32, dim=16, dropout_p=0.0, weight_tying=False)
@@ -63,6 +64,7 @@ class BodyAlone(nn.Module):
         return self.body(x)
 
 
+@unperturbed("it measures memory")
 class TestFullyShardMemory(FSDPTest):
     world_size = 2
 
