@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.perturb import is_paused
 from torch_fsdp_tests.perturb.invariants import Snapshot
 from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, Kind, Place, Subject, copied
@@ -104,9 +105,12 @@ class Session:
         number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
         subject = Subject(root.api, module, optimizer, place, number, root)
         self._count += 1
-        if subject.is_watched() or not subject.is_made() or not subject.spans_the_world():
+        if not subject.spans_the_world():
             return
-        usable = [kind for kind in self._kinds if place in kind.places and kind.applies(subject)]
+        candidates = [kind for kind in self._kinds if place in kind.places]
+        possible = not subject.is_watched() and subject.is_made()
+        agreed = _agree([possible and kind.applies(subject) for kind in candidates])
+        usable = [kind for kind, is_usable in zip(candidates, agreed) if is_usable]
         if usable:
             self._run(usable[number % len(usable)], subject)
 
@@ -126,6 +130,14 @@ class Session:
             random.setstate(numbers[1])
             self._is_busy = False
         self.inserted.append(words)
+
+
+def _agree(mine: Sequence[bool]) -> list[bool]:
+    """What all ranks say yes to. A rank may have no shard of a parameter, and so no state of it."""
+    answers = torch.tensor(mine, dtype=torch.int32, device=accelerator.current().device(dist.get_rank()))
+    if mine:
+        dist.all_reduce(answers, dist.ReduceOp.MIN)
+    return [bool(answer) for answer in answers.tolist()]
 
 
 def _note(error: Exception, words: str) -> None:
