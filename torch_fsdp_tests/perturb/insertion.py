@@ -109,7 +109,9 @@ class Session:
             return
         candidates = [kind for kind in self._kinds if place in kind.places]
         possible = not subject.is_watched() and subject.is_made()
-        agreed = _agree([possible and kind.applies(subject) for kind in candidates])
+        *agreed, subject.has_states = _agree(
+            [*(possible and kind.applies(subject) for kind in candidates), subject.has_states]
+        )
         usable = [kind for kind, is_usable in zip(candidates, agreed) if is_usable]
         if usable:
             self._run(usable[number % len(usable)], subject)
@@ -135,8 +137,7 @@ class Session:
 def _agree(mine: Sequence[bool]) -> list[bool]:
     """What all ranks say yes to. A rank may have no shard of a parameter, and so no state of it."""
     answers = torch.tensor(mine, dtype=torch.int32, device=accelerator.current().device(dist.get_rank()))
-    if mine:
-        dist.all_reduce(answers, dist.ReduceOp.MIN)
+    dist.all_reduce(answers, dist.ReduceOp.MIN)
     return [bool(answer) for answer in answers.tolist()]
 
 

@@ -68,6 +68,14 @@ class Subject:
     place: Place
     number: int  # the same on all ranks of the test, and different at each insertion
     forwards: Forwards
+    # Whether the optimizer has a state of each parameter, on all ranks. Without them, DSD makes states by a step
+    # (``dsd_asking_for_optim_state_is_a_step``).
+    has_states: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        states = self.optimizer.state if self.optimizer is not None else {}
+        self.has_states = self.owns_optimizer and all(param in states for group in groups for param in group["params"])
 
     def run(self) -> None:
         """A forward of the root."""
@@ -105,18 +113,6 @@ class Subject:
     def is_made(self) -> bool:
         """Whether all parameters have values."""
         return not any(param.is_meta for param in self.root.parameters())
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the optimizer has a state of each parameter. Before, DSD makes states by a step
-        (``dsd_asking_for_optim_state_is_a_step``).
-        """
-        optimizer = self.optimizer
-        return (
-            self.owns_optimizer
-            and optimizer is not None
-            and all(param in optimizer.state for group in optimizer.param_groups for param in group["params"])
-        )
 
     def params(self) -> dict[str, nn.Parameter]:
         return dict(self.root.named_parameters())
