@@ -119,7 +119,7 @@ def keeping(former: Any) -> Any:
 
 
 kept: list[torch.Tensor] = []
-# For each kind a bug that only it shows.
+# For each kind a bug that training alone does not show.
 BUGS: dict[str, Bug] = {
     "eval": lambda model: drops(internals.fsdp2_param_group.FSDPParamGroup, "post_forward", is_plain_evaluation)(model),
     "inference": lambda model: drops(

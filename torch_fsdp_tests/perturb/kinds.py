@@ -82,7 +82,7 @@ class Subject:
         self.root(*copied(self.forwards.args), **copied(self.forwards.kwargs))
 
     def choose(self, count: int) -> int:
-        """One of so many possibilities, the same on all ranks."""
+        """A number below ``count``, the same on all ranks."""
         return self.number // 64 % count
 
     def units(self) -> Iterator[Any]:
@@ -96,7 +96,7 @@ class Subject:
             yield from getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
 
     def is_watched(self) -> bool:
-        """Whether collectives, or what they send, are functions of the test."""
+        """Whether the test has replaced collectives, or what they send, by its own functions."""
         names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
         for group in self.groups():
             if not all(_is_own(value) for name in names if (value := getattr(group, name, None)) is not None):
@@ -184,7 +184,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def can_run(subject: Subject) -> bool:
-    """Whether a forward more changes nothing, and cannot be seen by the test.
+    """Whether one more forward changes nothing, and cannot be seen by the test.
 
     No hook, class or method of the test may be part of the model. An embedding with ``max_norm`` changes its weight. A
     group of modules reshards when all of them have run. DDP's arguments may no longer fit at the step, because tests
@@ -242,7 +242,7 @@ def inner(subject: Subject) -> None:
 
 
 def _can_drop(subject: Subject) -> bool:
-    """FSDP1 does not document how to reshard after a forward without a backward. Statistics count forwards."""
+    """Not FSDP1, which documents no reshard without a backward; no batch norm, whose statistics count forwards."""
     counts = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in subject.root.modules())
     return subject.api == "fsdp2" and not counts and can_run(subject)
 
