@@ -80,16 +80,23 @@ class Session:
         if trains:
             root.args, root.kwargs = copied((args, kwargs))
             root.has_run = True
-            self._insert(Place.BEFORE_FORWARD, module)
+            if not root.pending:
+                self._insert(Place.BEFORE_FORWARD, module)
         self._running.append(module)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._running.pop()
         root.calls += 1
+        root.pending += trains
         if trains and self.may_insert():
             self._insert(Place.AFTER_FORWARD, module)
         return output
+
+    def after_backward(self) -> None:
+        if not self._is_busy:
+            for root in self._roots.values():
+                root.pending = max(0, root.pending - 1)
 
     def around_step(self, place: Place, optimizer: torch.optim.Optimizer) -> None:
         if not self.may_insert():
@@ -98,6 +105,7 @@ class Session:
         inner = {each for module in self._roots for each in module.modules() if each is not module}
         for module in [module for module in self._roots if module not in inner]:
             if own & {id(param) for param in module.parameters()}:
+                self._roots[module].pending = 0
                 self._insert(place, module, optimizer)
 
     def _insert(self, place: Place, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -180,6 +188,7 @@ def _install() -> None:
         cls.__call__ = _wrapped(cls, api)
     register_optimizer_step_pre_hook(functools.partial(_around_step, Place.BEFORE_STEP))
     register_optimizer_step_post_hook(functools.partial(_around_step, Place.AFTER_STEP))
+    torch.autograd.backward = _reporting(torch.autograd.backward)
     patch: Any = unittest.mock._patch
     patch.__enter__, patch.__exit__ = _counted(patch.__enter__, 1), _counted(patch.__exit__, -1)
 
@@ -196,6 +205,16 @@ def _wrapped(cls: Any, api: str) -> Callable[..., Any]:
 def _around_step(place: Place, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _current.session is not None and not torch.compiler.is_compiling():
         _current.session.around_step(place, optimizer)
+
+
+def _reporting(backward: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(backward)
+    def reporting(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if _current.session is not None and not torch.compiler.is_compiling():
+            _current.session.after_backward()
+
+    return reporting
 
 
 def _counted(method: Callable[..., Any], change: int) -> Callable[..., Any]:

@@ -73,7 +73,14 @@ def _brief(value: Any) -> str:
 
 
 def _is_sharded(root: nn.Module) -> bool:
-    """Whether no module of FSDP2 is unsharded, as ``set_reshard_after_backward(False)`` leaves them."""
+    """Whether no module is unsharded, as ``set_reshard_after_backward(False)`` or a forward of FSDP1 may leave them."""
+    handles = [handle for module in root.modules() if (handle := getattr(module, "_handle", None)) is not None]
+    if any(
+        getattr(handle, "uses_sharded_strategy", False) and handle.flat_param.shape != handle.flat_param._sharded_size
+        for handle in handles
+        if hasattr(handle, "flat_param")
+    ):
+        return False
     return all(
         getattr(group, "is_sharded", True)
         for module in root.modules()

@@ -53,6 +53,7 @@ class Forwards:
     args: tuple[Any, ...] = ()  # of the last forward in training, or of the one that follows
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     calls: int = 0
+    pending: int = 0  # those whose backward has not run, as far as is known
     has_run: bool = False  # whether the arguments are known
     # The arguments of the last forwards of inner modules, by name.
     inner: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -368,23 +369,30 @@ def _separate(value: Any) -> Any:
     )
 
 
-@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies")
+def _copies(subject: Subject) -> bool:
+    """Not if tensors are swapped: then a load drops the gradients of any module."""
+    return not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def _can_reload(subject: Subject) -> bool:
+    return subject.has_states and _copies(subject)
+
+
+@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _copies)
 def load(subject: Subject) -> None:
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return  # a load drops gradients then, also those of a plain module
     subject.root.load_state_dict(_separate(subject.root.state_dict()))
     if subject.optimizer is not None and subject.api != "fsdp1":
         subject.optimizer.load_state_dict(copy.deepcopy(subject.optimizer.state_dict()))
 
 
-@_kind(AROUND_STEP, "set_state_dict loads what get_state_dict returns", lambda s: s.has_states)
+@_kind(AROUND_STEP, "set_state_dict loads what get_state_dict returns", _can_reload)
 def dsd_load(subject: Subject) -> None:
     optimizer: Any = subject.optimizer
     model, optim = get_state_dict(subject.root, optimizer)
     set_state_dict(subject.root, optimizer, model_state_dict=model, optim_state_dict=optim)
 
 
-@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", lambda s: s.has_states)
+@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", _can_reload)
 def _dcp(subject: Subject) -> None:
     optimizer: Any = subject.optimizer
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -424,7 +432,7 @@ def to(subject: Subject) -> None:
     if any(param.grad is not None and param.grad.shape != param.shape for param in params):
         return  # FSDP1 has unsharded gradients of microbatches
     tensors = (*params, *(param.grad for param in params if param.grad is not None), *subject.root.buffers())
-    places = {(each.device, each.dtype) for each in tensors if each.is_floating_point()}
+    places = {(each.device, each.dtype) for each in tensors if each.is_floating_point() or each.is_complex()}
     if len(places) == 1:
         subject.root.to(*places.pop())
 
