@@ -22,7 +22,7 @@ from torch_fsdp_tests.processes import host  # noqa: E402
 from torch_fsdp_tests.verdict import SkipKind, closing_line, tally  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
-# What the reasons of these kinds have in common. Other reasons are told one by one.
+# What the reasons of these kinds have in common. Other reasons are listed one by one.
 COMMON = {
     SkipKind.TORCH: "the feature is newer than this version of PyTorch",
     SkipKind.DEVICE: "the device or its backend lacks something, such as memory of its own, streams or graphs",

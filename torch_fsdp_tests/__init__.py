@@ -20,7 +20,7 @@ class _NotOffered:
             # The exception gets no name, because "from package import name" would hide it.
             raise ModuleNotFoundError(
                 f"{package} has no {missing} (it has what tests of FSDP use from {', '.join(UPSTREAMS)}): "
-                f"use torch.testing._internal.{missing}, which torch still has"
+                f"use torch.testing._internal.{missing}, which PyTorch still has"
             )
 
 

@@ -15,12 +15,12 @@ CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "run_test.py").is_file() else Non
 ROOT = CHECKOUT or PACKAGE  # the folder that holds the tests and the documents: an installed package has them inside
 DOCUMENTS = ROOT / "docs"
 COMMAND = "torch-fsdp-tests"
-COMMIT = "commit.txt"  # in the package where there is no repository: what :func:`commit` said where it was built
+COMMIT = "commit.txt"  # in the package where there is no repository: what :func:`commit` returned where it was built
 
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the tests and the harness, with ``-dirty`` where files differ from it; None where nobody knows."""
+    """The commit of the tests and the harness, with ``-dirty`` where files differ from it; None if it is unknown."""
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a folder without one may lie in another repository
         path = PACKAGE / COMMIT
         return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None

@@ -17,12 +17,12 @@ DEFAULT_TIMEOUT = 120  # seconds
 LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
-# A test fails if torch does not have a defect, or a repair, that its version should have.
+# A test fails if torch does not have a defect, or a fix, that its version should have.
 STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"
 # A test is an error, and not skipped, if torch lacks a private name or cannot answer a question about it. Otherwise a
 # torch that renames half of FSDP could pass by skipping half of the tests.
 STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
-# A test fails if it leaves something behind.
+# A test fails if it leaks.
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 # A test fails if its streams do not wait for each other where they share memory.
 CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
@@ -33,7 +33,7 @@ SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
 SLOW_VARIABLE = "PYTORCH_TEST_WITH_SLOW"
-MOST_RANKS = 65536  # of one test; more than any launcher makes
+MAX_RANKS = 65536  # of one test; more than any launcher makes
 # Of a test that does not set its own number, on the CPU. On other devices it is lent at most as many devices.
 USUAL_RANKS = 4
 FEW_RANKS = 2  # of a test for which a few are enough, on the CPU
@@ -108,7 +108,7 @@ VARIABLES = (
     Variable(SEED_VARIABLE, "seed of a test file that is run alone", default="1234"),
     Variable(STRICT_DEFECTS_VARIABLE, option="--strict-defects"),
     Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
-    Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaves something behind", is_repeated=True),
+    Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaks", is_repeated=True),
     Variable(CHECK_STREAMS_VARIABLE, option="--check-streams"),
     Variable(PERTURB_VARIABLE, option="--perturb"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
@@ -152,7 +152,7 @@ def start(environment: Mapping[str, str]) -> str | None:
 def ranks(environment: Mapping[str, str]) -> int | None:
     """The default number of ranks of a test, or None. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(RANKS_VARIABLE)
-    return whole(RANKS_VARIABLE, text, MOST_RANKS) if text else None
+    return whole(RANKS_VARIABLE, text, MAX_RANKS) if text else None
 
 
 def default_ranks(devices: int) -> int:
@@ -161,7 +161,7 @@ def default_ranks(devices: int) -> int:
 
 
 def is_on(variable: str, environment: Mapping[str, str]) -> bool:
-    """Whether a switch is exactly ``1``. Upstream's ``PYTORCH_TEST_*`` are read in this way, too."""
+    """Whether a switch is exactly ``1``. Upstream's ``PYTORCH_TEST_*`` are also read in this way."""
     return environment.get(variable) == "1"
 
 
@@ -186,5 +186,5 @@ def whole(variable: str, text: str, most: int) -> int:
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigurationError` if a variable has a value that tests with ranks would refuse."""
+    """Raise :class:`ConfigurationError` if a variable has a value that tests with ranks would reject."""
     timeout(environment), start(environment), ranks(environment), perturbations(environment)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import features, report
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State, tally
@@ -18,7 +18,7 @@ RUN = RunTests(Path("test"), Path("test"))
 def file_of(*tests: TestResult, name: str = "test_x", ended: float = 1.0, **more: Any) -> FileResult:
     """The result of a file with these tests, which ran once."""
     job = Job(ShardedTest(TestRun(name)), 0)
-    return FileResult((Attempt(job, Ending(How.EXITED, 0), tests, 0.0, ended, **more),))
+    return FileResult((Attempt(job, ProcessEnd(EndKind.EXITED, 0), tests, 0.0, ended, **more),))
 
 
 def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class TestComparison(unittest.TestCase):
                 self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
 
     def test_a_new_test_that_fails_is_newly_failing(self):
-        """This is so in a file that the earlier report does not have, too."""
+        """This is so in a file that the earlier report does not have as well."""
         new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
         reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
         self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])

@@ -1,4 +1,4 @@
-"""How diffs are read: their forms, the texts that are refused, and how their hunks are applied."""
+"""How diffs are read: their forms, the texts that are rejected, and how their hunks are applied."""
 
 import unittest
 

@@ -136,7 +136,7 @@ class TestForkServer(TreeCase):
         self.check(files, ["-j1", *reaching], passed=3, env=little_torch(self.root))
 
     def test_it_goes_with_a_run_that_is_refused(self):
-        """Also while it imports torch, and would notice only later."""
+        """Also while it imports torch, and would detect only later."""
         self.write_program()
         self.write({"test_0": PASS})
         environment, file = little_torch(self.root), self.root / "pid"

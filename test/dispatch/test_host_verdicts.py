@@ -41,11 +41,11 @@ def a_test(*ranks: dict[str, Any], outcome: State = State.ERROR, **facts: Any) -
 
 def verdicts(*tests: TestResult) -> dict[str, tuple[str, int, int, int, int]]:
     """The verdict on each host, with the numbers of tests that passed, failed, crashed and were silent on it."""
-    told = two_hosts()
+    results = two_hosts()
     for test in tests:
-        told.take(test)
+        results.take(test)
     names = ("verdict", "passed", "failed", "crashed", "silent")
-    return {name: tuple(host[each] for each in names) for name, host in told.to_json().items()}
+    return {name: tuple(host[each] for each in names) for name, host in results.to_json().items()}
 
 
 class TestVerdicts(unittest.TestCase):
@@ -80,9 +80,9 @@ class TestVerdicts(unittest.TestCase):
         self.assertEqual(verdicts(TestResult("T", State.SKIPPED, facts=skipped.facts))["a"], ("ok", 0, 0, 0, 0))
 
     def test_share_of_time(self):
-        told = two_hosts()
-        told.take(a_test(rank_cpu=[1.0, 1.0, 3.0, 3.0]))
-        self.assertEqual([host["share"] for host in told.to_json().values()], [0.25, 0.75])
+        results = two_hosts()
+        results.take(a_test(rank_cpu=[1.0, 1.0, 3.0, 3.0]))
+        self.assertEqual([host["share"] for host in results.to_json().values()], [0.25, 0.75])
         self.assertEqual([host["share"] for host in two_hosts().to_json().values()], [None, None])
 
     def test_exit_status(self):
@@ -99,10 +99,10 @@ class TestVerdicts(unittest.TestCase):
                 self.assertEqual(results.exit_code(), expected)
 
     def test_in_words(self):
-        told = two_hosts()
-        told.take(a_test(PASSED, PASSED, PASSED, RAISED, rank_cpu=[1.0, 1.0, 1.0, 1.0]))
-        told.lose("a")
-        data = told.to_json()
+        results = two_hosts()
+        results.take(a_test(PASSED, PASSED, PASSED, RAISED, rank_cpu=[1.0, 1.0, 1.0, 1.0]))
+        results.lose("a")
+        data = results.to_json()
         data["b"]["machine"] = MACHINE | {"instruction_sets": "AVX512"}
         self.assertEqual(
             hosts.lines(data),
@@ -113,7 +113,7 @@ class TestVerdicts(unittest.TestCase):
                 "  b     2-3    0       0       1       0        1           50%   suspect",
                 "  instruction sets: AVX2 on a, AVX512 on b",
                 "a is lost: a process on it is gone, or it cannot be reached",
-                "b is suspect: 1 failure began there, while the other hosts were well",
+                "b is suspect: 1 failure began there, and none on the other hosts",
             ],
         )
         self.assertEqual(hosts.lines({"a": data["a"]}), [])

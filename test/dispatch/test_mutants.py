@@ -26,13 +26,13 @@ from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
-from torch_fsdp_tests.reach.order import batches, noticed_in, within
+from torch_fsdp_tests.reach.order import batches, kills_in, within
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
 from torch_fsdp_tests.tools.mutants import trials as trials_module
-from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
 from torch_fsdp_tests.tools.mutants.mutant import Tests
+from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 from torch_fsdp_tests.tools.mutants.sites import RELATED, Mutant, Source
 from torch_fsdp_tests.tools.mutants.trials import Trials, Work
 from torch_fsdp_tests.verdict import State
@@ -88,7 +88,7 @@ EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
 }
 
 # For each operator that rewrites more than a token: code, and the possible replacements for what it changes. One line
-# stands for the header of its statement.
+# represents the header of its statement.
 REWRITES: dict[str, list[tuple[str, set[str]]]] = {
     "finally": [
         ("try: f()\nfinally: g()", {"f()\ng()"}),
@@ -295,7 +295,7 @@ TESTS = {
             def test_describe(self): shard.describe(0)
             def test_unfit(self): self.fail("it fails in any case")
         """,
-    # Tests that notice changes which only the processes that they start can notice: forks and fresh interpreters.
+    # Tests that detect changes which only the processes that they start can detect: forks and fresh interpreters.
     "test_processes": """
         class TestProcesses(unittest.TestCase):
             def test_fork(self):
@@ -325,8 +325,8 @@ REACHES = {
 }
 
 
-def source(text: str, on_host: bool = True) -> Source:
-    return Source(textwrap.dedent(text), "module", on_host)
+def source(text: str, on_cpu: bool = True) -> Source:
+    return Source(textwrap.dedent(text), "module", on_cpu)
 
 
 def sites(text: str, operator: str) -> list[Mutant]:
@@ -346,7 +346,7 @@ def make_map(reaches: Mapping[str, Sequence[str]], seconds: float = 0.01) -> Rea
 
 
 class TestOperators(unittest.TestCase):
-    """Without it, a mutant could change nothing, and the report would say that the tests missed it."""
+    """Without it, a mutant could change nothing, and the report would say that it survived the tests."""
 
     def test_each_makes_the_changes_that_it_is_for(self):
         self.assertEqual({*EXAMPLES, *REWRITES}, {operator.name for operator in OPERATORS})
@@ -360,7 +360,7 @@ class TestOperators(unittest.TestCase):
 
     def test_every_change_of_the_installed_fsdp_changes_something(self):
         """All changes differ in their text. As many as time allows are also compared by bytecode."""
-        mutants = list(mutant.all_of([options.PACKAGE], on_host=True))
+        mutants = list(mutant.all_of([options.PACKAGE], on_cpu=True))
         self.assertGreater(len(mutants), 5000)
         for each in mutants:
             self.assertNotEqual(*each.change, each.id)
@@ -425,9 +425,9 @@ class TestOperators(unittest.TestCase):
     def test_order_of_streams_is_tried_on_every_device(self):
         """Other code about streams is tried where there are some."""
         code = "with a.stream(b): b.wait_event(c)"
-        on_host = {site.operator: site.excluded for site in source(code).mutants.values()}
-        self.assertEqual(on_host, {"context": exclusions.DEVICE, "streams": None})
-        self.assertEqual({site.excluded for site in source(code, on_host=False).mutants.values()}, {None})
+        on_cpu = {site.operator: site.excluded for site in source(code).mutants.values()}
+        self.assertEqual(on_cpu, {"context": exclusions.DEVICE, "streams": None})
+        self.assertEqual({site.excluded for site in source(code, on_cpu=False).mutants.values()}, {None})
 
 
 def meaning(code: types.CodeType) -> object:
@@ -450,10 +450,10 @@ class TestDraw(unittest.TestCase):
     def test_as_many_of_each_family(self):
         modules = ("fsdp._flat_param", "fsdp._fully_shard._fsdp_param", "torch.distributed.checkpoint.planner")
         mutants = [each for module in modules for each in self.mutants(30, module)]
-        drawn = mutant.draw(mutants, 30, seed=1)
-        self.assertEqual(Counter(each.family for each in drawn), {"FSDP1": 10, "FSDP2": 10, "related": 10})
-        self.assertEqual(drawn, mutant.draw(mutants, 30, seed=1))
-        self.assertNotEqual(drawn, mutant.draw(mutants, 30, seed=2))
+        sampled = mutant.sample(mutants, 30, seed=1)
+        self.assertEqual(Counter(each.family for each in sampled), {"FSDP1": 10, "FSDP2": 10, "related": 10})
+        self.assertEqual(sampled, mutant.sample(mutants, 30, seed=1))
+        self.assertNotEqual(sampled, mutant.sample(mutants, 30, seed=2))
 
     def test_related_modules_are_changed_unless_a_package_is_named(self):
         named = {name for package in RELATED for name, _ in mutant.files_of(package)}
@@ -462,12 +462,12 @@ class TestDraw(unittest.TestCase):
         self.assertEqual(given, [(options.PACKAGE, *RELATED), ("vendor_fsdp",)])
 
     def test_few_move_when_mutants_come_and_go(self):
-        before, after = ({each.id for each in mutant.draw(self.mutants(n, "m"), 20, 1)} for n in (100, 101))
+        before, after = ({each.id for each in mutant.sample(self.mutants(n, "m"), 20, 1)} for n in (100, 101))
         self.assertGreaterEqual(len(before & after), 19)
 
 
 class TestTests(FolderCase):
-    """Without it, a mutant could be tried without a test that notices it, or be called equivalent where it is not."""
+    """Without it, a mutant could be tried without a test that detects it, or be called equivalent where it is not."""
 
     def test_processes_are_short_at_first(self):
         tests = [Reached("a", f"T.t{n}", 0.1, n) for n in range(9)]
@@ -483,8 +483,8 @@ class TestTests(FolderCase):
 
     def test_what_is_equivalent_on_a_host_counts_there_only(self):
         path = self.write_json("equivalent.json", {"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]})
-        self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
-        self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
+        self.assertEqual([*mutant.equivalents(path, on_cpu=True)], ["a", "b"])
+        self.assertEqual([*mutant.equivalents(path, on_cpu=False)], ["a"])
 
     def test_a_class_without_functions_has_the_tests_that_name_it(self):
         known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})
@@ -532,7 +532,7 @@ class TestStatements(TreeCase):
                         results = [unittest.mock.Mock(outcome=State.PASSED) for _ in work.tests]
                         work = story.send(unittest.mock.Mock(seconds=0.0, tests=results))
                 found = over.exception.value
-                outcome = Outcome.MISSED if is_run else Outcome.NOT_REACHED
+                outcome = MutantOutcome.SURVIVED if is_run else MutantOutcome.NOT_REACHED
                 self.assertEqual((found.outcome, found.executed), (outcome, ran))
 
     def test_a_module_outside_of_the_map_has_the_tests_of_what_uses_it(self):
@@ -583,7 +583,7 @@ class TestProcesses(unittest.TestCase):
 
 
 class TestHook(TreeCase):
-    """Without it, a trial could change the installed torch, or a mutant that was never made could count as missed.
+    """Without it, a trial could change the installed torch, or a mutant that was never made could count as survived.
 
     The hook in separate processes, over a package of two modules.
     """
@@ -678,14 +678,14 @@ class CommandCase(TreeCase):
         path = os.pathsep.join([str(self.root), str(CHECKOUT)])
         return super().start(*arguments, **{"limit": 120, "cwd": self.root, **more, "env": {"PYTHONPATH": path}})
 
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, MutantResult]:
         """The findings of the record, by the id without the package's name."""
         lines = (self.output / "findings.jsonl").read_text().splitlines()[1:]
-        findings = [from_data(Finding, json.loads(line)) for line in lines]
+        findings = [from_data(MutantResult, json.loads(line)) for line in lines]
         self.assertEqual(len(findings), len({finding.id for finding in findings}), "a mutant was tried twice")
         return {finding.id.removeprefix("vendor_fsdp."): finding for finding in findings}
 
-    def check_outcomes(self, expected: Mapping[str, Outcome], *arguments: object) -> dict[str, Finding]:
+    def check_outcomes(self, expected: Mapping[str, MutantOutcome], *arguments: object) -> dict[str, MutantResult]:
         named = [word for id in expected for word in ("--mutant", f"vendor_fsdp.{id}")]
         self.run_command(*named, *arguments)
         self.assertEqual(self.code, 0, self.out + self.err)
@@ -695,7 +695,7 @@ class CommandCase(TreeCase):
 
 
 class TestCommand(CommandCase):
-    """Without it, the share of noticed mutants could be wrong, because a hang or an unfit test is miscounted."""
+    """Without it, the share of killed mutants could be wrong, because a hang or an unfit test is miscounted."""
 
     def test_what_becomes_of_mutants(self):
         """The limit of a process is 7 seconds, so that a hang is short. There are too few mutants for a server."""
@@ -704,7 +704,7 @@ class TestCommand(CommandCase):
         stale = {"id": "vendor_fsdp.shard:first:exchange:1", "change": "another", "why": "stale"}
         equivalent = self.write_json("equivalent.json", {"mutants": [entry, stale]})
         test = "test_shard::TestShard.test_"
-        noticed = {
+        killed = {
             "shard:first:arithmetic:1": (f"{test}first", "failed"),
             "shard:drain:call:2": (f"{test}drain", "timed out"),
             "sizes:Options:default:1": ("test_options::TestOptions.test_strict", "failed"),  # at import
@@ -712,21 +712,21 @@ class TestCommand(CommandCase):
             "sizes:tail:arithmetic:1": ("test_processes::TestProcesses.test_fresh", "failed"),
         }
         others = {
-            "shard:drain:negate:1": Outcome.EQUIVALENT,
-            "shard:describe:default:1": Outcome.MISSED,
-            "shard:first:number:2": Outcome.NOT_REACHED,  # the line never runs
-            "shard:never:exchange:1": Outcome.NOT_REACHED,  # no test enters the function
+            "shard:drain:negate:1": MutantOutcome.EQUIVALENT,
+            "shard:describe:default:1": MutantOutcome.SURVIVED,
+            "shard:first:number:2": MutantOutcome.NOT_REACHED,  # the line never runs
+            "shard:never:exchange:1": MutantOutcome.NOT_REACHED,  # no test enters the function
         }
         arguments = ("--equivalent", equivalent, "--patience", 0.12, "-j", 4)
-        findings = self.check_outcomes(dict.fromkeys(noticed, Outcome.NOTICED) | others, *arguments)
-        self.assertEqual({id: (findings[id].by, findings[id].how) for id in noticed}, noticed)
+        findings = self.check_outcomes(dict.fromkeys(killed, MutantOutcome.KILLED) | others, *arguments)
+        self.assertEqual({id: (findings[id].by, findings[id].how) for id in killed}, killed)
         self.assertEqual(findings["shard:drain:negate:1"].why, "an argument")
-        missed = findings["shard:describe:default:1"]
-        self.assertEqual(set(missed.tests), {f"{test}describe", f"{test}unfit"})
+        survived = findings["shard:describe:default:1"]
+        self.assertEqual(set(survived.tests), {f"{test}describe", f"{test}unfit"})
         self.assertIn("\n    + def describe(rank, verbose=True):", self.out)
         self.assertRegex(self.out, r"(?m)^all +5 +1 +2 +1 +0 +83.3 %$")
         data = json.loads((self.output / "mutants.json").read_text())
-        self.assertEqual([data[kind] for kind in ("noticed", "missed", "not reached")], [5, 1, 2])
+        self.assertEqual([data[kind] for kind in ("killed", "survived", "not reached")], [5, 1, 2])
         self.assertEqual(data["share"], 0.8333)
         page = (self.output / "mutants.html").read_text()
         Balanced(self).feed(page)
@@ -740,7 +740,7 @@ class TestCommand(CommandCase):
         self.write({"test_rewrite": f"class TestX(unittest.TestCase):\n    def test_x(self): {rewrite}\n"})
         self.map.write_text(make_map({**REACHES, "test_rewrite::TestX.test_x": ["shard.never"]}).as_text())
         rewriting, late = "shard:never:exchange:1", "sizes:of_shard:arithmetic:1"
-        findings = self.check_outcomes({rewriting: Outcome.NOT_REACHED, late: Outcome.UNDECIDED}, "-j", 1)
+        findings = self.check_outcomes({rewriting: MutantOutcome.NOT_REACHED, late: MutantOutcome.UNDECIDED}, "-j", 1)
         self.assertIn("has no place for the mutant", findings[late].why)
 
     def test_a_budget(self):
@@ -750,15 +750,15 @@ class TestCommand(CommandCase):
         tests = {("test_shard", "TestShard.test_drain"): fast, ("test_shard", "TestShard.test_first"): slow}
         self.map.write_text(build("any", tests).as_text())
         id = "shard:first:arithmetic:1"
-        findings = self.check_outcomes({id: Outcome.NOT_REACHED}, "--budget", 1)
+        findings = self.check_outcomes({id: MutantOutcome.NOT_REACHED}, "--budget", 1)
         self.assertEqual(findings[id].why, "none of the tests runs the statement, of the first 1 of 2")
-        self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 40)[id].executed, 2)
-        # What noticed a mutant of the function before comes first.
-        kept = self.root / "noticed.jsonl"
+        self.assertEqual(self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 40)[id].executed, 2)
+        # What killed a mutant of the function before comes first.
+        kept = self.root / "kills.jsonl"
         for _ in range(2):
-            again = self.check_outcomes({id: Outcome.NOTICED}, "--budget", 1, "--save-noticed", kept)
+            again = self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 1, "--save-noticed", kept)
             self.assertEqual(again[id].executed, 1)
-        self.assertEqual(noticed_in(kept), {"vendor_fsdp.shard.first": {("test_shard", "TestShard.test_first")}})
+        self.assertEqual(kills_in(kept), {"vendor_fsdp.shard.first": {("test_shard", "TestShard.test_first")}})
         self.assertEqual(len(kept.read_text().splitlines()), 1)
 
     def test_the_list_of_mutants(self):
@@ -772,7 +772,7 @@ class TestCommand(CommandCase):
 
     def test_bad_arguments_in_a_sentence(self):
         empty = self.write_json("empty.json", {})
-        refusals: list[tuple[list[object], str]] = [
+        cases: list[tuple[list[object], str]] = [
             (["--mutant", "vendor_fsdp.sizes:of_shard:number:99"], "vendor_fsdp has no mutant vendor_fsdp.sizes:of_sh"),
             (["--package", "no_such_fsdp"], "there is no package no_such_fsdp"),
             (["--map", empty], "is not a map of what tests reach"),
@@ -786,7 +786,7 @@ class TestCommand(CommandCase):
             (["-i", "nowhere"], "unknown test 'nowhere'"),
             (["--budget", "0"], "--budget must be greater than 0"),
         ]
-        self.check_refusals(refusals)
+        self.check_errors(cases)
 
 
 # A model whose gradients must not be reduced, on two ranks. One test only looks at the whole model.
@@ -810,16 +810,21 @@ if __name__ == "__main__": run_tests()  # and not unittest.main
 
 
 class TestOfTorch(CommandCase):
-    """Without it, a mutant of torch's FSDP could be absent in the ranks, and be reported as missed by the tests."""
+    """Without it, a mutant of torch's FSDP could be absent in the ranks, and be reported as a survivor."""
 
     def test_ranks_have_the_change(self):
-        """The mutants are enough for a server. It has forgotten the FSDP that torch's compiler had imported."""
+        """The mutants are enough for a server. It has forgotten the FSDP that the compiler of PyTorch had imported."""
         function = "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_requires_gradient_sync"
         self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
         tests = {("test_sync", "TestSync.test_no_reduction"): Executed({function.replace(":", ".")}, 2.0)}
         self.map.write_text(build("any", tests).as_text())
         # No test checks the settings for the reduction over replicas, or that modules below get them.
-        expected = {"assignment:1": "noticed", "assignment:2": "missed", "default:1": "missed", "negate:1": "missed"}
+        expected = {
+            "assignment:1": "killed",
+            "assignment:2": "survived",
+            "default:1": "survived",
+            "negate:1": "survived",
+        }
         expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}
         named = [word for id in expected for word in ("--mutant", id)]
         where = ["--package", "torch.distributed.fsdp", "--module", "_fully_shard._fully_shard"]

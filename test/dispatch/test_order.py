@@ -7,10 +7,10 @@ import unittest
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch.reaching import NOTICED, SHIPPED, shipped
+from torch_fsdp_tests.dispatch.reaching import KILLS, SHIPPED, shipped
 from torch_fsdp_tests.reach import Executed, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
-from torch_fsdp_tests.reach.order import Edit, Order, noticed_in
+from torch_fsdp_tests.reach.order import Edit, Order, kills_in
 
 FUNCTION = "torch.m.unshard_flat_param"
 
@@ -34,7 +34,7 @@ class OrderCase(unittest.TestCase):
         tests: Iterable[str],
         seconds: Mapping[str, float] | None = None,
         also: Mapping[str, Iterable[str]] | None = None,
-        noticed: Iterable[str] = (),
+        kills: Iterable[str] = (),
     ) -> list[str]:
         """The names of the tests in their order. All enter the function, and what ``also`` says."""
         known = make_map(
@@ -43,7 +43,7 @@ class OrderCase(unittest.TestCase):
                 for test in tests
             }
         )
-        order = Order(known, {"f": source}, {FUNCTION: [("f", f"T.{test}") for test in noticed]})
+        order = Order(known, {"f": source}, {FUNCTION: [("f", f"T.{test}") for test in kills]})
         return [test.test.removeprefix("T.") for test in order.sort(known.tests, edits)]
 
 
@@ -95,9 +95,9 @@ class TestKinds(OrderCase):
 
     def test_what_noticed_an_earlier_change_comes_first(self):
         source = test_file(test_a="pass", test_b="pass")
-        for noticed in ("test_a", "test_b"):
-            found = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], noticed=[noticed])
-            self.assertEqual(found[0], noticed)
+        for killer in ("test_a", "test_b"):
+            found = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], kills=[killer])
+            self.assertEqual(found[0], killer)
 
     def test_the_specific_come_first_and_then_the_fast(self):
         source = test_file(test_a="pass", test_b="pass", test_c="pass")
@@ -156,21 +156,21 @@ class TestOrder(OrderCase):
     def test_earlier_findings(self):
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "findings.jsonl"
-            self.assertEqual(noticed_in(record), {})
+            self.assertEqual(kills_in(record), {})
             lines = [{"torch": "any"}, {"id": "torch.m:f:negate:1", "by": "a/f::T.t"}, {"id": "torch.m:g:negate:1"}]
             record.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"id": ')
-            self.assertEqual(noticed_in(record), {"torch.m.f": {("a/f", "T.t")}})
+            self.assertEqual(kills_in(record), {"torch.m.f": {("a/f", "T.t")}})
             more = Path(folder) / "more.jsonl"
             more.write_text('{"id": "torch.m:f", "by": "a/f::T.u"}\n')
-            self.assertEqual(noticed_in(record, more), {"torch.m.f": {("a/f", "T.t"), ("a/f", "T.u")}})
+            self.assertEqual(kills_in(record, more), {"torch.m.f": {("a/f", "T.t"), ("a/f", "T.u")}})
 
     def test_shipped_findings_are_of_tests_and_functions_of_the_map(self):
         known = ReachMap.load(shipped("2.13.0", SHIPPED))
         tests = {(test.file, test.test) for test in known.tests}
-        noticed = noticed_in(NOTICED)
-        self.assertGreater(len(noticed), 100)
-        self.assertEqual({test for found in noticed.values() for test in found} - tests, set())
-        self.assertEqual([name for name in noticed if known.enclosing(name) is None], [])
+        kills = kills_in(KILLS)
+        self.assertGreater(len(kills), 100)
+        self.assertEqual({test for found in kills.values() for test in found} - tests, set())
+        self.assertEqual([name for name in kills if known.enclosing(name) is None], [])
 
 
 if __name__ == "__main__":

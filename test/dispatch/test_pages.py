@@ -20,7 +20,7 @@ from trees import Balanced, fits, schema
 from torch_fsdp_tests.defects import versions_page
 from torch_fsdp_tests.dispatch import html_report
 from torch_fsdp_tests.tools.mutants import report as mutants
-from torch_fsdp_tests.tools.mutants.findings import Outcome
+from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome
 from torch_fsdp_tests.verdict import RankResult, State
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -74,19 +74,19 @@ def varied() -> dict[str, Any]:
 
 def page_of_mutants() -> str:
     row: dict[str, Any] = {"name": "all", "share": 0.5, "words": "a condition negated"}
-    row |= {outcome.value: 1 for outcome in Outcome}
-    missed: dict[str, Any] = {
+    row |= {outcome.value: 1 for outcome in MutantOutcome}
+    survived: dict[str, Any] = {
         "id": f"module:{LONG}:1",
-        "outcome": "missed",
+        "outcome": "survived",
         "operator": "negate",
         "module": "m",
         "line": 1,
     }
-    missed |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}"}
-    noticed = missed | {"outcome": "noticed", "by": f"test::{LONG}", "how": "failed", "seconds": 1.0}
+    survived |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}"}
+    killed = survived | {"outcome": "killed", "by": f"test::{LONG}", "how": "failed", "seconds": 1.0}
     about = {"torch": "2.13.0", "python": "3.11", "device": "cpu", "package": "torch.distributed.fsdp", "selected": 3}
     tables = {"families": [row], "modules": [row], "kinds": [row], "ways": {"failed": 1}, "excluded": {LONG: 2}}
-    return mutants.render({**about, **row, **tables, "median_seconds": 1.0, "mutants": [missed, noticed]})
+    return mutants.render({**about, **row, **tables, "median_seconds": 1.0, "mutants": [survived, killed]})
 
 
 @functools.cache
@@ -121,7 +121,7 @@ class TestContent(unittest.TestCase):
         for words in (
             "FSDP of torch 2.13.0 on cpu: <span class=bad>failed</span>",
             "2 of the 5 tests that ran failed, in 1 file.",
-            "1 test showed 2 known defects of this torch, as expected.",
+            "1 test showed 2 known defects, as expected.",
             "1 test passed only when run again.",
             "1 test was skipped; its reason is given below.",
             "1 test did not run, because the file or the run ended first.",
@@ -260,9 +260,9 @@ class TestInChromium(unittest.TestCase):
         """What a script sees on pages in frames of some width. A window itself cannot be as narrow as a phone."""
         data = json.dumps(asked).replace("</", "<\\/")
         title = re.search("<title>(.*?)</title>", self.dump(PROBE.read_text().replace("ASKED", data)), re.S)
-        told = json.loads(html.unescape(title[1])) if title else None
-        self.assertIsInstance(told, list)
-        return told or []
+        results = json.loads(html.unescape(title[1])) if title else None
+        self.assertIsInstance(results, list)
+        return results or []
 
     def test_nothing_is_wider_than_the_page_and_words_stay_whole(self):
         asked: list[dict[str, Any]] = [
@@ -288,7 +288,7 @@ class TestInChromium(unittest.TestCase):
         ]
         wanted = [what for what, _ in cases]
         (found,) = self.look([{"page": pages()["report"], "width": 1300, "wanted": wanted}])
-        for (what, tests), seen in zip(cases, found["sought"], strict=True):
+        for (what, tests), seen in zip(cases, found["filter_link"], strict=True):
             with self.subTest(what):
                 self.assertEqual(seen["shown"], tests)
                 self.assertEqual(seen["says"], f"{len(tests)} of 7 tests")

@@ -24,7 +24,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
 from torch_fsdp_tests.dispatch.last_failures import WHOLE_FILE, Failed
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How, worst_of_each
+from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd, worst_of_each
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
@@ -49,9 +49,9 @@ class TestShards(unittest.TestCase):
 
     def test_union_is_the_selection(self):
         tests = [TestRun(f"t{number}") for number in range(23)]
-        draw = random.Random(7)
+        rng = random.Random(7)
         for known in (0, 9, 23):
-            times = {f"t{number}": draw.uniform(1, 2000) for number in range(known)}
+            times = {f"t{number}": rng.uniform(1, 2000) for number in range(known)}
             expected = sorted(map(str, plan.split(tests, times, {}, 600)))
             for shards in (1, 2, 5, 23, 60):
                 with self.subTest(known=known, shards=shards):
@@ -74,7 +74,7 @@ class TestShards(unittest.TestCase):
         self.assertEqual(parts, [(1, 3, 433), (2, 3, 433), (3, 3, 433)])
 
     def test_no_threshold_makes_endless_parts(self):
-        self.assertEqual(len(plan.split([TestRun("f")], {"f": plan.LONGEST}, {}, 1e-300)), plan.MOST_PARTS)
+        self.assertEqual(len(plan.split([TestRun("f")], {"f": plan.LONGEST}, {}, 1e-300)), plan.MAX_PARTS)
 
     def test_part_of_a_file_takes_its_classes_time(self):
         times = {"f": {"A": 5.0, "B": 7.0}}
@@ -126,8 +126,8 @@ class TestOrder(unittest.TestCase):
             self.assertEqual((start[wide.key], start[filler.key]), (10.0, began))
 
     def test_nothing_overlaps(self):
-        draw = random.Random(3)
-        jobs = jobs_of(*((draw.choice((1, 2, 4, 8)), draw.uniform(1, 50)) for _ in range(120)))
+        rng = random.Random(3)
+        jobs = jobs_of(*((rng.choice((1, 2, 4, 8)), rng.uniform(1, 50)) for _ in range(120)))
         placed = plan.simulate(plan.order(jobs, 8, 60), 8, 60)
         self.assertEqual(sorted(p.job.key for p in placed), [job.key for job in jobs])
         for moment in (placement.start for placement in placed):
@@ -156,8 +156,8 @@ class TestDevices(unittest.TestCase):
         for vendor in vendors.BUILT_IN:
             for variable in vendor.visibility_variables:
                 with self.subTest(vendor.device_type, variable=variable), self.built_for(vendor.torch_build):
-                    for wish in (None, vendor.device_type):
-                        device_set = find(wish, None, {variable: "3,5"})
+                    for requested in (None, vendor.device_type):
+                        device_set = find(requested, None, {variable: "3,5"})
                         self.assertEqual((device_set.type, device_set.names), (vendor.device_type, ("3", "5")))
                         self.assertEqual(device_set.environment((1,)), {**vendor.environment, variable: "5"})
                         self.assertEqual((device_set.backend, device_set.remark), (vendor.backend, None))
@@ -166,7 +166,7 @@ class TestDevices(unittest.TestCase):
 
     @staticmethod
     def built_for(name: str | None) -> AbstractContextManager[object]:
-        """A torch that was built for a device. Extensions need nothing from torch itself."""
+        """A version of PyTorch that was built for a device. Extensions need nothing from torch itself."""
         versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
         return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
 
@@ -191,8 +191,8 @@ class TestDevices(unittest.TestCase):
     def test_a_package_declares_its_devices(self):
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 3, "fooccl")
         with self.declared({"foo": foo}), self.built_for(None):
-            for wish in ("foo", None):
-                device_set = find(wish, None, {})
+            for requested in ("foo", None):
+                device_set = find(requested, None, {})
                 self.assertEqual(
                     (device_set.type, device_set.names, device_set.backend), ("foo", ("0", "1", "2"), "fooccl")
                 )
@@ -229,7 +229,7 @@ class TestDevices(unittest.TestCase):
         self.assertEqual(shared.environment(()), {"FOO_QUIET": "1", "FOO_VISIBLE": "0,1"})
 
     def test_a_package_that_declares_no_vendor(self):
-        """The CPU is not tested instead, unless somebody names it."""
+        """The CPU is not tested instead, unless it is named."""
         for value, words in (
             (print, "is a builtin_function_or_method; declare"),
             (ImportError("gone"), "cannot be imported: ImportError: gone"),
@@ -237,10 +237,14 @@ class TestDevices(unittest.TestCase):
             (ConfigurationError("a reason"), "is wrong: a reason"),
             (Vendor("bar"), "declares a Vendor of 'bar'; both must have the same name"),
         ):
-            for wish, autoload in (("foo", "1"), (None, "1"), (None, "0")):
-                with self.subTest(words, wish=wish), self.declared({"foo": value}, autoload), self.built_for(None):
+            for requested, autoload in (("foo", "1"), (None, "1"), (None, "0")):
+                with (
+                    self.subTest(words, requested=requested),
+                    self.declared({"foo": value}, autoload),
+                    self.built_for(None),
+                ):
                     with self.assertRaisesRegex(ConfigurationError, f"^the entry point foo:VENDOR for 'foo' {words}"):
-                        find(wish, None, {})
+                        find(requested, None, {})
                     self.assertEqual(find("cpu", None, {}).type, "cpu")  # the CPU is the subject
 
     def test_a_declaration_that_is_wrong(self):
@@ -287,7 +291,7 @@ class TestDevices(unittest.TestCase):
     def test_what_a_run_checks_of_a_device(self):
         """A run checks a device without torch if the answer is certain, and otherwise asks torch.
 
-        A variable that names devices, and a package that declares some, do not make it certain that torch has them.
+        A variable that names devices, and a package that declares some, do not make it certain that they exist.
         """
         foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
         gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
@@ -335,7 +339,7 @@ class TestDevices(unittest.TestCase):
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
-        """An extension that torch imports, and the description of a device."""
+        """An extension that ``import torch`` loads, and the description of a device."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "torch.py").write_text("raise OSError('libfoo.so: no such file')")
             with unittest.mock.patch.object(devices.sys, "path", [folder, *devices.sys.path]):
@@ -477,10 +481,10 @@ class TestOptions(unittest.TestCase):
     def parse(self, *arguments: str, **environment: str) -> RunTests:
         return options.parse([*arguments, "--list"], environment, ROOT)
 
-    def refused(self, *arguments: str, **environment: str) -> str:
+    def rejected(self, *arguments: str, **environment: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as stderr, self.assertRaises(SystemExit) as left:
             self.parse(*arguments, **environment)
-        self.assertEqual(left.exception.code, ExitStatus.REFUSED)
+        self.assertEqual(left.exception.code, ExitStatus.USAGE_ERROR)
         return stderr.getvalue()
 
     def test_every_option_sets_the_field_of_its_name(self):
@@ -549,7 +553,7 @@ class TestOptions(unittest.TestCase):
             ("--rerun-disabled-tests",): "needs a list",
         }.items():
             with self.subTest(arguments=arguments):
-                self.assertIn(words, self.refused(*arguments))
+                self.assertIn(words, self.rejected(*arguments))
         for name, text, words in (
             ("TORCH_FSDP_TESTS_RANKS", "x", "a whole number from 1 to 65536"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 604800"),
@@ -558,7 +562,7 @@ class TestOptions(unittest.TestCase):
             ("TORCH_FSDP_TESTS_START", "nope", "it must be fork or spawn"),
         ):
             with self.subTest(name=name, text=text):
-                self.assertRegex(self.refused(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")
+                self.assertRegex(self.rejected(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")
         self.assertEqual(self.parse("--seed", str(2**64 - 1)).seed, 2**64 - 1)
 
 
@@ -569,7 +573,7 @@ class TestOutcomes(unittest.TestCase):
         """The outcome of ``T.a``, and the flaky tests, after processes that reported these outcomes of it."""
         job = Job(ShardedTest(TestRun("f")), 0)
         reported = (worst_of_each(TestResult("T.a", State(outcome)) for outcome in each) for each in attempts)
-        file = FileResult(tuple(Attempt(job, Ending(How.EXITED, 0), tuple(tests), 0, 1) for tests in reported))
+        file = FileResult(tuple(Attempt(job, ProcessEnd(EndKind.EXITED, 0), tuple(tests), 0, 1) for tests in reported))
         return [test.outcome.value for test in file.tests()], file.flaky()
 
     def test_only_another_process_repeats_a_test(self):
@@ -605,7 +609,7 @@ class TestMemory(unittest.TestCase):
     ) -> Failed:
         tests = tuple(TestResult(name, State(outcome)) for name, outcome in outcomes.items())
         job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
-        ending = Ending(How.STOPPED) if stopped else Ending(How.EXITED, 0)
+        ending = ProcessEnd(EndKind.STOPPED) if stopped else ProcessEnd(EndKind.EXITED, 0)
         file = FileResult((Attempt(job, ending, tests, 0.0, 1.0, matched=frozenset()),))
         return last_failures.remembered(before, [file], is_narrowed=False)
 

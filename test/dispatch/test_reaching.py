@@ -25,9 +25,9 @@ class CommandCase(TreeCase):
         self.with_torch: dict[str, Any] = {"env": {"PYTHONPATH": str(self.root / "site")}}
 
 
-@unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
+@unittest.skipUnless(coverage.missing_package() is None, "needs coverage.py 7.10 or later")
 class TestRecording(CommandCase):
-    """Without it, the map could miss code that only ranks, forks or threads run, and its tests would not be found."""
+    """Without it, the map could lack code that only ranks, forks or threads run, and its tests would not be found."""
 
     def test_in_the_process_in_forks_and_in_threads_and_not_around_tests(self):
         text = """
@@ -156,7 +156,7 @@ class TestRecording(CommandCase):
 
 
 class TestReaching(CommandCase):
-    """Without it, ``--reaching`` could leave out tests, or use the map of another torch, without saying so."""
+    """Without it, ``--reaching`` could leave out tests, or use the map of another version without a remark."""
 
     def setUp(self):
         super().setUp()
@@ -255,7 +255,7 @@ class TestReaching(CommandCase):
         both = f"--- a/torch/csrc/x.cpp\n+++ b/torch/csrc/x.cpp\n{hunk}--- a/{core}\n+++ b/{core}\n"
         diff = self.write_json("d.diff", both + layout.replace("(x)", "(-x)"))
         self.jobs("--map", self.map, "--reaching", diff, **self.with_torch)
-        self.assertRegex(self.err, "cannot tell which tests notice the change of torch/csrc/x.cpp")
+        self.assertRegex(self.err, "cannot tell which tests would detect the change of torch/csrc/x.cpp")
 
     def test_changed(self):
         def tests() -> list[str]:
@@ -279,7 +279,7 @@ class TestReaching(CommandCase):
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()
         deep = self.write_json("deep.json", '{"a":' * 100_000)
-        refusals: list[tuple[list[object], str]] = [
+        cases: list[tuple[list[object], str]] = [
             (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is not a name in the map, a file or a folder"),
             (["--map", self.root / "absent", "--changed"], "absent cannot be read: No such file or directory"),
             (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
@@ -290,7 +290,7 @@ class TestReaching(CommandCase):
             (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),
             (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),
         ]
-        self.check_refusals(refusals, **self.with_torch)
+        self.check_errors(cases, **self.with_torch)
 
 
 class TestFailFast(TreeCase):

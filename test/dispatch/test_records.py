@@ -64,7 +64,7 @@ class TestLists(TreeCase):
         self.write({"test_x": PASS})
         bad = self.write_json("bad.json", "{")
         options = ("--disabled-tests", "--slow-tests", "--known-failures", "--test-times")
-        self.check_refusals([([option, bad, "--dry-run"], "bad.json") for option in options])
+        self.check_errors([([option, bad, "--dry-run"], "bad.json") for option in options])
         for text in ("[]", '{"test_1 (__main__.T)": 1, "x": "y"}', "[" * 100_000):
             for read in (*READERS, lambda path: times.load([path], {})):
                 with self.subTest(text=text[:9], read=read), self.assertRaisesRegex(MalformedList, "bad.json"):
@@ -112,7 +112,7 @@ class TestLists(TreeCase):
         self.check({"test_p": PASS}, passed=1, env=environment)
         for name in ("d.json", "s.json"):
             self.assertIn(f"/no/where/{name} does not exist, so it disables no test and marks none as slow", self.err)
-        self.check_refusals([(["--known-failures", "/no/where"], "/no/where")])
+        self.check_errors([(["--known-failures", "/no/where"], "/no/where")])
 
     def own(self, *entries: dict[str, Any]) -> tuple[str, Path]:
         """The option for a list in our own format."""
@@ -263,12 +263,12 @@ class TestReports(TreeCase):
         (self.root / "file").write_text("")
         below = self.root / "file" / "below"
         words = f"{below} cannot be written to: [Errno 20] Not a directory: "
-        self.check_refusals(
+        self.check_errors(
             [([option, below], f"{option}: {words}") for option in ("--report", "--save-xml", "--save-times")]
         )
         (self.root / "test-reports").write_text("")
-        options = ["--pipe-logs", *["--coverage"] * (coverage.lacking() is None)]
-        self.check_refusals([([option], "cannot be written to") for option in options])
+        options = ["--pipe-logs", *["--coverage"] * (coverage.missing_package() is None)]
+        self.check_errors([([option], "cannot be written to") for option in options])
         self.assertFalse((self.root / "ran").exists())
         # If no option asked for the file, the tests run, because a checkout may be read-only.
         self.check({}, passed=1, says=["--failed will not know"])
@@ -276,7 +276,7 @@ class TestReports(TreeCase):
         self.check({}, passed=1, code=3, says=says, env={"CI": "1"})
 
     def test_output_that_cannot_be_written(self):
-        """If nobody reads it, as with ``| head``, a command ends in silence; if the disk is full, with one sentence."""
+        """If the reader has ended, as with ``| head``, there is no error; if the disk is full, there is a sentence."""
         self.write({"test_x": PASS})
         self.run_command("--report", self.root)
         report = str(self.root / "report.json")
@@ -377,10 +377,10 @@ class TestReports(TreeCase):
     def test_files_needed_at_the_end_are_checked_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
-            self.check_refusals([(["--compare", self.write_json("old.json", text)], "old.json")])
-        self.check_refusals([(["--compare", self.root], f"{self.root}/report.json cannot be read: No such file")])
+            self.check_errors([(["--compare", self.write_json("old.json", text)], "old.json")])
+        self.check_errors([(["--compare", self.root], f"{self.root}/report.json cannot be read: No such file")])
         self.write_json("test-times.json", [])
-        self.check_refusals([(["--save-times", self.root], "test-times.json")])
+        self.check_errors([(["--save-times", self.root], "test-times.json")])
         self.assertFalse((self.root / "ran").exists())
 
     def test_disk_that_fills_up_costs_only_what_did_not_fit(self):
@@ -555,7 +555,7 @@ class TestConsole(TreeCase):
         self.assertTrue(text.endswith("1 passed, 1 failed, 0 skipped\r\n"), text)
 
 
-@unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
+@unittest.skipUnless(coverage.missing_package() is None, "needs coverage.py 7.10 or later")
 class TestCoverage(TreeCase):
     """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
 
@@ -604,7 +604,7 @@ class TestCoverageAbsent(unittest.TestCase):
         versions = {"pip install coverage": absent, "7.10 or later": lambda _: "7.9.1", "^nothing$": lambda _: "8.0"}
         for words, version in versions.items():
             with unittest.mock.patch("importlib.metadata.version", version):
-                self.assertRegex(coverage.lacking() or "nothing", words)
+                self.assertRegex(coverage.missing_package() or "nothing", words)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from trees import FAIL, PASS, TreeCase, body, fits, schema
 from torch_fsdp_tests.dispatch import html_report, options, rounds
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.rounds import FEW, MOST_SECONDS, Rounds, Times
+from torch_fsdp_tests.dispatch.rounds import MAX_KEPT, MAX_SECONDS, Rounds, Times
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import RankResult, State
 from torch_fsdp_tests.verdict.stream import TestResult
@@ -80,7 +80,7 @@ class TestFold(unittest.TestCase):
                 number = order.index(failed) + 1
                 self.assertEqual(record["failures"][0]["round"], number)
                 words = f"failed in 1 of 3 rounds (round {number}): rank 3 on host-b raised E: lost"
-                self.assertEqual(rounds.in_one_line(record), words)
+                self.assertEqual(rounds.summary(record), words)
                 self.assertIn("error", file.attempts[0].output)
 
     def test_the_worst_counts(self):
@@ -122,11 +122,11 @@ class TestFold(unittest.TestCase):
             kept.take(file_of(TestResult("T.test_1", State.FAILED, seconds=1.0), output="x" * 100, notes=(note,)))
         (file,) = kept.files
         record = kept.record(file, "T.test_1")
-        self.assertEqual((record.failed, len(record.failures)), (1000, FEW))
-        self.assertLessEqual(len(record.times.values), MOST_SECONDS)
+        self.assertEqual((record.failed, len(record.failures)), (1000, MAX_KEPT))
+        self.assertLessEqual(len(record.times.values), MAX_SECONDS)
         self.assertLessEqual(len(file.attempts[0].output), 200)
-        self.assertEqual(len(file.attempts[0].notes), FEW)
-        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.in_one_line(record.to_json()))
+        self.assertEqual(len(file.attempts[0].notes), MAX_KEPT)
+        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.summary(record.to_json()))
 
     def test_times_are_kept_at_equal_distances(self):
         times = Times()
@@ -219,14 +219,14 @@ class TestCommand(TreeCase):
 
     def test_refusals(self):
         self.write({"test_f": FAIL})
-        refusals = [
+        cases = [
             (("--repeat", "0"), "'0' is not a whole number from 1 to 1000000"),
             (("--for", "20"), "'20' is not a time such as 90s, 20m, 8h or 1h30m"),
             (("--for", "1h", "--list"), "--repeat and --for cannot be used with --list"),
             (("--repeat", "2", "--dry-run"), "cannot be used with --dry-run"),
             (("--repeat", "2", "--reruns", "1"), "cannot be used with --reruns, which repeats only what failed"),
         ]
-        self.check_refusals(refusals)
+        self.check_errors(cases)
 
 
 if __name__ == "__main__":

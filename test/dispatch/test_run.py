@@ -93,7 +93,7 @@ class TestBadEnds(TreeCase):
     """Without it, a file that crashes, hangs or leaves early could count as passed, or fail without its cause."""
 
     def test_hang_shows_stacks_and_is_limited(self):
-        """A file that does not heed SIGTERM is killed a moment later."""
+        """A file that ignores SIGTERM is killed a moment later."""
         self.program = CHECKOUT / "test/harness/inputs/impatient.py"
         files = {
             "test_x": body("pass", "here_it_hangs()", "pass") + "def here_it_hangs():\n    time.sleep(60)\n",
@@ -160,7 +160,7 @@ class TestSelecting(TreeCase):
         self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
         self.check({}, ["-i", "a", "-x", "quick"], passed=2)  # a folder of tests has this name
         wrong = (["-i", "wrong"], "run_test.py: unknown test 'nowhere'; --list shows all files\n")
-        self.check_refusals([wrong, (["-i", "quik"], "run_test.py: unknown test 'quik'; nearest: quick\n")])
+        self.check_errors([wrong, (["-i", "quik"], "run_test.py: unknown test 'quik'; nearest: quick\n")])
 
     def test_unknown_names(self):
         """TestSelect of test_plan has the names that the sources tell. Only the file itself knows all its tests."""
@@ -388,17 +388,17 @@ class TestDevices(TreeCase):
         for variables, devices in (({}, 4), ({"TORCH_FSDP_TESTS_RANKS": "6"}, 6)):
             (job,) = self.jobs(env={"TORCH_FSDP_TESTS_DEVICE": "xpu", **variables})
             self.assertEqual(job["devices"], devices)
-        self.check_refusals([(["--dry-run"], "TORCH_FSDP_TESTS_RANKS")], env={"TORCH_FSDP_TESTS_RANKS": "many"})
+        self.check_errors([(["--dry-run"], "TORCH_FSDP_TESTS_RANKS")], env={"TORCH_FSDP_TESTS_RANKS": "many"})
 
     def test_unavailable_device_is_refused_before_the_first_file(self):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
         name = "run_test.py: '{}' is not a device type; use 'cpu' "
-        refusals = [(["--device", word, "--dry-run"], name.format(word)) for word in ("CPU", "cpu:0")]
-        self.check_refusals([(["--device", "CPU"], name.format("CPU")), *refusals])
+        cases = [(["--device", word, "--dry-run"], name.format(word)) for word in ("CPU", "cpu:0")]
+        self.check_errors([(["--device", "CPU"], name.format("CPU")), *cases])
         words = (
             "run_test.py: the device type 'nope' is unknown; torch and the installed vendors' packages know cpu, cuda, "
         )
-        self.check_refusals([([], words)], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
+        self.check_errors([([], words)], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
         self.assertFalse((self.root / "ran").exists())
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
@@ -407,7 +407,7 @@ class TestDevices(TreeCase):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
         declared = self.declare("foo", 2, "foocl", is_described=False)
         words = "know it; install the extension of torch that adds it, or set `describe` in its Vendor"
-        self.check_refusals([(["--device", "foo"], words)], env=declared, limit=300)
+        self.check_errors([(["--device", "foo"], words)], env=declared, limit=300)
         self.assertIn("run_test.py: unknown device 'foo': torch ", self.err)
         self.assertFalse((self.root / "ran").exists())
 
@@ -492,7 +492,7 @@ class TestReruns(TreeCase):
         (self.root / "test-reports").mkdir()
         (self.root / "test-reports/failed.json").write_text("{")
         self.write({"test_x": PASS})
-        self.check_refusals([(["--failed"], "failed.json")])
+        self.check_errors([(["--failed"], "failed.json")])
 
 
 class TestStopping(TreeCase):
@@ -580,7 +580,7 @@ class TestStopping(TreeCase):
         started = self.root / "started"
 
         class Losing(Site):
-            """A process of the launch is gone, and the launcher ends the run: both are heard of at the same time."""
+            """A process of the launch is gone, and the launcher ends the run: both are reported at the same time."""
 
             def watch(self, children):
                 self.children = children

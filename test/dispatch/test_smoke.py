@@ -5,7 +5,7 @@ import unittest
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import discover
-from torch_fsdp_tests.dispatch.plan import named
+from torch_fsdp_tests.dispatch.plan import positions_of
 from torch_fsdp_tests.dispatch.reaching import SHIPPED
 from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.reach import ReachMap
@@ -69,7 +69,7 @@ class TestSmoke(unittest.TestCase):
         for run in select(discover(TESTS), words, (), TESTS):
             own = {number: test.test for number, test in enumerate(known.tests) if test.file == run.file}
             for wanted in run.included:
-                here = named(wanted, list(own.values()))
+                here = positions_of(wanted, list(own.values()))
                 self.assertTrue(here, f"{run.file}::{wanted} is no test that the map knows")
                 found |= {list(own)[place] for place in here}
         return found

@@ -43,7 +43,7 @@ class TestRanks(MultiProcessTestCase):
         self.fail("on every rank")
 
     def test_errs(self):
-        raise ValueError(f"told by {self.rank}")
+        raise ValueError(f"raised by {self.rank}")
 
     def test_errs_in_a_clean_up(self):
         if self.rank == 1:
@@ -113,8 +113,8 @@ STATES: dict[str, tuple[Any, ...]] = {
               ("failed", "raised AssertionError: .*", {"exception": "AssertionError", "output": "printed by 1"})),
     "fails_alike": ("failed", "body", *[("failed", "raised AssertionError: on every rank", {"said": "failed"})] * 2),
     "errs": ("error", "body",
-             ("error", "raised ValueError: told by 0", {"exception": "ValueError", "message": "told by 0"}),
-             ("error", "raised ValueError: told by 1", {"said": "error", "exit_code": 0, "phase": "body"})),
+             ("error", "raised ValueError: raised by 0", {"exception": "ValueError", "message": "raised by 0"}),
+             ("error", "raised ValueError: raised by 1", {"said": "error", "exit_code": 0, "phase": "body"})),
     "errs_in_a_clean_up": ("error", "fixture", PASSED,
                            ("error", "raised FileNotFoundError: .*", {"said": "error", "phase": "fixture"})),
     "skips_alone": ("error", None, PASSED, ("skipped", "skipped: not here", {"message": "not here"})),
@@ -379,7 +379,7 @@ class TestStatesOfProcesses(StatesCase):
         (self.tree / "test_link.py").unlink()
         (self.tree / "test_link.py").symlink_to("/no/where")
         tests = self.run_and_report(env={"VERBOSE_TEST_LOGS": "1"})
-        states = sorted(f"{file}::{name}: {self.told(test)}" for (file, name), test in tests.items())
+        states = sorted(f"{file}::{name}: {self.summary(test)}" for (file, name), test in tests.items())
         self.assertEqual("\n".join(states), STATES_OF_FILES.strip())
         self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "30", "5")]))
         self.check_console()
@@ -395,7 +395,7 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual(self.code, 0, self.err)
 
     @staticmethod
-    def told(test: Mapping[str, Any]) -> str:
+    def summary(test: Mapping[str, Any]) -> str:
         """The state of a test in the words of the table."""
         scope = "" if test["scope"] == "test" else test["scope"]
         state = ", ".join(filter(None, (test["outcome"], scope, test["phase"])))
@@ -447,8 +447,8 @@ class TestStatesOfProcesses(StatesCase):
     def test_a_process_that_cannot_be_started(self):
         """The process would start in the folder of the tests, which an earlier file has removed."""
         self.write({"test_a": body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), "test_b": PASS})
-        told = self.told(self.run_and_report("-j1")["test_b", "(the file itself)"])
-        self.assertRegex(told, "^harness error, file, harness: .*No such file or directory")
+        summary = self.summary(self.run_and_report("-j1")["test_b", "(the file itself)"])
+        self.assertRegex(summary, "^harness error, file, harness: .*No such file or directory")
 
     def test_hosts_are_named_if_there_are_several(self):
         ranks = [RankResult(rank, State.PASSED, host=f"host{rank}") for rank in range(2)]
@@ -464,7 +464,7 @@ class TestStatesOfProcesses(StatesCase):
         results = self.run_and_report("--known-failures", known, "--disabled-tests", disabled)
         tests = [results["test_x", f"TestX.test_{number}"] for number in (1, 2, 3, 4)]
         self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 2 skipped, 1 known failure"))
-        self.assertEqual(self.told(tests[1]), "known failure, body: AssertionError: no")
+        self.assertEqual(self.summary(tests[1]), "known failure, body: AssertionError: no")
         counts = [self.report[name] for name in ("passed", "failed", "skipped", "known_failures")]
         self.assertEqual(counts, [1, 0, 2, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
         self.assertIn("passed with 1 known failure", self.page)

@@ -24,7 +24,7 @@ import torch
 NEW = torch.__version__ >= "9.2"
 class TestX(unittest.TestCase):
     def test_always(self): pass
-    @unittest.skipUnless(NEW, "needs a torch that counts")
+    @unittest.skipUnless(NEW, "needs a version of PyTorch that counts")
     def test_counts(self): pass
     @unittest.skipIf(NEW, "counting was removed")
     def test_does_not_count(self): pass
@@ -73,7 +73,7 @@ class TestVersions(TreeCase):
         return super().start(*arguments, limit=limit, cwd=self.root, **more)
 
     def version(self, version: str) -> str:
-        """A named environment: this interpreter with a torch of this version."""
+        """A named environment: this interpreter with a copy of PyTorch with this version."""
         folder = self.root / f"torch-{version}"
         little_torch(folder, version)
         python = folder / "python"
@@ -93,7 +93,7 @@ class TestVersions(TreeCase):
         name = "test_x::TestX.test_"
         self.assertIn(f"## Tests that execute only on 9.2.0: 2\n\n- `{name}counts`\n- `{name}exists`\n", page)
         self.assertIn(f"## Tests that exist only on 9.2.0: 1\n\n- `{name}exists`\n", page)
-        self.assertIn("| 1 | 0 | other | needs a torch that counts |", page)
+        self.assertIn("| 1 | 0 | other | needs a version of PyTorch that counts |", page)
         self.run_command()  # the table of the results that exist
         self.assertEqual((self.code, (self.output / "versions.md").read_text()), (0, page), self.err)
 
@@ -117,7 +117,7 @@ class TestVersions(TreeCase):
         self.write({"test_x": PASS})
         one = self.version("9.1.0")
         (self.root / "empty").mkdir()
-        refusals: list[tuple[list[object], str]] = [
+        cases: list[tuple[list[object], str]] = [
             (["1.x=2.x"], "'2.x' is not a version such as 2.15.0"),
             ([f"1={self.root / 'empty'}"], ", or an environment"),
             ([one, one], "two versions are called 9.1.0"),
@@ -126,7 +126,7 @@ class TestVersions(TreeCase):
             ([], "no version is named, and there are no results"),
             (["-i", "test_x"], "no version is named, so nothing runs"),
         ]
-        self.check_refusals(refusals)
+        self.check_errors(cases)
 
     def test_stopped_or_killed(self):
         """Nothing is left running, and the results of the files that ended stay."""

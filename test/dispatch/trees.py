@@ -43,7 +43,7 @@ def body(*lines: str, name: str = "TestX") -> str:
 
 
 def little_torch(folder: Path, version: str = "9.8.7") -> dict[str, str]:
-    """Write a torch of empty modules, whose import takes no time. Returns the variables of a process that has it."""
+    """Write a stub of PyTorch, whose import takes no time. Returns the variables of a process that uses it."""
     for path in ("torch/__init__.py", "torch/version.py", "torch/distributed/__init__.py"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(f"__version__ = {version!r}\n")
@@ -96,7 +96,7 @@ class FolderCase(unittest.TestCase):
 
 class TreeCase(FolderCase):
     program = CHECKOUT / "run_test.py"
-    replaces_packages = True  # by others in PYTHONPATH; a fork would not notice them
+    replaces_packages = True  # by others in PYTHONPATH; a fork would not detect them
 
     def setUp(self) -> None:
         super().setUp()
@@ -142,9 +142,9 @@ class TreeCase(FolderCase):
             time.sleep(0.02)
         return [int(number) for number in path.read_text()[:-1].split()]
 
-    def check_refusals(self, refusals: Iterable[tuple[Sequence[object], str]], **more: Any) -> None:
-        """Check that each of these commands is refused with one sentence that has these words."""
-        for arguments, words in refusals:
+    def check_errors(self, cases: Iterable[tuple[Sequence[object], str]], **more: Any) -> None:
+        """Check that each of these commands is rejected with one sentence that has these words."""
+        for arguments, words in cases:
             with self.subTest(words, arguments=arguments):
                 self.run_command(*arguments, **more)
                 self.assertEqual((self.code, self.out, self.err.count("\n")), (2, "", 1), self.err)

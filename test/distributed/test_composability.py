@@ -73,7 +73,7 @@ def reduction() -> list[str]:
 
 def first_mode() -> list[str]:
     """The modes that a pipeline may run in before training."""
-    return ["training", *(["evaluation"] if torch_facts.PIPELINES_TRAIN_AFTER_EVALUATION else [])]
+    return ["training", *(["evaluation"] if torch_facts.PIPELINES_TRAIN_AFTER_EVAL else [])]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -232,7 +232,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         ]
     )
     def test_runtime_refuses(self, actions_and_message):
-        """All ranks refuse actions that do not fit together."""
+        """All ranks reject actions that do not fit together."""
         actions, message = actions_and_message
         pipeline = self._pipeline_of_one(self._plain())
         with self.assertRaisesRegex(AssertionError, message):
@@ -284,7 +284,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=[*SINGLE, *LOOPED], first=first_mode)
     def test_evaluation(self, schedule, first):
-        """An evaluation has the plain model's output, reduces nothing, and does not disturb training.
+        """A forward in eval mode has the plain model's output, reduces nothing, and does not disturb training.
 
         A V-shaped schedule cannot evaluate with any stages, because it asks for the gradients of activations.
         """
@@ -306,9 +306,9 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
     def test_evaluation_keeps_gradients(self, schedule):
-        """The gradients of two steps also add up with an evaluation between them.
+        """The gradients of two steps also add up with a forward in eval mode between them.
 
-        Since 2.13 the evaluation sets them to None.
+        Since 2.13 that forward sets them to None.
         """
         with torch_defect("pipeline_evaluation_clears_gradients"):
             self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))

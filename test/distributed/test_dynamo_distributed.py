@@ -416,7 +416,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_between_steps(self, units):
-        """Accumulation, changed parameters and evaluations between compiled steps."""
+        """Accumulation, changed parameters and forwards in eval mode between compiled steps."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units)
         compiled = torch.compile(model, backend=counting)

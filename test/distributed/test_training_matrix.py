@@ -60,7 +60,7 @@ AXES: dict[str, list[Any]] = {
 
 
 class Limit(NamedTuple):
-    """Something that torch does not support, the cases left out because of it, and the test that shows the failure."""
+    """A combination without support in PyTorch, the cases left out for it, and the test that shows the failure."""
 
     applies: Callable[[str, str, Features], bool]  # takes the saved layout, the loaded one, and the features
     seen_by: str  # or the facts, if only older versions have the limit
@@ -329,7 +329,7 @@ class TestTrainingMatrix(FSDPTest):
     def test_fsdp1_in_a_pipeline(self):
         """All microbatches go forward before the first one goes backward.
 
-        After the first backward, FSDP1 frees the gathered parameters, and does not gather them again for the next one.
+        After the first backward, FSDP1 frees the unsharded parameters, and does not gather them again for the next one.
         """
         one_stage = LAYOUTS[FSDP1_AND_PP]._replace(shape=(4, 1))
         run = Training(one_stage, Features(accumulation=True))

@@ -41,7 +41,7 @@ class TwoHosts:
     _letters = iter(string.ascii_lowercase)
 
     def __init__(self, network: str, resolve: bool = False) -> None:
-        # The name of a host's namespace is that of its interface, too. Runs at the same time have names of their own.
+        # The name of a host's namespace is also that of its interface. Runs at the same time have names of their own.
         self.devices = (f"{MARK}{os.getpid()}{next(self._letters)}", f"{MARK}{os.getpid()}{next(self._letters)}")
         self.addresses = (f"{network}.1", f"{network}.2")
         self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
@@ -72,7 +72,7 @@ class TwoHosts:
 
     def prefix(self, host: int) -> list[str]:
         """Return what to put before a command that is to run on a host."""
-        # A program would wait for a name server that cannot be reached, but not for one that refuses.
+        # A program would wait for a name server that cannot be reached, but not for one that rejects it.
         become = (
             f"hostname {NAMES[host]}; mount --bind /dev/null /etc/resolv.conf; "
             f'mount --bind {self._etc_hosts} /etc/hosts; exec "$@"'

@@ -116,7 +116,7 @@ class SuiteRun:
     """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
     Its limits for what is lost or does not end are short.
 
-    ``files`` are names of files that ``inputs/launched_suite.py`` stands for.
+    ``files`` are names of files that ``inputs/launched_suite.py`` represents.
     """
 
     def __init__(
@@ -171,5 +171,5 @@ class SuiteRun:
     def of_file(self, file: str) -> dict[str, Any]:
         files = [each for each in self.report.get("files", ()) if each["file"].endswith(f"_{file}")]
         if not files:
-            raise AssertionError(f"{file} is not in the report; the nodes said:\n{self.texts}")
+            raise AssertionError(f"{file} is not in the report; the nodes printed:\n{self.texts}")
         return files[0]

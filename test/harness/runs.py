@@ -90,7 +90,7 @@ def outputs(main: Callable[[Sequence[str]], Any], *arguments: str, stdin: str = 
     return status, out.getvalue(), err.getvalue()
 
 
-def assert_refused(
+def assert_rejected(
     case: unittest.TestCase, main: Callable[[Sequence[str]], Any], cases: Iterable[tuple[Sequence[str], str]]
 ) -> None:
     """A command prints nothing but an error with these words for each of these arguments, and exits with status 2."""
@@ -126,7 +126,7 @@ def _server() -> ProgramServer | None:
     return server
 
 
-_running: list[Process] = []  # processes that nobody has waited for; they end with this one
+_running: list[Process] = []  # processes without a wait; they end with this one
 
 
 @atexit.register

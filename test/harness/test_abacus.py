@@ -1,6 +1,6 @@
-"""A device that torch cannot tell from a real one, for machines without any.
+"""A device that PyTorch cannot distinguish from a real one, for machines without any.
 
-``inputs/abacus`` holds its library, in C++, which torch loads by itself: a device type with an allocator, indices,
+``inputs/abacus`` holds its library, in C++, which PyTorch loads by itself: a device type with an allocator, indices,
 streams, generators and a backend of its own. The host cannot touch its memory. Neither the test files nor the harness
 know about it. To build it takes a compiler and a minute.
 """
@@ -41,11 +41,11 @@ assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 4096,
 del one
 assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 0, 4096]
 
-def draw(seed):
+def sample(seed):
     torch.manual_seed(seed)
     return torch.rand(2, device="abacus")
 
-assert draw(3).equal(draw(3)) and not draw(3).equal(draw(4))
+assert sample(3).equal(sample(3)) and not sample(3).equal(sample(4))
 try:
     torch.rand(2, device="abacus", generator=torch.Generator())
 except RuntimeError as error:
@@ -167,7 +167,7 @@ third.wait_stream(abacus.current_stream())
 with abacus.stream(third):
     carried = record()
 independent.synchronize()
-assert host() < 1  # whoever asks has waited a bit
+assert host() < 1  # a caller has waited a bit
 side.synchronize()
 assert host() == 200
 assert side_end.query() and not end.query() and ones.sum().item() == 10  # a value comes after what its stream does
@@ -291,7 +291,7 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @requires(why_not)
 class TestAbacus(TestCase):
-    """Without it, a test that works only on the CPU or CUDA could go unnoticed on machines without a device."""
+    """Without it, a test that works only on the CPU or CUDA could go undetected on machines without a device."""
 
     def assert_runs(self, program: str, *policies: str, **variables: str) -> None:
         """The program says nothing and ends well with each of these policies of late streams."""

@@ -188,15 +188,15 @@ class TestSharing(TestCase):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
     def test_tests_with_more_ranks_than_devices(self):
-        """They alone use the staged backend, if the device's own cannot share. A wish counts."""
+        """They alone use the staged backend, if the device's own cannot share. A requested backend counts."""
         device, _ = self.chosen(count=2, own=False, staged=True)
         self.assertEqual(
             [device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)], ["xccl", "xccl", "staged", "staged"]
         )
         self.assertEqual((device.is_shared, device.lacks_room_for(8)), (False, None))
         self.assertEqual([device.ranks_up_to(4), device.ranks_up_to(4, least=4)], [2, 4])
-        for wishes in ({"own": False, "staged": False}, {"own": False, "staged": True, "backend": "xccl"}):
-            device, _ = self.chosen(count=2, **wishes)
+        for requested in ({"own": False, "staged": False}, {"own": False, "staged": True, "backend": "xccl"}):
+            device, _ = self.chosen(count=2, **requested)
             self.assertIs(device.for_ranks(4), device)
             self.assertIn("needs 4 xpu devices, but sees only 2", device.lacks_room_for(4))
         device, _ = self.chosen(count=2, own=True, staged=True)
@@ -220,9 +220,9 @@ class TestSharing(TestCase):
                 self.assertEqual(accelerator.current().backend, backend)
 
     def test_backend_of_ranks_that_share_a_device(self):
-        """The device's own backend if it can share, or else the staged one. A wish is not overruled."""
+        """The device's own backend if it can share, or else the staged one. A requested backend is not overruled."""
         no_room = "needs 2 xpu devices, but sees only 1; ranks that share"
-        for count, own, staged, wishes, backend, ranks, probed, lacking in (
+        for count, own, staged, requested, backend, ranks, probed, lacking in (
             (1, True, True, {}, "xccl", 2, ["xccl"], None),
             (1, False, True, {}, "staged", 2, ["xccl", "staged", "staged"], None),
             (1, False, False, {}, "xccl", 2, ["xccl", "staged"], no_room),
@@ -230,8 +230,8 @@ class TestSharing(TestCase):
             (8, False, True, {}, "xccl", 8, ["xccl"], None),  # there are enough devices
             (8, False, True, {"ranks": 16}, "staged", 16, ["xccl", "staged", "staged"], None),
         ):
-            with self.subTest(count=count, own=own, staged=staged, wishes=wishes):
-                device, probed_backends = self.chosen(count=count, own=own, staged=staged, **wishes)
+            with self.subTest(count=count, own=own, staged=staged, requested=requested):
+                device, probed_backends = self.chosen(count=count, own=own, staged=staged, **requested)
                 self.assertEqual((device.backend, device.ranks, probed_backends), (backend, ranks, probed))
                 self.assertEqual(device.is_shared, ranks > count)
                 self.assertRegex(device.lacks_room_for(2) or "", lacking or "^$")
@@ -306,12 +306,12 @@ class TestProbe(TestCase):
         able = dataclasses.replace(CLUSTER, capabilities=frozenset({"fork"}))
         for works, method, words in ((True, "fork", ""), (False, "spawn", "has started the runtime of xpu")):
             attempt = mock.patch.object(accelerator_probe, "computes_after_fork", lambda kind, works=works: works)
-            with self.subTest(method), under_test(able), attempt, contextlib.redirect_stderr(io.StringIO()) as said:
+            with self.subTest(method), under_test(able), attempt, contextlib.redirect_stderr(io.StringIO()) as stderr:
                 server.forks_work.cache_clear()
                 self.addCleanup(server.forks_work.cache_clear)
                 self.assertEqual((server.start_method(), server.start_method()), (method, method))
-                self.assertEqual(said.getvalue().count("\n"), int(not works))
-                self.assertIn(words, said.getvalue())
+                self.assertEqual(stderr.getvalue().count("\n"), int(not works))
+                self.assertIn(words, stderr.getvalue())
 
     def test_collectives_of_the_processor(self):
         """The known facts about gloo on the host equal the results of a probe."""

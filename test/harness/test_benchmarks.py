@@ -5,7 +5,7 @@ import io
 import unittest.mock
 from typing import Any
 
-from runs import assert_refused, outputs
+from runs import assert_rejected, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.reach import Reached
@@ -57,8 +57,8 @@ class TestReachingBenchmark(TestCase):
             2:
         ]
         expected = [
-            "| tuning | 9 of 10 | 5.0 s | not noticed |",
-            "| held out | 1 of 3 | not noticed | not noticed |",
+            "| tuning | 9 of 10 | 5.0 s | not detected |",
+            "| held out | 1 of 3 | not detected | not detected |",
         ]
         self.assertEqual(rows, expected)
 
@@ -103,7 +103,7 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual(suite.slowest(self.FILES, 1), [(4.5, "a/two::T.test_0", 2, 0.5)])
 
     def test_no_report_is_refused(self):
-        assert_refused(self, suite.main, [(["nowhere"], "nowhere"), ([__file__], __file__)])
+        assert_rejected(self, suite.main, [(["nowhere"], "nowhere"), ([__file__], __file__)])
 
 
 class TestHarnessBenchmark(TestCase):
@@ -152,7 +152,7 @@ class TestCommand(TestCase):
             (["reaching", "--only", "99"], "99"),
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
         )
-        assert_refused(self, command.main, cases)
+        assert_rejected(self, command.main, cases)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class TestSharedDirectory(MultiProcessTestCase):
         dist.init_process_group("gloo", rank=self.rank, world_size=2, store=dist.FileStore(self.file_name, 2))
         self.addCleanup(dist.destroy_process_group)
 
-    def told(self, value: object) -> list[Any]:
+    def on_all_ranks(self, value: object) -> list[Any]:
         """The values that all ranks pass, by rank."""
         values: list[Any] = [None, None]
         dist.all_gather_object(values, value)
@@ -90,7 +90,7 @@ class TestSharedDirectory(MultiProcessTestCase):
     def test_processes_share_a_folder_that_is_removed(self):
         self.init()
         path, names = Method().write_and_list(self.rank, after=dist.barrier)
-        self.assertEqual(self.told(path), [path, path])
+        self.assertEqual(self.on_all_ranks(path), [path, path])
         self.assertEqual(names, ["0", "1"])
         self.assertFalse(os.path.exists(os.path.dirname(path)))
 

@@ -352,7 +352,7 @@ class PatchTests(Case):
 
 
 class TestPatches(PatchTests, FSDPTest):
-    """Without it, a patch of FSDP could miss calls, outlive its test, or hang when only one rank fails."""
+    """Without it, a patch of FSDP could skip calls, outlive its test, or hang when only one rank fails."""
 
     @property
     def world_size(self) -> int:
@@ -389,7 +389,7 @@ class TestPatches(PatchTests, FSDPTest):
 
 
 class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
-    """Without it, ranks in threads could miss calls of a patched function, or keep it patched for later tests."""
+    """Without it, ranks in threads could skip calls of a patched function, or keep it patched for later tests."""
 
     @property
     def world_size(self) -> int:

@@ -238,14 +238,14 @@ class StateTest(TestCase):
             os.chdir(tempfile.gettempdir())
             random.random()
 
-        drawn = random.Random()
-        drawn.setstate(random.getstate())
+        sampled = random.Random()
+        sampled.setstate(random.getstate())
         before = SavedState()
         with saved_state() as leaks:
             change()
             self.assertEqual(leaks, [])
         self.assertEqual(before.restore(), [])
-        self.assertEqual(random.random(), drawn.random())
+        self.assertEqual(random.random(), sampled.random())
         text = "\n".join(leaks)
         for word in [
             "environment variable TORCH_FSDP_TESTS_SCRATCH set",
@@ -291,15 +291,15 @@ class StateTest(TestCase):
         self.assertEqual(len(printed), 3)
 
     def test_seed(self):
-        def draws():
+        def samples():
             return random.random(), np.random.rand(), torch.rand(2)
 
         set_rng_seed(7)
-        first = draws()
+        first = samples()
         with unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "7"}):
             self.assertEqual(common_utils.SEED, 7)
             set_rng_seed()
-        self.assertEqual(draws(), first)
+        self.assertEqual(samples(), first)
         with (
             unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "many"}),
             self.assertRaisesRegex(ValueError, "integer"),
@@ -349,9 +349,9 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 class Seeded(TestCase):
     def test_it(self):
         self.assertEqual(os.environ["{variable}"], "77")
-        drawn = torch.rand(1)
+        sampled = torch.rand(1)
         torch.manual_seed(77)
-        self.assertEqual(drawn, torch.rand(1))
+        self.assertEqual(sampled, torch.rand(1))
 
 run_tests()
 """
@@ -378,7 +378,7 @@ class RunTestsTest(TestCase):
             output.seek(0)
             return status, output.read().decode()
 
-    def refused(self, *arguments: str, **variables: str) -> tuple[int, str]:
+    def rejected(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """The same in this process, for a command that runs no test."""
         output = io.StringIO()
         with (
@@ -427,11 +427,11 @@ class RunTestsTest(TestCase):
             (call, ["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
             (call, ["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
             (call, ["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
-            (self.refused, ["--repeat", "0"], 2, "less than 1"),
-            (self.refused, ["--save-xml=x"], 2, r"^--save-xml is not an option of a single test file: run_test.*\n$"),
-            (self.refused, ["--seed", "many"], 2, "invalid int value"),
+            (self.rejected, ["--repeat", "0"], 2, "less than 1"),
+            (self.rejected, ["--save-xml=x"], 2, r"^--save-xml is not an option of a single test file: run_test.*\n$"),
+            (self.rejected, ["--seed", "many"], 2, "invalid int value"),
             (call, ["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
-            (self.refused, ["-h"], 0, r"(?s)--failfast.*--seed N"),
+            (self.rejected, ["-h"], 0, r"(?s)--failfast.*--seed N"),
         ]
         for how, arguments, wanted, pattern in cases:
             with self.subTest(arguments=arguments):
@@ -462,7 +462,7 @@ class RunTestsTest(TestCase):
             (accelerator.BACKEND_VARIABLE, "nope", "unknown backend 'nope': "),
         ):
             with self.subTest(variable):
-                status, text = self.refused("Beta", **{variable: value})
+                status, text = self.rejected("Beta", **{variable: value})
                 self.assertEqual(status, 2, text)
                 self.assertRegex(text, rf"^ours.py: {words}[^\n]*\n$")
 

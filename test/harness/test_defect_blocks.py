@@ -186,7 +186,7 @@ COUNTS = {  # of tests in the classes
 
 
 class TestInARun(TestCase):
-    """Without it, a known defect could fail the run, or hide a failure with another cause, or a repair go unnoticed.
+    """Without it, a known defect could fail the run, or hide a failure with another cause, or a fix go undetected.
 
     These defects are in every version so far.
     """
@@ -216,20 +216,20 @@ class TestInARun(TestCase):
         of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
         self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
         self.assertIn("3 known defects of torch shown (python -m torch_fsdp_tests.defects)\n", done.stdout)
-        self.assertIn("Known defects of this torch", page)
+        self.assertIn("Known defects", page)
 
-        (repaired,) = report["repaired_defects"]
-        self.assertIn(f"repaired in this torch: {SHOWN} ({registry.defect(SHOWN).title}", done.stdout)
-        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, NOT_SHOWN)
-        self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
-        self.assertNotIn(" (number=1)", "".join(repaired["places"]))
+        (fixed,) = report["repaired_defects"]
+        self.assertIn(f"fixed in this PyTorch: {SHOWN} ({registry.defect(SHOWN).title}", done.stdout)
+        self.assertEqual({name.rpartition(".")[2] for name in fixed["tests"]}, NOT_SHOWN)
+        self.assertEqual(sum(place.endswith(" (number=0)") for place in fixed["places"]), 3)
+        self.assertNotIn(" (number=1)", "".join(fixed["places"]))
         words = rf"{SHOWN} did not show at test_it.py:\d+ \(number=0\), test_it.py:\d+ \(number=2\)"
         for kind in ("Plain", "Processes", "Threads"):
             self.assertRegex(tests[f"TestStrict{kind}.test_too_few_subtests"]["reason"], words)
 
 
 class TestBlocks(TestCase):
-    """Without it, a block could hide a failure on a torch that does not have the defect."""
+    """Without it, a block could hide a failure on a PyTorch version that does not have the defect."""
 
     def test_without_the_defect_a_block_does_nothing(self):
         absent = next(id for id in registry.ids() if not KnownDefect(id).is_expected())

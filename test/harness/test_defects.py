@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import ROOT, assert_refused, outputs, run_beside
+from runs import ROOT, assert_rejected, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
@@ -60,11 +60,11 @@ class TestRegistry(TestCase):
         self.assertEqual({*registry.ids()} - named_in_tests(), {only_without_cuda})
 
     def test_facts_name_the_defects_that_a_version_repaired(self):
-        """A fact that is true since a repair names its defect, which the version before has and this one has not."""
-        named = {name: fact for name, fact in torch_facts.facts().items() if fact.repairs}
+        """A fact that is true since a fix names its defect, which the version before has and this one has not."""
+        named = {name: fact for name, fact in torch_facts.facts().items() if fact.fixes}
         self.assertGreater(len(named), 5)
         for name, fact in named.items():
-            for id in fact.repairs:
+            for id in fact.fixes:
                 with self.subTest(f"{name}: {id}"):
                     major, minor = fact.since
                     answers = [registry.defect(id).expected(f"{major}.{minor - step}.0") for step in (1, 0)]
@@ -184,7 +184,7 @@ class TestCommand(TestCase):
         status, out = self.printed(SHOWN)
         self.assertEqual(status, 0)
         self.assertRegex(out, rf"(?m)^\[1/1\] {SHOWN}  present  2\.\ds$")
-        self.assertRegex(out, r'(?m)^    found  \{"weight": 0.75\}\n    right  \{"weight": 1.5\}$')
+        self.assertRegex(out, r'(?m)^    actual    \{"weight": 0.75\}\n    expected  \{"weight": 1.5\}$')
         last = "1 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
         self.assertEqual(out.splitlines()[-2], last)
         exposures = "of those that are present: 0 default, 0 common, 1 rare, 0 hardware"
@@ -244,7 +244,7 @@ class TestCommand(TestCase):
                 "hang",
             ): "none of these defects has these kinds",
         }
-        assert_refused(self, main, cases.items())
+        assert_rejected(self, main, cases.items())
 
     def test_issue(self):
         """The text for torch's tracker has everything that a maintainer needs."""
@@ -252,7 +252,7 @@ class TestCommand(TestCase):
         self.assertEqual(status, 0)
         for words in ("# An all-gather extension", "## What happens", "```python", "## Where", "PyTorch version:"):
             self.assertIn(words, out)
-        self.assertIn('Found: `{"weight": 0.75}`', out)
+        self.assertIn('Actual: `{"weight": 0.75}`', out)
 
 
 class TestScripts(TestCase):
@@ -308,7 +308,7 @@ class TestScripts(TestCase):
             variables = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": world_size}
             with (
                 unittest.mock.patch.dict(os.environ, variables),
-                unittest.mock.patch.object(launch, "tell", side_effect=SystemExit) as tell,
+                unittest.mock.patch.object(launch, "print_result", side_effect=SystemExit) as tell,
                 self.assertRaises(SystemExit) as leaving,
             ):
                 launch.launch(len, 2)
@@ -357,8 +357,8 @@ class ReproductionThenWorkaround(Workaround):
 
 
 class TestReproductions(TestCase):
-    """Without it, a reproduction could stop to reproduce or call any torch defective, or a user could be sent on a way
-    that does not lead round the defect.
+    """Without it, a reproduction could stop to reproduce, or find its defect in any version, or a workaround could not
+    work.
     """
 
     def tried(self, ids: list[str], reproduction: type[trial.Reproduction]) -> list[trial.Finding]:

@@ -67,7 +67,7 @@ class TestOptions(TestCase):
 
 
 class TestAnswers(TestCase):
-    """Without it, a defect could lack what its finder needs, or name a feature that nobody can ask for."""
+    """Without it, a defect could lack what its finder needs, or name a feature that --using does not know."""
 
     def test_every_defect_has_features_and_a_workaround(self):
         for id in registry.ids():
@@ -93,7 +93,7 @@ class TestAnswers(TestCase):
         return texts.answer(registry.defect(id), "2.13.0")
 
     def test_answer(self):
-        """It says whether this torch has the defect, since when, until when, and how to avoid it."""
+        """It says whether the installed PyTorch has the defect, since when, until when, and how to avoid it."""
         lines = self.answer("fsdp2_outputs_in_dataclasses_raise").splitlines()
         self.assertIn("    torch 2.13.0 does not have it; since 2.9 or earlier, fixed in 2.12", lines)
         self.assertIn("    workaround: Return the tensors in a tuple, a list or a dict.", lines)
@@ -102,7 +102,7 @@ class TestAnswers(TestCase):
 
 
 class TestFind(TestCase):
-    """Without it, somebody with a traceback of a known defect would not find it, or would be told of a wrong one."""
+    """Without it, a user with a traceback of a known defect would not find it, or would get a wrong one."""
 
     def test_rates(self):
         """Of words and tracebacks that a defect fits, 90 % have it first. Of the others, 10 % have anything."""
@@ -112,12 +112,12 @@ class TestFind(TestCase):
         ]
         fit = [(text, id, ids(find.fitting(text))[:1]) for text, id in asked]
         self.assertLessEqual({id for _, id in asked if id}, {*registry.ids()}, "the ids in find_queries.json are old")
-        missed = [f"{text!r}: {first} instead of {id}" for text, id, first in fit if id and first != [id]]
+        not_found = [f"{text!r}: {first} instead of {id}" for text, id, first in fit if id and first != [id]]
         false = [f"{text!r}: {first}" for text, id, first in fit if not id and first]
         others = sum(id is None for _, id, _ in fit)
         self.assertGreaterEqual(len(fit) - others, 100)
         self.assertGreaterEqual(others, 50)
-        self.assertLessEqual(len(missed), 0.1 * (len(fit) - others), "\n".join(missed))
+        self.assertLessEqual(len(not_found), 0.1 * (len(fit) - others), "\n".join(not_found))
         self.assertLessEqual(len(false), 0.1 * others, "\n".join(false))
 
     def test_tracebacks_of_defects(self):
@@ -268,7 +268,7 @@ class TestChanges(TestCase):
         self.assertEqual({defect.id for defect in total.introduced}, has[-1] - has[0])
         self.assertEqual({defect.id for defect in total.fixed}, has[0] - has[-1])
         sentences = [*total.new, *total.changed]
-        self.assertEqual(len(sentences), sum(not fact.repairs for fact in torch_facts.facts().values()))
+        self.assertEqual(len(sentences), sum(not fact.fixes for fact in torch_facts.facts().values()))
 
 
 class TestPage(TestCase):

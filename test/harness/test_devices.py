@@ -36,7 +36,7 @@ class _Asked(BaseException):
 
 
 def stand_in(count: int) -> mock._patch:
-    """Make a device current that can do everything, but whose backend refuses ranks that share one of ``count``.
+    """Make a device current that can do everything, but whose backend rejects ranks that share one of ``count``.
 
     Its tensors would be on the CPU, but nothing makes any.
     """

@@ -241,7 +241,7 @@ class TestPatch(TestCase):
 
 
 class TestInARun(TestCase):
-    """Without it, a rank could run a torch that is not fixed, or a fix that does nothing could pass."""
+    """Without it, a rank could run a version of PyTorch that is not fixed, or a fix that does nothing could pass."""
 
     def test_all_processes(self):
         """The file, forked and fresh ranks, and an interpreter that a test starts have the fix. The run says so."""

@@ -116,9 +116,9 @@ class TestGpu(TestCase):
             "| `fsdp2_x` | shown",
         ):
             self.assertIn(words, page.read_text())
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             self.assertEqual(self.gpu.main([f"--collect={self.folder / 'none'}", *collect[1:]]), 2)
-        self.assertIn("has no report; name the folder of --output", said.getvalue())
+        self.assertIn("has no report; name the folder of --output", stderr.getvalue())
 
     def test_the_page_is_made_from_the_record(self):
         made = self.gpu.tables(self.gpu.read(self.gpu.RECORD))

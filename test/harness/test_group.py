@@ -193,7 +193,7 @@ instantiate_parametrized_tests(TestGroup)
 
 
 class TestServerMail(TestCase):
-    """Without it, a wait could miss the end of a rank, and last until the limit of its test."""
+    """Without it, a wait could overlook the end of a rank, and last until the limit of its test."""
 
     def test_messages_of_all_starts_are_taken_at_once(self):
         """The news of the first start comes while that of the last is read. Nothing else wakes a wait for it."""

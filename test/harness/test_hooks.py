@@ -30,7 +30,7 @@ LIMIT = 100  # seconds in which all other tests end, also on a busy machine
 CALLED = "the harness calls it, or reads it"
 SET = "the harness sets it, and tests read it"
 TESTS = "only tests use it, so an override is theirs; upstream's harness does not use it either"
-REFUSED = "the class fails, with a sentence that says what to do"
+REJECTED = "the class fails, with a sentence that says what to do"
 ABSENT = "there is none: "
 
 _QUEUES = ABSENT + "ranks get their tests over connections, and not through queues"
@@ -63,8 +63,8 @@ TABLE: dict[str, dict[str, str]] = {
         rank=SET,
         skip_return_code_checks=SET,
         special_return_code_checks=SET,
-        MAIN_PROCESS_RANK=REFUSED,
-        _should_stop_test_suite=REFUSED,
+        MAIN_PROCESS_RANK=REJECTED,
+        _should_stop_test_suite=REJECTED,
     ),
     "DistributedTestBase": rows("setUp tearDown backend", create_pg=TESTS, rank_to_device=TESTS),
     "MultiProcContinuousTest": rows(
@@ -74,13 +74,13 @@ TABLE: dict[str, dict[str, str]] = {
         pg=SET,
         rank=SET,
         rdvz_file=SET,
-        MAIN_PROCESS_RANK=REFUSED,
-        _ensure_processes_spawned=REFUSED,
-        _get_world_size=REFUSED,
-        _processes_spawned=REFUSED,
-        _spawn_processes=REFUSED,
-        _worker_loop=REFUSED,
-        _worker_run_main_wait=REFUSED,
+        MAIN_PROCESS_RANK=REJECTED,
+        _ensure_processes_spawned=REJECTED,
+        _get_world_size=REJECTED,
+        _processes_spawned=REJECTED,
+        _spawn_processes=REJECTED,
+        _worker_loop=REJECTED,
+        _worker_run_main_wait=REJECTED,
         completion_queues=_QUEUES,
         processes=_QUEUES,
         task_queues=_QUEUES,
@@ -92,10 +92,10 @@ TABLE: dict[str, dict[str, str]] = {
         assertNotEqualOnRank=TESTS,
         rank=SET,
         threads=SET,
-        MAIN_THREAD_RANK=REFUSED,
-        _check_return_codes=REFUSED,
-        _join_threads=REFUSED,
-        exception_queue=REFUSED,
+        MAIN_THREAD_RANK=REJECTED,
+        _check_return_codes=REJECTED,
+        _join_threads=REJECTED,
+        exception_queue=REJECTED,
         _tls=ABSENT + "tolerances belong to the instance, and each rank has its own",
     ),
     "FSDPTestMixin": {**_FSDP_HELPERS, **_FSDP_RANK},
@@ -239,7 +239,7 @@ class TestTable(TestCase):
                 elif fate.startswith(ABSENT):
                     self.assertFalse(hasattr(case, name))
 
-    @parametrize("base,name", [(b, name) for b in SPIES for name, fate in TABLE[b].items() if fate == REFUSED])
+    @parametrize("base,name", [(b, name) for b in SPIES for name, fate in TABLE[b].items() if fate == REJECTED])
     def test_a_class_fails_if_its_hook_would_not_be_called(self, base, name):
         """Also if a mixin has the hook. No rank starts."""
         for bases in ((SPIES[base],), (type("Mixin", (), {name: None}), SPIES[base])):

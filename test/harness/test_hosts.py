@@ -11,7 +11,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 PORT = 29511
 LINK_IS_DOWN = {"hosta": "ok", "hostb": "lost"}
-SILENCE = 8  # seconds until a lost machine must be noticed
+SILENCE = 8  # seconds until a lost machine must be detected
 SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
 _hosts: TwoHosts  # whose link goes down
 _others: TwoHosts
@@ -94,7 +94,7 @@ class TestTwoHosts(TestCase):
         told = {name: (host["verdict"], host["passed"], host["failed"], host["began"]) for name, host in hosts.items()}
         self.assertEqual(told, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
         self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
-        self.assertIn("hostb is suspect: 1 failure began there, while the other hosts were well", run.text)
+        self.assertIn("hostb is suspect: 1 failure began there, and none on the other hosts", run.text)
         words = r"failed in 1 of 2 rounds \(round 2\): rank 1 on hostb raised RuntimeError: the weather is bad"
         self.assertRegex(run.text, words)
         failed = next(test for test in run.of_file("fails_in_turn")["tests"] if test["outcome"] != "passed")

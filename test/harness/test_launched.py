@@ -11,7 +11,7 @@ import unittest.mock
 from collections.abc import Mapping, Sequence
 
 from launches import TORCHRUN, Launcher, left_after
-from runs import INPUTS, NAME, ROOT, assert_refused, failures, outputs
+from runs import INPUTS, NAME, ROOT, assert_rejected, failures, outputs
 
 from torch_fsdp_tests.common_utils import (
     TestCase,
@@ -224,7 +224,7 @@ class TestRule(TestCase):
             (["--ranks", "5"], "the launcher made only 4"),
         )
         parse = functools.partial(options.parse, environment=ELASTIC, root=ROOT, launch=launch_of(ELASTIC))
-        assert_refused(self, parse, cases)
+        assert_rejected(self, parse, cases)
 
     @parametrize(
         "wrong,words",

@@ -17,8 +17,8 @@ def standalone(ranks: int) -> Node:
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
-    """A run with each fault of a file, and last the loss of an agent, which ends the run; and a run that waits."""
-    files = ["ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "agent_dies", "well"]
+    """A run with each fault of a file, and last the loss of a worker, which ends the run; and a run that waits."""
+    files = ["ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "worker_dies", "well"]
     return SuiteRun(files, standalone(RANKS)), SuiteRun(["waits", "well"], standalone(2))
 
 
@@ -88,7 +88,7 @@ class TestFaults(TestCase):
 
     def test_loss_of_an_agent_ends_the_run_with_its_name_and_earlier_results(self):
         run = faults()
-        self.assertEqual(run.outcomes("agent_dies"), LOST)
+        self.assertEqual(run.outcomes("worker_dies"), LOST)
         self.assertIn(f"rank {RANKS - 1}", run.report["lost"])
         self.assertEqual(run.report["exit_code"], 3)
         self.assertEqual(len(run.report["not_started"]), 1)

@@ -49,7 +49,7 @@ def ended(name: str) -> Run:
 
 @IN_SIGHT
 class TestLeaks(TestCase):
-    """Without it, a leak could change later tests, and nobody could tell which test left it.
+    """Without it, a leak could change later tests, and no report would show which test left it.
 
     The leaks of a test are reported at the test and cleaned up, and do not change its verdict.
     """
@@ -126,10 +126,10 @@ class TestLeaks(TestCase):
 
 @IN_SIGHT
 class TestChildren(TestCase):
-    """Without it, a process that a test leaves could be missed while the thread that started it ends."""
+    """Without it, a process that a test leaves could be overlooked while the thread that started it ends."""
 
     def test_processes_are_seen_while_their_forking_thread_ends(self):
-        """The kernel then hands the children to another thread. Single readings miss 30 of 100 such ends."""
+        """The kernel then hands the children to another thread. Single readings overlook 30 of 100 such ends."""
         for _ in range(100):
             self._look_at_one()
 

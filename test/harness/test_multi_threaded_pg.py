@@ -397,7 +397,7 @@ class TestWork(ThreadsTestCase):
             loss = saved * saved
             dist.all_reduce(saved.detach())
             dist.broadcast(weight, 0)
-            loss.backward()  # autograd would refuse if the write counted as a modification
+            loss.backward()  # autograd would raise if the write counted as a modification
             return weight.grad.item(), weight._version
 
         # saved is 12 by now on both ranks: d loss = 2 * 12 * 3.
@@ -405,18 +405,18 @@ class TestWork(ThreadsTestCase):
 
     def test_inference_mode_of_one_rank_is_its_own(self):
         for last in range(2):
-            others_came = threading.Event()
+            others_arrived = threading.Event()
 
-            def body(rank, last=last, others_came=others_came):
+            def body(rank, last=last, others_arrived=others_arrived):
                 with torch.inference_mode(rank == 0):
                     tensors = [torch.ones(2), torch.zeros(4)]
                     if rank == last:
-                        others_came.wait()
+                        others_arrived.wait()
                     works = [
                         dist.all_reduce(tensors[0], async_op=True),
                         dist.group.WORLD._allgather_base(tensors[1], tensors[0].clone()),
                     ]
-                    others_came.set()
+                    others_arrived.set()
                     for work in works:
                         work.wait()
                 return [tensor.tolist() for tensor in tensors]
@@ -447,11 +447,11 @@ class TestFailures(ThreadsTestCase):
     """Without it, a failure or a mismatch of one rank could let the others hang, or blame the wrong rank."""
 
     def test_a_rank_that_raises_ends_the_wait_of_all(self):
-        others_came = threading.Barrier(4)
+        others_arrived = threading.Barrier(4)
 
         def body(rank):
             work = None if rank == 2 else dist.barrier(async_op=True)
-            others_came.wait()
+            others_arrived.wait()
             if work is None:
                 raise LookupError("lost my way")
             with self.assertRaises(RuntimeError):  # another rank's failure must not satisfy this expectation
@@ -522,7 +522,7 @@ class TestFailures(ThreadsTestCase):
         )
 
     def test_a_mismatch_neither_waits_for_the_third_nor_writes(self):
-        # The third rank agrees with one of the first two, whichever came first.
+        # The third rank agrees with one of the first two, whichever arrived first.
         for third in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, third]
             both_know, third_may = threading.Barrier(2), threading.Event()

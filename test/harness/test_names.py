@@ -1,4 +1,4 @@
-"""Names that a test class shares with the harness by accident are refused when the class is created."""
+"""Names that a test class shares with the harness by accident are rejected when the class is created."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ from torch_fsdp_tests.device import accelerator, ordering
 
 
 class TestOrdering(TestCase):
-    """Without it, the race detector could miss a missing wait between streams, or report a race that is none."""
+    """Without it, the race detector could overlook a missing wait between streams, or report a race that is none."""
 
     def setUp(self):
         super().setUp()
@@ -74,7 +74,7 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
     def test_waiting_for_an_event(self):
-        """An event stands for the work before it was recorded."""
+        """An event represents the work before it was recorded."""
         event = self.here.record_event()
         self.side.wait_event(event)
         self.write(self.side)

@@ -104,7 +104,7 @@ class NamesTest(TestCase):
 
 
 class SubtestsTest(TestCase):
-    """Without it, a combination of values could be left out in silence.
+    """Without it, a combination of values could be left out without an error.
 
     ``run_subtests`` in a rank.
     """

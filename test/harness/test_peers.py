@@ -17,11 +17,11 @@ from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
-from torch_fsdp_tests.dispatch import agent
-from torch_fsdp_tests.dispatch.agents import Agents
+from torch_fsdp_tests.dispatch import worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure
+from torch_fsdp_tests.dispatch.workers import Workers
 from torch_fsdp_tests.processes import host, messages, peers
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection
@@ -65,7 +65,7 @@ class TestStrangers(PeersCase):
 
     def setUp(self):
         super().setUp()
-        self.peers = self.close_later(Peers(self.launch(0), [agent.Signalled]))
+        self.peers = self.close_later(Peers(self.launch(0), [worker.Signalled]))
         self.address, self.port, self.secret = json.loads(next(iter(self.store.values())))
 
     def stranger(self) -> socket.socket:
@@ -89,7 +89,7 @@ class TestStrangers(PeersCase):
     def test_rank_0_serves_the_store_if_the_launcher_serves_none(self):
         launch = dataclasses.replace(self.launch(0), port=find_free_port())
         mock.patch.stopall()
-        self.close_later(Peers(launch, [agent.Signalled]))
+        self.close_later(Peers(launch, [worker.Signalled]))
         rank_0, _ = peers.join(dataclasses.replace(launch, rank=1), [])
         rank_0.close()
 
@@ -101,7 +101,7 @@ class TestStrangers(PeersCase):
         self.addCleanup(rank_0.close)
         self.assertEqual(self.gather(1), [])
         self.assertEqual(self.peers.of_rank[1].hello.local_rank, 1)
-        rank_0.send(agent.Signalled(15))
+        rank_0.send(worker.Signalled(15))
         (message,) = self.peers.of_rank[1].connection.arrived()
         self.assertEqual(message.signal, 15)
 
@@ -154,15 +154,15 @@ class TestStrangers(PeersCase):
 
 
 class TestDismissal(PeersCase):
-    """Without it, a run that is refused could end with another status at each rank, or leave ranks that wait."""
+    """Without it, a run that is rejected could end with another status at each rank, or leave ranks that wait."""
 
     def test_agents_that_connect_late_leave_with_the_status_of_rank_0(self):
-        agents = Agents(self.launch(0))
-        self.close_later(agents._peers)
-        first, _ = peers.join(self.launch(1), agent.ORDERS)
-        dismissing = threading.Thread(target=agents.dismiss, args=[ExitStatus.REFUSED])
+        workers = Workers(self.launch(0))
+        self.close_later(workers._peers)
+        first, _ = peers.join(self.launch(1), worker.ORDERS)
+        dismissing = threading.Thread(target=workers.dismiss, args=[ExitStatus.USAGE_ERROR])
         dismissing.start()
-        last, _ = peers.join(self.launch(2), agent.ORDERS)
+        last, _ = peers.join(self.launch(2), worker.ORDERS)
         dismissing.join()
         for end in (first, last):
             select.select([end], [], [], 10)
@@ -174,25 +174,25 @@ class TestRefusal(PeersCase):
     """Without it, the machines of a launch could run different code."""
 
     @staticmethod
-    def answer(end: Connection, machine: agent.Machine) -> None:
-        """What an agent does before the first file. The connection ends with the run."""
+    def answer(end: Connection, machine: worker.Machine) -> None:
+        """What a worker does before the first file. The connection ends with the run."""
         end.receive()
         end.send(machine)
 
     def test_machines_that_differ_are_named_before_the_first_test(self):
         folder = Path(__file__).parent
-        own = agent.describe(folder, "cpu")
+        own = worker.describe(folder, "cpu")
         suite = own.suite | {"torch_fsdp_tests/processes/host.py": "another"}
         del suite["torch_fsdp_tests/inductor_utils.py"]
         machines = [own, dataclasses.replace(own, suite=suite), dataclasses.replace(own, torch="1.0")]
-        agents = Agents(self.launch(0, 4))
-        self.close_later(agents._peers)
+        workers = Workers(self.launch(0, 4))
+        self.close_later(workers._peers)
         for rank, machine in enumerate(machines, 1):
-            end, _ = peers.join(self.launch(rank, 4), agent.ORDERS)
+            end, _ = peers.join(self.launch(rank, 4), worker.ORDERS)
             self.addCleanup(end.close)
             threading.Thread(target=self.answer, args=[end, machine], daemon=True).start()
-        with self.assertRaises(LaunchFailure) as refusal:
-            agents.gather(RunTests(test_directory=folder, default_directory=folder), "cpu")
+        with self.assertRaises(LaunchFailure) as problem:
+            workers.gather(RunTests(test_directory=folder, default_directory=folder), "cpu")
         name = socket.gethostname()
         files = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/host.py differs"
         expected = [
@@ -200,19 +200,19 @@ class TestRefusal(PeersCase):
             f"rank 2: the suite on {name}: {files}",
             f"rank 3: torch 1.0 on {name}, and torch {own.torch} at rank 0 on {name}",
         ]
-        self.assertEqual(str(refusal.exception).split("\n  "), expected)
+        self.assertEqual(str(problem.exception).split("\n  "), expected)
 
     def test_changed_file_changes_the_digest_of_the_suite(self):
         with tempfile.TemporaryDirectory() as name:
-            before = agent.describe(Path(name), "cpu")
+            before = worker.describe(Path(name), "cpu")
             Path(name, "test_x.py").touch()
-            after = agent.describe(Path(name), "cpu")
+            after = worker.describe(Path(name), "cpu")
         self.assertEqual(after.suite.keys() - before.suite.keys(), {"test/test_x.py"})
         self.assertEqual(dataclasses.replace(before, suite=after.suite, facts=after.facts), after)
 
 
 class TestAddress(PeersCase):
-    """Without it, the other machines could be told an address that they do not reach."""
+    """Without it, the other machines could get an address that they do not reach."""
 
     def test_interface_that_the_user_names_gives_the_address(self):
         launch = dataclasses.replace(self.launch(0), address="192.0.2.1", one_host=False)  # no machine has this address
@@ -221,39 +221,39 @@ class TestAddress(PeersCase):
 
 
 class TestIdleRanks(PeersCase):
-    """Without it, a launch of a thousand ranks could fail for want of open files, or be slowed by idle ranks."""
+    """Without it, a launch of a thousand ranks could fail for lack of open files, or be slowed by idle ranks."""
 
     def run_file(self, size: int) -> dict[int, int]:
         """The bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
-        agents = Agents(self.launch(0, size))
-        self.close_later(agents._peers)
+        workers = Workers(self.launch(0, size))
+        self.close_later(workers._peers)
         with ThreadPoolExecutor(size) as threads:
             joining = {
-                rank: threads.submit(peers.join, self.launch(rank, size), agent.ORDERS) for rank in range(1, size)
+                rank: threads.submit(peers.join, self.launch(rank, size), worker.ORDERS) for rank in range(1, size)
             }
-            agents.wait_for_all()
+            workers.wait_for_all()
         folder = Path("/checkout/test")
         run = RunTests(test_directory=folder, default_directory=folder)
-        agents.begin(run, "distributed/test_x", {"TORCH_FSDP_TESTS_SEED": "1234"})
-        agents.call([1])
-        agents.end()
+        workers.begin(run, "distributed/test_x", {"TORCH_FSDP_TESTS_SEED": "1234"})
+        workers.call([1])
+        workers.end()
         traffic = {}
         for rank, joined in joining.items():
             end, _ = joined.result()
             orders = list(end.arrived())
             traffic[rank] = sum(len(messages.encode(order)) for order in orders)
             if orders:
-                self.assertEqual([type(order) for order in orders], [agent.StartFile, agent.EndFile])
-                for answer in (agent.FileEnded(1, 0, ""), agent.FileOver(1)):
+                self.assertEqual([type(order) for order in orders], [worker.StartFile, worker.EndFile])
+                for answer in (worker.FileEnded(1, 0, ""), worker.FileOver(1)):
                     traffic[rank] += len(messages.encode(answer))
                     end.send(answer)
-                while rank in agents.busy:
-                    agents.hear(rank)
+                while rank in workers.busy:
+                    workers.on_message(rank)
             end.close()
         return traffic
 
     def test_a_thousand_ranks(self):
-        """They need more open files than a process may have by default, and descriptors that select() refuses."""
+        """They need more open files than a process may have by default, and descriptors that select() rejects."""
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))

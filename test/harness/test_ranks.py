@@ -41,7 +41,7 @@ def only(kinds: str, words: str) -> dict[str, str]:
 P, T, S = (functools.partial(only, kind) for kind in "PTS")
 
 # Class, test, outcome, words. If the words are a mapping, the case differs by kind, and kinds that are not in it do not
-# have the case. DEAD stands for the ranks that a crash of rank 1 kills: the threads of a process die together.
+# have the case. DEAD represents the ranks that a crash of rank 1 kills: the threads of a process die together.
 CASES: list[tuple[Any, ...]] = [
     ("Deaths", "exit", "ERROR", "DEAD exited with code 3 before reporting"),
     ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 exited with code 5 before reporting")),
@@ -277,7 +277,7 @@ class TestVerdict(TestCase):
 
     @both_runs
     def test_time(self, kind, hanging):
-        """A test that hangs takes a little more than its limit. A death is noticed at once."""
+        """A test that hangs takes a little more than its limit. A death is detected at once."""
         run = faults(kind, hanging)
         late = {
             test: seconds
@@ -341,8 +341,11 @@ class TestTimes(TestCase):
 
     def test_times_are_recorded_by_rank(self):
         """A rank that reported nothing has none."""
-        told = {2: Outcome(2, State.PASSED, seconds=1.5, cpu=0.25), 0: Outcome(0, State.PASSED, seconds=2.5, cpu=0.5)}
-        reports = [RankReport(rank, told.get(rank), Ending(code=0), 1.0) for rank in (2, 1, 0)]
+        outcomes = {
+            2: Outcome(2, State.PASSED, seconds=1.5, cpu=0.25),
+            0: Outcome(0, State.PASSED, seconds=2.5, cpu=0.5),
+        }
+        reports = [RankReport(rank, outcomes.get(rank), Ending(code=0), 1.0) for rank in (2, 1, 0)]
         recorded: dict[str, Any] = {}
         with unittest.mock.patch.object(events, "record", lambda **facts: recorded.update(facts)):
             MultiProcessTestCase()._record(reports)

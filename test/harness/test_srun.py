@@ -148,10 +148,10 @@ def setUpModule():
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
-    """A run with a file of each kind of tests, and last the loss of an agent: srun itself does not end a job then. And
+    """A run with a file of each kind of tests, and last the loss of a worker: srun itself does not end a job then. And
     a run that waits.
     """
-    jobs = {("faults", 2): ["well", "agent_dies", "well"], ("waits", 1): ["waits", "well"]}
+    jobs = {("faults", 2): ["well", "worker_dies", "well"], ("waits", 1): ["waits", "well"]}
     faults, waits = (
         SuiteRun(
             files,
@@ -181,7 +181,7 @@ def cancelled() -> SuiteRun:
 
 
 class TestSrun(TestCase):
-    """Without it, ranks could miss each other under srun, or a job that is cancelled could leave no report."""
+    """Without it, ranks could fail to connect to each other under srun, or a cancelled job could leave no report."""
 
     def test_every_kind_of_file_passes(self):
         self.assertEqual(faults().outcomes("well"), WELL)
@@ -189,7 +189,7 @@ class TestSrun(TestCase):
         self.assertEqual({name: host["ranks"] for name, host in hosts.items()}, {"hosta": [0, 1], "hostb": [2, 3]})
 
     def test_agent_of_the_other_host_that_is_killed_ends_the_run(self):
-        self.assertEqual(faults().outcomes("agent_dies"), LOST)
+        self.assertEqual(faults().outcomes("worker_dies"), LOST)
         words = r"^the process of rank \d \(id \d+ on hostb\) .*so the run ends$"
         self.assertRegex(faults().report["lost"], words)
         self.assertEqual(faults().left, [])

@@ -14,7 +14,7 @@ from torch_fsdp_tests.device import staged
 
 
 class TestStaged(MultiProcessTestCase):
-    """Without it, ranks that share a device could get other results, or results that nobody has waited for."""
+    """Without it, ranks that share a device could get other results, or results without a wait."""
 
     world_size = 4
 

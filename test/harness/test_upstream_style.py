@@ -87,7 +87,7 @@ class TestNames(TestCase):
             self.assertEqual(
                 str(raised.exception),
                 f"torch_fsdp_tests has no {missing} (it has what tests of FSDP use from {', '.join(UPSTREAMS)}): "
-                f"use torch.testing._internal.{missing}, which torch still has",
+                f"use torch.testing._internal.{missing}, which PyTorch still has",
             )
         with self.assertRaisesRegex(ModuleNotFoundError, "No module named 'json.nothing'"):
             import_module("json.nothing")
@@ -95,7 +95,7 @@ class TestNames(TestCase):
 
 
 class TestProcesses(MultiProcessTestCase):
-    """Without it, an upstream test with processes could fail here for want of a property or a decorator."""
+    """Without it, an upstream test with processes could fail here for lack of a property or a decorator."""
 
     def setUp(self):
         super().setUp()

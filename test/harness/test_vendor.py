@@ -24,7 +24,7 @@ from torch_fsdp_tests.dispatch import options
 VENDOR = INPUTS / "vendor"
 NAME = "soroban"
 FILE = "distributed/fsdp/test_fsdp_uneven"
-WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
+REQUESTED = {"device": NAME, "backend": "gloo", "ranks": 3}
 
 
 @contextlib.contextmanager
@@ -103,31 +103,31 @@ class TestWishes(TestCase):
 
     def of_dispatcher(self, *arguments: str, **environment: str) -> dict[str, Any]:
         run = options.parse(["--list", *arguments], environment, ROOT)
-        return {name: getattr(run, name) for name in WISHES}
+        return {name: getattr(run, name) for name in REQUESTED}
 
-    @parametrize("name", sorted(WISHES))
+    @parametrize("name", sorted(REQUESTED))
     def test_an_option_is_its_variable(self, name):
-        option, variable = (f"--{name}", str(WISHES[name])), f"TORCH_FSDP_TESTS_{name.upper()}"
+        option, variable = (f"--{name}", str(REQUESTED[name])), f"TORCH_FSDP_TESTS_{name.upper()}"
         by_option = self.of_dispatcher(*option)
-        self.assertEqual(by_option[name], WISHES[name])
+        self.assertEqual(by_option[name], REQUESTED[name])
         self.assertEqual(by_option, self.of_dispatcher(**{variable: option[1]}))
         self.assertEqual(by_option, self.of_dispatcher(*option, **{variable: "7"}))  # an option wins
         self.assertEqual(self.of_dispatcher(**{variable: ""}), self.of_dispatcher())
 
     def test_the_dispatcher_tells_a_file(self):
-        wishes = "cpu", "gloo", "3"  # the CPU is the subject: it needs no torch
-        options = [word for name, value in zip(WISHES, wishes, strict=True) for word in (f"--{name}", value)]
-        variables = [f"TORCH_FSDP_TESTS_{name.upper()}" for name in WISHES]
+        requested = "cpu", "gloo", "3"  # the CPU is the subject: it needs no torch
+        options = [word for name, value in zip(REQUESTED, requested, strict=True) for word in (f"--{name}", value)]
+        variables = [f"TORCH_FSDP_TESTS_{name.upper()}" for name in REQUESTED]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "test_x.py").write_text(f"import os\nprint([os.environ[name] for name in {variables}])\n")
             done = run_beside(ROOT, ROOT / "run_test.py", "--test-directory", folder, *options)
-        self.assertIn(f"\n{[*wishes]}\n", done.stdout, "shown, because a file without tests fails")
+        self.assertIn(f"\n{[*requested]}\n", done.stdout, "shown, because a file without tests fails")
 
     def test_the_harness_obeys_the_variables(self):
-        variables = {f"TORCH_FSDP_TESTS_{name.upper()}": str(value) for name, value in WISHES.items()}
+        variables = {f"TORCH_FSDP_TESTS_{name.upper()}": str(value) for name, value in REQUESTED.items()}
         with installed(**variables):
             device = accelerator.current()
-        self.assertEqual({"device": device.name, "backend": device.backend, "ranks": device.ranks}, WISHES)
+        self.assertEqual({"device": device.name, "backend": device.backend, "ranks": device.ranks}, REQUESTED)
         with installed(**dict.fromkeys(variables, "")):
             unset = accelerator.current()
         with installed():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.dispatch import agent, agents, result
+from torch_fsdp_tests.dispatch import result, worker, workers
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.ranks.outcome import (
     BODY_MARK,
@@ -46,21 +46,21 @@ class TestDeaths(TestCase):
     def test_a_signal_has_a_hint_in_every_report(self, number, hint):
         words = f"was killed by {number.name}{hint}"
         rank = RankResult(1, State.CRASHED, signal=number.name)
-        file = result.Ending(result.How.KILLED, number.name)
+        file = result.ProcessEnd(result.EndKind.KILLED, number.name)
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(rank.headline(plural=True), f"were{words[3:]} before reporting anything")
         self.assertEqual(Ending.from_wait_status(number).in_words(), words)
         self.assertEqual(death_of_server(number), f"the rank server {words}")
         self.assertEqual(file.in_words(), words)
-        self.assertEqual(agents._death(agent.FileEnded(1, number, "")), words)
+        self.assertEqual(workers._death(worker.FileEnded(1, number, "")), words)
 
     def test_an_exit_code_has_none(self):
         self.assertEqual(
             RankResult(1, State.CRASHED, exit_code=9).headline(), "exited with code 9 before reporting anything"
         )
         self.assertEqual(Ending(code=9).in_words(), "exited with code 9")
-        self.assertEqual(result.Ending(result.How.EXITED, 9).in_words(), "exited with code 9")
-        self.assertEqual(agents._death(agent.FileEnded(1, 9 << 8, "")), "exited with code 9")
+        self.assertEqual(result.ProcessEnd(result.EndKind.EXITED, 9).in_words(), "exited with code 9")
+        self.assertEqual(workers._death(worker.FileEnded(1, 9 << 8, "")), "exited with code 9")
 
 
 class TestCounts(TestCase):
@@ -207,7 +207,7 @@ class TestBlame(TestCase):
             self.assertTrue(state is wanted if wanted else state.is_bad, f"{state}: {chosen}")
 
     def test_every_rank_is_named_once(self):
-        """The one that is fine, too."""
+        """Also the one that is fine."""
         verdict = judge([passed(0), reported(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
         paragraphs = [text.partition("\n")[0] for text in verdict.text.split("\n\n")]
         self.assertEqual(
@@ -284,14 +284,14 @@ class TestSteps(TestCase):
             wanted = [*failed, *(name for name in names if "skip" in name)][:1]
             try:
                 run_all([steps[0], functools.partial(run_all, steps[1:])])
-                told = None
+                raised = None
             except BaseException as error:
-                told = error
+                raised = error
                 self.assertEqual(len(getattr(error, THEN_RAISED)), max(len(failed) - 1, 0))
             self.assertEqual(called, [*names])
-            self.assertIs(told and type(told), STEPS[wanted[0]][1] if wanted else None, names)
-            if isinstance(told, SystemExit):
-                self.assertEqual(told.code, 74 if wanted == ["leaves_as_skipped"] else 5)
+            self.assertIs(raised and type(raised), STEPS[wanted[0]][1] if wanted else None, names)
+            if isinstance(raised, SystemExit):
+                self.assertEqual(raised.code, 74 if wanted == ["leaves_as_skipped"] else 5)
 
     def test_what_failed_later_is_shown_and_is_not_expected(self):
         def fails_in_body() -> None:

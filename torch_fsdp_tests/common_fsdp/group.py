@@ -9,7 +9,7 @@ import torch
 
 
 class DummyProcessGroup:
-    """Has the rank and size that it was made with, and communicates with nobody."""
+    """Has the rank and size that it was made with, and does not communicate."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

@@ -58,7 +58,7 @@ class MLP(nn.Module):
         return out if self.buffer is None else out + self.buffer
 
     def reset_parameters(self) -> None:
-        """Draw the buffer again, which is needed after materialization from the meta device. The layers reset
+        """Initialize the buffer again, which is needed after materialization from the meta device. The layers reset
         themselves.
         """
         if self.buffer is not None:

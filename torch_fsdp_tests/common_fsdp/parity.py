@@ -22,7 +22,7 @@ def check_sharded_parity(
     its gradient, unless neither module has one. Buffers are not compared. Nothing is communicated.
 
     Raises ``AssertionError`` that names the parameter and what differs. Differs from upstream's: every rank compares
-    with its own replica, so that replicas that drifted apart are noticed. A missing gradient is named, and modules
+    with its own replica, so that diverging replicas are detected. A missing gradient is named, and modules
     without parameters are an error. Parameters may be sharded over several dimensions of a mesh, the last one first.
     """
     sharded = {}
@@ -30,9 +30,9 @@ def check_sharded_parity(
         for prefix in prefixes_to_ignore:
             name = name.replace(prefix, "")
         sharded[name] = param
-    found, expected = local_parts(cls, dict(replicated_module.named_parameters()), sharded)
+    actual, expected = local_parts(cls, dict(replicated_module.named_parameters()), sharded)
     # All at once: some gradients may be zero, but not all values. A rank may have no part of any parameter.
-    cls.assertEqual(found, expected, may_be="empty")
+    cls.assertEqual(actual, expected, may_be="empty")
 
 
 def local_parts(
@@ -48,7 +48,7 @@ def local_parts(
     """
     test.assertEqual(list(params), list(refs), "the models have different parameters")
     test.assertGreater(len(refs), 0, "neither model has a parameter, so nothing was compared")
-    found: Parts = {}
+    actual: Parts = {}
     expected: Parts = {}
     for name, param in params.items():
         for kind in what:
@@ -58,12 +58,12 @@ def local_parts(
                 continue
             test.assertIsInstance(tensor, DTensor, f"{kind} {name}")
             layout = tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
-            wanted = whole.shape, whole.dtype, param.placements, param.device_mesh
-            if layout != wanted:
-                test.fail(f"{kind} {name} is laid out as {layout}, not as {wanted}")
+            full_layout = whole.shape, whole.dtype, param.placements, param.device_mesh
+            if layout != full_layout:
+                test.fail(f"{kind} {name} is laid out as {layout}, not as {full_layout}")
             shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
-            found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
-    return found, expected
+            actual[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
+    return actual, expected
 
 
 def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torch.Tensor:

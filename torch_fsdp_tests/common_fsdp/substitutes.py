@@ -1,5 +1,5 @@
 """Contexts that let FSDP1 tests run on a host without an accelerator. Every rank gets what is in
-:mod:`torch_fsdp_tests.device.substitutes`. What a test could notice is a context here.
+:mod:`torch_fsdp_tests.device.substitutes`. What a test could observe is a context here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 
 
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
-    """Moving a whole flat parameter to the host copies it, even if it is there already.
+    """Moving a whole flat parameter to the CPU copies it, even if it is there already.
 
     A workaround for ``fsdp1_offloading_on_the_host_frees_parameters``: without the copy, FSDP frees what it has just
     moved (with ``offload_to_cpu`` for a state dict). A test in this context shows what FSDP does with the copy,

@@ -49,7 +49,7 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
 
 @contextlib.contextmanager
 def scale_arrives() -> Iterator[None]:
-    """Gradient scalers wait for what they copy to the host. By themselves they do not
+    """Gradient scalers wait for what they copy to the CPU. By themselves they do not
     (``fsdp1_scale_is_read_while_copied``), so a device may spoil any step with offloaded gradients.
     """
 
@@ -222,7 +222,7 @@ class FSDPTestMixin(RankTestCase):
         Differs from upstream's: parameters are compared in low precision too, with a tolerance of one rounding a step;
         and the pure fp16 reference is converted before DDP wraps it, since afterwards DDP averages nothing.
 
-        With parameter offload a model that is moved to the device after FSDP must be refused, if the device
+        With parameter offload a model that is moved to the device after FSDP must raise, if the device
         has a memory of its own. Raises ``ValueError`` for an init mode without FSDP.
         """
         if fsdp_init_mode is FSDPInitMode.NO_FSDP:

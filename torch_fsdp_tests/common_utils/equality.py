@@ -221,7 +221,7 @@ def _compare_numbers(x: int | float | complex, y: int | float | complex, how: Cl
 
 
 def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
-    # This copies, because torch refuses arrays with negative strides and warns about read-only ones.
+    # This copies, because torch rejects arrays with negative strides and warns about read-only ones.
     x, y = (torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in (x, y))
     x, y = local_parts(x, y)
     if x.layout == y.layout == torch.sparse_coo and x.is_coalesced() != y.is_coalesced():

@@ -16,20 +16,20 @@ def check_leaked_tensors(limit: int = 1, matched_type: type | tuple[type, ...] =
     """Put the tensors that the block leaves in reference cycles into the list that it gets, and warn if there are any.
 
     The list is filled when the block ends without an exception. ``limit`` is accepted and changes nothing: upstream
-    draws so many graphs. Differs from upstream's: the list has the only reference to the garbage, so that it is freed
+    makes so many graphs. Differs from upstream's: the list has the only reference to the garbage, so that it is freed
     with it.
     """
-    found: list[Any] = []
+    in_cycles: list[Any] = []
     gc.collect()
     flags, before = gc.get_debug(), len(gc.garbage)
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        yield found
+        yield in_cycles
         gc.collect()
-        found += [each for each in gc.garbage[before:] if isinstance(each, matched_type)]
+        in_cycles += [each for each in gc.garbage[before:] if isinstance(each, matched_type)]
     finally:
         gc.set_debug(flags)
         del gc.garbage[before:]
-    if found:
-        words = f"{len(found)} tensors are in reference cycles, so they stay until the garbage is collected"
+    if in_cycles:
+        words = f"{len(in_cycles)} tensors are in reference cycles, so they stay until the garbage is collected"
         warnings.warn(f"{words}: break the cycle", stacklevel=3)

@@ -23,7 +23,7 @@ from .seed import SEED_VARIABLE, set_rng_seed
 NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
 BAD_ARGUMENTS = 2
 
-# Options of upstream's run_tests that concern many files or other runners. They are refused, because ignoring them
+# Options of upstream's run_tests that concern many files or other runners. They are rejected, because ignoring them
 # would mislead.
 _ELSEWHERE = {
     "--save-xml": "run_test.py writes JUnit: python run_test.py -i FILE --save-xml DIR",
@@ -62,7 +62,7 @@ class _Runner(unittest.TextTestRunner):
             state.notes.report(self.stream)  # type: ignore[arg-type]
             for defects, words, how in (
                 (testcase.shown, "known defect of torch shown", "by"),
-                (testcase.repaired, "repaired in this torch", "as shown by"),
+                (testcase.fixed, "fixed in this PyTorch", "as shown by"),
             ):
                 for defect, tests in defects.items():
                     print(f"{words}: {defect}, {how} {', '.join(tests)}", file=self.stream)
@@ -126,7 +126,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     ``argv`` is by default ``sys.argv``, the program's name first. Options, output and exit status are unittest's (1: a
     test failed; 2: bad arguments; 5: nothing ran, also before Python 3.12), and ``--seed`` and upstream's
     ``--showlocals``, ``--repeat``, ``--accept`` and ``--discover-tests`` are understood. Upstream's other options
-    belong to ``run_test.py`` and are refused.
+    belong to ``run_test.py`` and are rejected.
 
     What tests left changed in the process is printed under the list of failures, one sentence for each thing.
     """

@@ -45,7 +45,7 @@ def set_rng_seed(seed: int | None = None) -> None:
     seed = seed_of_run() if seed is None else seed
     manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy refuses some seeds that torch accepts
+    np.random.seed(seed % 2**32)  # numpy rejects some seeds that are valid in torch
 
 
 def save_rng_state() -> Callable[[], None]:

@@ -10,7 +10,7 @@ import torch
 
 from torch_fsdp_tests.device import accelerator
 
-_HOST_CYCLES_PER_MS = 1e6  # the host substitute counts in nanoseconds
+_HOST_CYCLES_PER_MS = 1e6  # the CPU substitute counts in nanoseconds
 _MEASURED_CYCLES = 1_000_000
 _MEASUREMENTS = 10
 _OUTLIERS = 2  # measurements to drop at each end; the first calls on a device are slow
@@ -28,7 +28,7 @@ def _has_kernel(device_type: str) -> bool:
 
 
 def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
-    """Keep the device's current stream busy for ``cycles`` of its clock, and return at once on the host.
+    """Keep the device's current stream busy for ``cycles`` of its clock, and return at once on the CPU.
 
     If the device has no sleep kernel (capability ``sleep_kernel``), the calling thread waits instead, and a cycle is
     one nanosecond. The rank's work is delayed by the same time, but nothing overlaps with it. Differs from upstream's:
@@ -42,10 +42,10 @@ def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
 
 
 def host_time() -> float:
-    """Seconds on the host's clock, to measure how long the host waits for the device under test.
+    """Seconds on the CPU's clock, to measure how long the CPU waits for the device under test.
 
     On a simulated device, :func:`device_sleep` takes no time. Its module has ``_waited()`` then, which returns the
-    nanoseconds for which the host would have waited, and this clock contains them.
+    nanoseconds for which the CPU would have waited, and this clock contains them.
     """
     waited = getattr(torch.get_device_module(accelerator.current().type), "_waited", None)
     return time.perf_counter() + (waited() / 1e9 if waited else 0)

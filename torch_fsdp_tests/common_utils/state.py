@@ -1,7 +1,7 @@
 """Settings that a test may leave changed in its process. They are recorded before it, restored after it, and reported.
 
 A ``Watched`` is one such setting: how to read it, how to restore it, and its name in a sentence. Random states are
-restored silently, because a test may draw random numbers.
+restored without a report, because a test may use random numbers.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ _UNREADABLE = object()
 
 
 def _read(watched: Watched) -> Any:
-    # torch refuses to read some flags after a test has mixed the old and the new way to set them. Then they cannot be
-    # restored either.
+    # torch raises when it reads some flags after a test has mixed the old and the new way to set them.
     try:
         return watched.read()
     except RuntimeError:
@@ -147,7 +146,7 @@ class SavedState:
             if after == before or before is _UNREADABLE:
                 continue
             if after is _UNREADABLE:
-                changes.append(f"left {watched.name} in a state that torch refuses to read")
+                changes.append(f"left {watched.name} in a state that cannot be read")
                 continue
             changes.append(f"left {watched.name} at {after!r} instead of {before!r}")
             watched.restore(before)

@@ -27,7 +27,7 @@ __unittest = True  # keeps the frames of this module out of the tracebacks that 
 
 KNOWN_DEFECTS = "__known_defects__"  # the attribute of a test function that names the defects of torch that it shows
 shown: dict[str, list[str]] = {}  # the known defects that tests have shown, each with those tests
-repaired: dict[str, list[str]] = {}  # the defects that were expected and did not show, each with the tests that passed
+fixed: dict[str, list[str]] = {}  # the defects that were expected and did not show, each with the tests that passed
 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -47,7 +47,7 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _refuse_collisions(cls: type) -> None:
+def _check_collisions(cls: type) -> None:
     """Raise ``TypeError`` if a test class, or a mixin of it, overrides a part of the harness by accident.
 
     Upstream's classes have other private names, so a file that was written for them cannot know these.
@@ -86,12 +86,14 @@ class TestCase(expecttest.TestCase):
     rel_tol: float = 0
 
     maxDiff = None
-    _known_defects: Sequence[Any] = ()  # the defects that this torch should have, and with which the test must fail
+    _known_defects: Sequence[
+        Any
+    ] = ()  # the defects that the installed PyTorch should have, and with which the test must fail
     _defect_blocks: list[DefectBlock]  # the blocks of the running test that must show a defect
-    _diffThreshold = sys.maxsize  # unittest's switch: explain differences in long texts too
+    _diffThreshold = sys.maxsize  # unittest's switch: also explain differences in long texts
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        _refuse_collisions(cls)  # before unittest adds private names of its own
+        _check_collisions(cls)  # before unittest adds private names of its own
         super().__init_subclass__(**kwargs)
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
@@ -163,32 +165,32 @@ class TestCase(expecttest.TestCase):
         result.addSuccess(self)
 
     def _record_defects(self, raised: str = "") -> None:
-        """Tell the dispatcher which known defects the test has shown, and which it should have shown.
+        """Report to the dispatcher which known defects the test has shown, and which it should have shown.
 
         A test that is decorated with defects is one block. ``raised`` is the exception with which it failed.
         """
         self._defect_blocks += [DefectBlock(defect.facts(), raised=raised) for defect in self._known_defects]
         known = {block.defect["id"]: block.defect for block in self._defect_blocks if block.raised}
-        missed: dict[str, dict[str, Any]] = {}
+        not_shown: dict[str, dict[str, Any]] = {}
         for block in self._defect_blocks:
             if not block.raised:
-                facts = missed.setdefault(block.defect["id"], {**block.defect, "places": []})
+                facts = not_shown.setdefault(block.defect["id"], {**block.defect, "places": []})
                 facts["places"] += [block.place] * bool(block.place)
-        if known or missed:
-            events.record(known_defects=list(known.values()), repaired_defects=list(missed.values()))
-        if missed and not self._known_defects and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
-            words = "; ".join(f"{id} did not show at {', '.join(facts['places'])}" for id, facts in missed.items())
+        if known or not_shown:
+            events.record(known_defects=list(known.values()), repaired_defects=list(not_shown.values()))
+        if not_shown and not self._known_defects and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
+            words = "; ".join(f"{id} did not show at {', '.join(facts['places'])}" for id, facts in not_shown.items())
             error = self.failureException(words)
             setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
             raise error
         for id in known:
             shown.setdefault(id, []).append(self.id())
-        for id, facts in missed.items():
-            repaired.setdefault(id, []).append(" at ".join([self.id(), *facts["places"]]))
+        for id, facts in not_shown.items():
+            fixed.setdefault(id, []).append(" at ".join([self.id(), *facts["places"]]))
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
-        """unittest's ``subTest``, whose parameters the blocks for known defects name too."""
+        """unittest's ``subTest``, whose parameters the blocks for known defects also name."""
         with defect_blocks.in_subtest(subtest_words(msg, params)):
             with super().subTest(*(() if msg is None else (msg,)), **params):
                 yield

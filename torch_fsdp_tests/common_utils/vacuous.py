@@ -1,6 +1,6 @@
 """Finds comparisons that pass and prove nothing, because of what is compared.
 
-Infinities, zeros and missing elements are equal to each other, however they came about, and a tensor is always equal to
+Infinities, zeros and missing elements are equal to each other, whatever made them, and a tensor is always equal to
 itself. A test that compares such values fails in :meth:`.TestCase.assertEqual`, unless the call says by ``may_be`` that
 they are its subject.
 """

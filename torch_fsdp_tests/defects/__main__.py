@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.defects import changes, find, registry, texts, trial, versions_page
-from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, Refused
+from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, InvalidQuery
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.atomic import write_text
@@ -27,7 +27,7 @@ from torch_fsdp_tests.processes import host
 KINDS: tuple[type[enum.Enum], ...] = (Component, Consequence, Exposure)  # facts by which options choose defects
 EPILOG = """\
 exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
-fixed, came back, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing, or if
+fixed, reappeared, or could not be decided), or if --fail-on applies, or if --find or --using finds nothing, or if
 --patch lacks a fix; 2 for bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
@@ -58,7 +58,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="print the defects that fit these words, an issue of torch, or a traceback (- reads it from stdin)",
     )
     parser.add_argument(
-        "--using", metavar="FEATURES", help=f"print what can hit somebody who uses these: {', '.join(find.SHORT)}"
+        "--using",
+        metavar="FEATURES",
+        help=f"print the defects that can affect programs that use these: {', '.join(find.SHORT)}",
     )
     parser.add_argument(
         "--between", nargs=2, metavar="VERSION", help="print what changed from one version of torch to another"
@@ -107,13 +109,13 @@ def main(argv: Sequence[str]) -> int:
     host.exit_on_signals()
     try:
         return _answer(parse(argv))
-    except (Refused, accelerator.ConfigurationError) as error:
+    except (InvalidQuery, accelerator.ConfigurationError) as error:
         print(f"torch_fsdp_tests.defects: {error}", file=sys.stderr)
         return 2
 
 
 def _answer(options: argparse.Namespace) -> int:
-    """Do what was asked. Returns the exit status."""
+    """Run the requested command. Returns the exit status."""
     if options.find or options.using is not None:
         return _find(options)
     if options.between is not None:
@@ -122,21 +124,21 @@ def _answer(options: argparse.Namespace) -> int:
     if options.html is not None:
         path = Path(options.html)
         if not path.parent.is_dir() or path.is_dir():
-            raise Refused(f"{path} is not a file in a folder that exists")
+            raise InvalidQuery(f"{path} is not a file in a folder that exists")
         write_text(path, versions_page.render())
         return 0
     if options.show is not None:
         print(texts.script(registry.defect(options.show)), end="")
         return 0
     if options.patch:
-        return _patch(["*"] if options.patch == ["all"] else options.patch, wants_all=options.patch != ["all"])
+        return _patch(["*"] if options.patch == ["all"] else options.patch, is_strict=options.patch != ["all"])
     if options.issue is not None:
         (finding,) = trial.try_all([registry.defect(options.issue).id], 1)
         print(texts.issue(finding), end="")
         return 0
     defects = _chosen(options, map(registry.defect, registry.matching(options.ids or ["*"])))
     if not defects:
-        raise Refused("none of these defects has these kinds; --list shows all")
+        raise InvalidQuery("none of these defects has these kinds; --list shows all")
     if options.list:
         print(texts.listing(defects))
         return 0
@@ -148,7 +150,7 @@ def _chosen(options: argparse.Namespace, defects: Iterable[Defect]) -> list[Defe
     return registry.chosen(defects, **{kind: getattr(options, kind) for kind in kinds})
 
 
-def _patch(patterns: Sequence[str], wants_all: bool) -> int:
+def _patch(patterns: Sequence[str], is_strict: bool) -> int:
     """Print the fixes as one diff for the installed torch. If some are missing, say why and return 1."""
     root, version = fixes.installed()
     defects = list(map(registry.defect, registry.matching(patterns)))
@@ -162,7 +164,7 @@ def _patch(patterns: Sequence[str], wants_all: bool) -> int:
     for defect in found:
         print(f"# {defect.id}: {defect.title}")
     print(diff, end="")
-    if not wants_all:
+    if not is_strict:
         print(f"{len(found)} of {len(defects)} defects have a fix for torch {version}", file=sys.stderr)
         return 0
     for why in filter(None, missing.values()):
@@ -181,7 +183,7 @@ def _find(options: argparse.Namespace) -> int:
     if options.find:
         words = sys.stdin.read() if options.find == ["-"] else " ".join(options.find)
         if not words.strip():
-            raise Refused("--find needs words or a traceback")
+            raise InvalidQuery("--find needs words or a traceback")
         found = find.fitting(words)
         found.sort(key=lambda defect: defect.expected(torch.__version__) is not Answer.PRESENT)
     else:

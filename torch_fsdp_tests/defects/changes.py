@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import Defect, Refused
+from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import dotted
 
 
 class Changes(NamedTuple):
-    """The defects of only one of two versions, and sentences about FSDP and what it stands on."""
+    """The defects of only one of two versions, and sentences about FSDP and what it depends on."""
 
     fixed: list[Defect]
     introduced: list[Defect]
@@ -26,18 +26,18 @@ class Changes(NamedTuple):
 
 
 def between(older: str, newer: str) -> Changes:
-    """What changed between two of ``registry.versions()``. Raises :class:`Refused` for others."""
+    """What changed between two of ``registry.versions()``. Raises :class:`InvalidQuery` for others."""
     known = registry.versions()
     for version in (older, newer):
         if version not in known:
-            raise Refused(f"the registry knows torch {known[0]} to {known[-1]}, and not {version}")
+            raise InvalidQuery(f"the registry knows torch {known[0]} to {known[-1]}, and not {version}")
     if known.index(older) >= known.index(newer):
-        raise Refused(f"{older} is not older than {newer}")
+        raise InvalidQuery(f"{older} is not older than {newer}")
     defects = registry.defects()
     facts = [
         (f"torch {dotted(fact.since)} {fact.says}.", fact)
         for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
-        if not fact.repairs and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
+        if not fact.fixes and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
     ]
     return Changes(
         [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],

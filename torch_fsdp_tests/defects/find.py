@@ -1,4 +1,4 @@
-"""Which defects fit some words, a traceback, or the features that somebody uses."""
+"""Which defects fit some words, a traceback, or the features of a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.ranking import FITS, Ranking, words
-from torch_fsdp_tests.defects.registry import Defect, Refused
+from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
 from torch_fsdp_tests.dispatch.features import FEATURES
 
 SHORT = tuple(feature.short for feature in FEATURES if feature.short)
@@ -53,7 +53,7 @@ def by_words(text: str) -> list[Defect]:
 
 def by_traceback(text: str) -> list[Defect]:
     """The defects whose error is in this text. First are those that name a function near its end, then those whose
-    message says more, then those that have words of the user's code, and then the worst."""
+    message has more words, then those that have words of the user's code, and then the worst."""
     frames = [(module.replace("/", "."), name) for module, name in _FRAME.findall(text)]
     situation = _ranking().fits(_OUTSIDE_FSDP.sub("", text))
     fits = {defect.id: fit if fit >= FITS else 0 for defect, fit in zip(registry.defects(), situation)}
@@ -68,11 +68,11 @@ def by_traceback(text: str) -> list[Defect]:
 def by_features(used: Collection[str]) -> list[Defect]:
     """The defects that take no other features than these. Without an interface among them, each one counts.
 
-    Raises :class:`Refused` for a name that no feature has.
+    Raises :class:`InvalidQuery` for a name that no feature has.
     """
     for name in used:
         if name not in SHORT:
-            raise Refused(f"there is no feature {name!r}; there are {', '.join(SHORT)}")
+            raise InvalidQuery(f"there is no feature {name!r}; there are {', '.join(SHORT)}")
     everything = {*used} if _INTERFACES & {*used} else {*used, *_INTERFACES}
     return [defect for defect in registry.defects() if everything.issuperset(defect.uses)]
 
@@ -80,8 +80,8 @@ def by_features(used: Collection[str]) -> list[Defect]:
 def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bool:
     """Whether the text has the defect's message, and a frame near it.
 
-    A user may have come through another function of the same file, unless the message alone could be anybody's. If the
-    text has no frames, as when only the message is known, the message is enough.
+    A user may have called another function of the same file, unless any program could have the message. If the text
+    has no frames, as when only the message is known, the message is enough.
     """
     found = re.search(".*".join(map(re.escape, defect.message.split(" ... "))), text, re.DOTALL)
     if not found or not defect.functions or not _ANY_FRAME.search(text):

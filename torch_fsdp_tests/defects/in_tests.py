@@ -30,7 +30,7 @@ class KnownDefect:
         return registry.defect(self.id)
 
     def is_expected(self) -> bool:
-        """Whether this torch has the defect, or may have it, and the device under test shows it.
+        """Whether the installed PyTorch has the defect, or may have it, and it shows on the device under test.
 
         If the registry does not know, a failure shows the defect, and a pass is reported as a fix. A defect that
         ``--with-fixes`` has fixed is not expected.
@@ -96,7 +96,7 @@ class torch_defect:
     def __enter__(self) -> None:
         caller = sys._getframe(1)
         self._place = defect_blocks.place(os.path.basename(caller.f_code.co_filename), caller.f_lineno)
-        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):  # the defect explains the block's races, too
+        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):  # the defect also explains the block's races
             from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
 
             self._start_again = ordering.mark()

@@ -11,23 +11,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LIMIT = 20  # seconds after which a collective gives up
+LIMIT = 20  # seconds after which a collective times out
 
 
-def same(found, right):
+def same(actual, expected):
     """Whether two results are equal, up to the rounding of numbers."""
-    if isinstance(right, torch.Tensor) or isinstance(found, torch.Tensor):
-        return torch.is_tensor(found) and torch.is_tensor(right) and torch.allclose(found, right, equal_nan=True)
-    if isinstance(found, float) and isinstance(right, (int, float)):
-        return torch.allclose(torch.tensor(found), torch.tensor(float(right)), rtol=1e-4, equal_nan=True)
-    if isinstance(right, (list, tuple)) and isinstance(found, (list, tuple)):
-        return len(found) == len(right) and all(map(same, found, right))
-    if isinstance(right, dict) and isinstance(found, dict):
-        return found.keys() == right.keys() and all(same(found[key], right[key]) for key in right)
-    return found == right
+    if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
+        return (
+            torch.is_tensor(actual) and torch.is_tensor(expected) and torch.allclose(actual, expected, equal_nan=True)
+        )
+    if isinstance(actual, float) and isinstance(expected, (int, float)):
+        return torch.allclose(torch.tensor(actual), torch.tensor(float(expected)), rtol=1e-4, equal_nan=True)
+    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(same(actual[key], expected[key]) for key in expected)
+    return actual == expected
 
 
-def run_rank(rank, world_size, meeting, reproduce, device_type="cpu", backend="gloo"):
+def run_rank(rank, world_size, init_method, reproduce, device_type="cpu", backend="gloo"):
     """Connect this rank with the others, and return the result of ``reproduce``."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -35,22 +37,24 @@ def run_rank(rank, world_size, meeting, reproduce, device_type="cpu", backend="g
     if device_type != "cpu":
         device = torch.device(device_type, rank % torch.get_device_module(device_type).device_count())
         torch.get_device_module(device_type).set_device(device)
-    patience = datetime.timedelta(seconds=LIMIT)
+    timeout = datetime.timedelta(seconds=LIMIT)
     # A rank that goes on at once, and destroys the group, breaks the connections that a slower rank is making. The
     # reproduction does not depend on this variable.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     del os.environ["TORCH_DIST_INIT_BARRIER"]
     return reproduce(rank, world_size, device)
 
 
-def tell(rank, world_size, meeting, reproduce):
-    """Print what this rank found."""
+def print_result(rank, world_size, init_method, reproduce):
+    """Print the result of this rank."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
-    found, right = run_rank(rank, world_size, meeting, reproduce, kind, dist.get_default_backend_for_device(kind))
-    verdict = "absent" if same(found, right) else "PRESENT"
-    print(f"rank {rank}: {verdict}\n  found {found}\n  right {right}\n", end="", flush=True)  # in one piece
+    actual, expected = run_rank(
+        rank, world_size, init_method, reproduce, kind, dist.get_default_backend_for_device(kind)
+    )
+    verdict = "absent" if same(actual, expected) else "PRESENT"
+    print(f"rank {rank}: {verdict}\n  actual {actual}\n  expected {expected}\n", end="", flush=True)  # in one piece
     os._exit(0)  # some defects leave collectives that never finish
 
 
@@ -59,6 +63,6 @@ def launch(reproduce, world_size):
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != world_size:
             raise SystemExit(f"start it with {world_size} processes: torchrun --nproc-per-node {world_size}")
-        tell(int(os.environ["RANK"]), world_size, "env://", reproduce)
+        print_result(int(os.environ["RANK"]), world_size, "env://", reproduce)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(tell, (world_size, f"file://{folder}/meeting", reproduce), nprocs=world_size)
+        mp.spawn(print_result, (world_size, f"file://{folder}/rendezvous", reproduce), nprocs=world_size)

@@ -13,7 +13,7 @@ B = 0.8  # how much a word counts less in a long field
 FITS = 1.33  # what fits less is not worth reading, unless it has all words
 BESIDE_THE_BEST = 0.5  # nor is what fits so much less than the best
 
-# Words that say nothing about a problem: those of any sentence, and those of any report.
+# Words without information about a problem: those of any sentence, and those of any report.
 _EMPTY = set(
     "a after all an and any are as at be been before by cannot do does for from has have if in into is it its no not of"
     " on one only or other than that the then this to was were when which while with without"
@@ -44,7 +44,7 @@ _ALIKE = dict(
 
 
 def words(text: str) -> list[str]:
-    """The stems of the words that say something. An identifier is a word, and so is each of its parts."""
+    """The stems of the words with information. An identifier is a word, and so is each of its parts."""
     return [stem for token in re.findall(r"\w+", text) for stem in _stems(token)]
 
 
@@ -86,14 +86,14 @@ class Ranking:
     def best(self, query: str) -> list[int]:
         """The texts that fit well, by their numbers. The best comes first.
 
-        One word does not tell which text is best, so they keep their order then.
+        One word does not show which text is best, so they keep their order then.
         """
-        fits, wanted = self.fits(query), {*words(query)}
+        fits, stems = self.fits(query), {*words(query)}
         least = BESIDE_THE_BEST * max(fits)
         fitting = [
             number
             for number, fit in enumerate(fits)
-            if fit >= least and fit > 0 and (fit >= FITS or wanted <= self._counts[number].keys())
+            if fit >= least and fit > 0 and (fit >= FITS or stems <= self._counts[number].keys())
         ]
         return fitting if len(query.split()) == 1 else sorted(fitting, key=lambda number: -fits[number])
 
@@ -101,12 +101,12 @@ class Ranking:
         """How well each text fits, from 0.
 
         A long query needs more words in common than a short one for the same number, but not in proportion: reports
-        tell much that no text can have.
+        contain much that no text can have.
         """
-        wanted = {word: self._rarity(word) for word in words(query)}
-        norm = math.sqrt(sum(wanted.values())) or 1.0
+        rarities = {word: self._rarity(word) for word in words(query)}
+        norm = math.sqrt(sum(rarities.values())) or 1.0
         return [
-            sum(rarity * text[word] / (K1 + text[word]) for word, rarity in wanted.items()) / norm
+            sum(rarity * text[word] / (K1 + text[word]) for word, rarity in rarities.items()) / norm
             for text in self._counts
         ]
 

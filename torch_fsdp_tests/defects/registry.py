@@ -24,8 +24,8 @@ NO_WORKAROUND = "none is known"
 FRAME = re.compile(r"in \w+")  # the part of an error that names a function
 
 
-class Refused(LookupError):
-    """What was asked for does not exist. The message says so in a sentence."""
+class InvalidQuery(LookupError):
+    """The arguments name something that does not exist. The message is a sentence."""
 
 
 class _Ordered(enum.Enum):
@@ -50,16 +50,16 @@ class Consequence(_Ordered):
 
 
 class Exposure(_Ordered):
-    """What a program has to do to meet a defect. Most programs do the first."""
+    """Which programs hit a defect. Most programs are of the first kind."""
 
     DEFAULT = "default"  # a plain training loop with default settings
-    COMMON = "common"  # one widely used option, such as mixed precision, an evaluation between steps, or a checkpoint
+    COMMON = "common"  # one widely used option, such as mixed precision, eval mode between steps, or a checkpoint
     RARE = "rare"  # two or more options, or an unusual call, model or event
     HARDWARE = "hardware"  # it shows only on an accelerator
 
 
 class Component(_Ordered):
-    """The part of torch that is at fault: FSDP2, then what its users meet along with it, and then its predecessor."""
+    """The part of torch that is at fault: FSDP2, then what is used with it, and then its predecessor."""
 
     FSDP2 = "FSDP2"
     DTENSOR = "DTensor"
@@ -75,12 +75,12 @@ class Place(enum.Enum):
     """The devices on which a defect can show."""
 
     ANYWHERE = "any device"
-    HOST = "the host"
-    APART_FROM_HOST = "a device apart from the host"
+    HOST = "the CPU"
+    APART_FROM_HOST = "a device other than the CPU"
 
 
 class Answer(enum.Enum):
-    """Whether a torch has a defect."""
+    """Whether a version of PyTorch has a defect."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -197,13 +197,13 @@ def ids() -> list[str]:
 
 @functools.cache
 def defect(id: str) -> Defect:
-    """Return one defect. Raises :class:`Refused` for an unknown id, and names similar ones. Imports torch."""
+    """Return one defect. Raises :class:`InvalidQuery` for an unknown id, and names similar ones. Imports torch."""
     if id not in ids():
         raise unknown(id)
     module = importlib.import_module(f"{__package__}.known.{id}")
     title, _, explanation = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
-    said = {"title": title.rstrip("."), "explanation": explanation.strip(), "source": inspect.getsource(module)}
-    return dataclasses.replace(module.DEFECT, id=id, reproduce=module.reproduce, **said)
+    texts = {"title": title.rstrip("."), "explanation": explanation.strip(), "source": inspect.getsource(module)}
+    return dataclasses.replace(module.DEFECT, id=id, reproduce=module.reproduce, **texts)
 
 
 def defects() -> list[Defect]:
@@ -221,14 +221,14 @@ def worst_first(defects: Iterable[Defect]) -> list[Defect]:
     return sorted(defects, key=order)
 
 
-def chosen(defects: Iterable[Defect], **wanted: Collection[enum.Enum] | None) -> list[Defect]:
-    """The defects whose facts are among the wanted ones, as ``exposure={Exposure.COMMON}``. None wants all."""
-    facts = {name: some for name, some in wanted.items() if some is not None}
+def chosen(defects: Iterable[Defect], **kinds: Collection[enum.Enum] | None) -> list[Defect]:
+    """The defects whose facts are among these, as ``exposure={Exposure.COMMON}``. None means all."""
+    facts = {name: some for name, some in kinds.items() if some is not None}
     return [defect for defect in defects if all(getattr(defect, name) in some for name, some in facts.items())]
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
-    """The ids that match these names and globs. Raises :class:`Refused` for one that matches nothing."""
+    """The ids that match these names and globs. Raises :class:`InvalidQuery` for one that matches nothing."""
     matches: dict[str, None] = {}
     for pattern in patterns:
         hits = fnmatch.filter(ids(), pattern)
@@ -238,11 +238,11 @@ def matching(patterns: Sequence[str]) -> list[str]:
     return list(matches)
 
 
-def unknown(id: str) -> Refused:
+def unknown(id: str) -> InvalidQuery:
     """The error for an unknown id, which names similar ones."""
     near = difflib.get_close_matches(id, ids(), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
-    return Refused(f"there is no defect {id!r}: {hint}")
+    return InvalidQuery(f"there is no defect {id!r}: {hint}")
 
 
 @functools.cache

@@ -27,12 +27,12 @@ def line(finding: Finding) -> str:
 
 
 def details(finding: Finding) -> str:
-    """A defect that is present, with what was found and what is right."""
+    """A defect that is present, with the actual and the expected result."""
     defect = finding.defect
     who = "" if finding.rank is None else f" on rank {finding.rank}"
     lines = [defect.headline]
-    lines.append(f"    found{who}  {shown(finding.found)}")
-    lines.append(f"    right{' ' * len(who)}  {shown(finding.right)}")
+    lines.append(f"    actual{who}    {shown(finding.found)}")
+    lines.append(f"    expected{' ' * len(who)}  {shown(finding.right)}")
     if defect.arguable:
         lines.append(f"    arguable: {defect.arguable}")
     return "\n".join(lines)
@@ -60,7 +60,7 @@ def _numbers(kinds: Iterable[enum.Enum], found: Iterable[enum.Enum]) -> str:
 
 
 def answer(defect: Defect, torch_version: str) -> str:
-    """What somebody has to know who may have met the defect."""
+    """All facts for a user who may have hit the defect."""
     has = {Answer.PRESENT: "has it", Answer.ABSENT: "does not have it", Answer.UNDECIDED: "may have it"}
     here = has.get(defect.expected(torch_version), "does not have what is broken")
     lines = [
@@ -146,7 +146,7 @@ def issue(finding: Finding) -> str:
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
     workaround = f"\nA workaround: {defect.workaround}\n" if defect.workaround != registry.NO_WORKAROUND else ""
     result = (
-        f"Found{who}: `{shown(finding.found)}`\nRight: `{shown(finding.right)}`"
+        f"Actual{who}: `{shown(finding.found)}`\nExpected: `{shown(finding.right)}`"
         if finding.answer is Answer.PRESENT
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )

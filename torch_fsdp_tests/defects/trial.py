@@ -118,9 +118,9 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
     if defect.expected_here() is Answer.CANNOT_BE_TRIED:
         return f"torch {torch.__version__} does not have the broken feature, which {defect.since} has"
     if defect.place is Place.HOST and not device.is_host:
-        return f"it shows only on the host, and {device.name} is under test"
+        return f"it shows only on the CPU, and {device.name} is under test"
     if defect.place is Place.APART_FROM_HOST and device.is_host:
-        return "it needs a device apart from the host"
+        return "it needs a device other than the CPU"
     if defect.needs and device.lacks(defect.needs):
         return device.lacks(defect.needs) or ""
     if defect.package and importlib.util.find_spec(defect.package) is None:

@@ -20,7 +20,7 @@ MARKS = {
     Answer.ABSENT: ("✓", "ok", "does not have it"),
     Answer.CANNOT_BE_TRIED: ("·", "none", "does not have what is broken"),
 }
-WHO_IS_HIT = {
+EXPOSURES = {
     Exposure.DEFAULT: "with default settings",
     Exposure.COMMON: "with a common option",
     Exposure.RARE: "in rare cases",
@@ -46,7 +46,7 @@ def render() -> str:
     steps = [_changes(older, newer) for older, newer in itertools.pairwise(versions)]
     parts = [
         Section(f"The worst of torch {versions[-1]}", _list(worst)),
-        Section("Defects", _defects(defects, versions), len(defects), holds_items=True),
+        Section("Defects", _defects(defects, versions), len(defects), has_items=True),
         Section("What changed", "".join(reversed(steps))),
     ]
     title = f"Known defects of FSDP in torch {versions[0]} to {versions[-1]}"
@@ -62,7 +62,7 @@ def _head(defects: list[Defect], versions: list[str]) -> str:
     exposures = Counter(defect.exposure for defect in defects if defect.is_in(newest) and defect.was_seen)
     total = changes.between(oldest, newest)
     boxes = [
-        *((str(exposures[exposure]), words, "bad") for exposure, words in WHO_IS_HIT.items()),
+        *((str(exposures[exposure]), words, "bad") for exposure, words in EXPOSURES.items()),
         (str(len(total.fixed)), f"fixed since {oldest}", "ok"),
         (str(len(total.introduced)), f"introduced since {oldest}", "warn"),
     ]
@@ -81,7 +81,7 @@ def _defects(defects: list[Defect], versions: list[str]) -> str:
     for consequence, its in itertools.groupby(defects, key=lambda defect: defect.consequence):
         lines = "".join(_defect(defect, versions) for defect in its)
         head = f"<div class=columns><h3 class=what>{consequence.value.capitalize()}</h3>{columns}</div>"
-        parts.append(f"<div {page.HOLDER}>{head}{lines}</div>")
+        parts.append(f"<div {page.CONTAINER}>{head}{lines}</div>")
     return "".join(parts)
 
 

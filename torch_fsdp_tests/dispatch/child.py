@@ -3,7 +3,7 @@
 It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
 plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
 which tests to leave out, and in what order to run the rest; :class:`Orders` describes it. With the first argument
-:data:`WORKER` it is the process of another rank of a launch.
+:data:`RANK_PROCESS` it is the process of another rank of a launch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
-from torch_fsdp_tests.dispatch.plan import ShardedTest, named
+from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
-WORKER = "--worker"
+RANK_PROCESS = "--rank-process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +57,17 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     run, part = orders.run, orders.part
     if part.test.included:
         included: set[int] = set()
-        for wanted in sorted(part.test.included):
-            matches = named(wanted, names)
+        for pattern in sorted(part.test.included):
+            matches = positions_of(pattern, names)
             included |= matches
-            if not matches and wanted not in part.test.order and not run.failed_only:
+            if not matches and pattern not in part.test.order and not run.failed_only:
                 import difflib  # not imported at the top: few runs have unknown names
 
-                near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
-                remarks.append(f"{wanted!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
+                near = difflib.get_close_matches(pattern, [*names, *{name.split(".")[0] for name in names}], n=3)
+                remarks.append(f"{pattern!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
         chosen &= included
-    for unwanted in part.test.excluded:
-        chosen -= named(unwanted, names)
+    for pattern in part.test.excluded:
+        chosen -= positions_of(pattern, names)
     if run.patterns:
         expressions = [keywords.parse(pattern) for pattern in run.patterns]
         chosen = {index for index in chosen if any(holds(names[index]) for holds in expressions)}
@@ -121,7 +121,7 @@ class Run:
         events.Reporting.announced = by_class
         events.Reporting.fail_fast = self.orders.run.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
-        if gone := {wanted for wanted in self.orders.part.test.order if not named(wanted, names)}:
+        if gone := {pattern for pattern in self.orders.part.test.order if not positions_of(pattern, names)}:
             events.note(f"selected, but there is no such test here: {', '.join(sorted(gone))}")
         stream.send(
             stream.Announced(
@@ -198,8 +198,8 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the file, and exit with the file's exit status."""
-    if argv[0] == WORKER:
-        _follow_rank_0(*argv[1:])
+    if argv[0] == RANK_PROCESS:
+        _run_rank_process(*argv[1:])
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
@@ -261,9 +261,9 @@ def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
             sys.modules[directory.name] = importlib.util.module_from_spec(spec)
 
 
-def _follow_rank_0(agent: str, file: str, *arguments: str) -> NoReturn:
+def _run_rank_process(worker: str, file: str, *arguments: str) -> NoReturn:
     """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
-    host.die_with_parent(int(agent))
+    host.die_with_parent(int(worker))
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     _become(file, arguments, Path.cwd())

@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.rounds import in_one_line
+from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, shown, skip_rows
@@ -97,7 +97,7 @@ class Console:
         self._coloured = wants_colours(stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
         self.refresh = REFRESH if self.is_terminal else QUIET
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._status = ""
         self._introduced = False
         self._machine = ""  # in one line
@@ -106,10 +106,10 @@ class Console:
     def say(self, text: str = "") -> None:
         if not self._introduced:
             self.introduce()
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._clear()
         self._write(f"{text}\n")
-        self._draw()
+        self._redraw()
 
     def _write(self, text: str) -> None:
         """Write at once. A terminal that is gone does not end the run, because its end is reported by SIGHUP."""
@@ -169,10 +169,10 @@ class Console:
         limit = f" ({seconds(since)} of {seconds(self._run.duration)})" if self._run.duration else ""
         self.say(f"round {number:{len(of[1:])}d}{of} {outcome} {closing_line(counts)}  {seconds(took)}{limit}")
 
-    def file_done(self, file: FileResult, is_news: bool = True) -> None:
+    def file_done(self, file: FileResult, is_new_failure: bool = True) -> None:
         """Print one line for each file, and the full output of a file that failed.
 
-        In rounds only failures are printed, and the output if it ``is_news``.
+        In rounds only failures are printed, and the output if it ``is_new_failure``.
         """
         self._end_status()  # the status line about this file is outdated
         self._done += 1
@@ -195,13 +195,13 @@ class Console:
         notes = dict.fromkeys(note for attempt in file.attempts for note in attempt.notes)
         for note in (*notes, *(note for test in results for note in test.notes)):
             self.say(f"    note: {note}")
-        self._show_output(file, is_news)
+        self._show_output(file, is_new_failure)
 
-    def _show_output(self, file: FileResult, is_news: bool) -> None:
+    def _show_output(self, file: FileResult, is_new_failure: bool) -> None:
         """Print the output of a file that failed or is flaky; of any other file if the run asks for it."""
         if file.is_bad:
             self._failures += 1
-            if is_news:
+            if is_new_failure:
                 self._failure(file)
             else:
                 self._outcomes(file.tests())
@@ -241,7 +241,7 @@ class Console:
 
     def progress(self, running: Iterable[TestProcess], now: float, left: float | None) -> None:
         """Rewrite the status line. In a log, print a line instead if nothing was printed for a while."""
-        if not self._introduced or (not self.is_terminal and time.monotonic() < self._said_at + self.refresh):
+        if not self._introduced or (not self.is_terminal and time.monotonic() < self._printed_at + self.refresh):
             return
         running = list(running)
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
@@ -257,7 +257,7 @@ class Console:
         status = f"{', '.join(parts)}: {ages}"[: columns - 1]
         self._clear()
         self._status = status
-        self._draw()
+        self._redraw()
 
     def _clear(self) -> None:
         if self._status:
@@ -267,7 +267,7 @@ class Console:
         self._clear()
         self._status = ""
 
-    def _draw(self) -> None:
+    def _redraw(self) -> None:
         if self._status:
             self._write(self._status)
 
@@ -313,7 +313,7 @@ class Console:
         for file, test in bad:
             self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
             if results.rounds is not None:
-                self.say(f"    {clean(in_one_line(results.rounds.record(file, test.name).to_json()))}")
+                self.say(f"    {clean(summary(results.rounds.record(file, test.name).to_json()))}")
             elif test.reason:
                 self.say(f"    {clean(test.reason)}")
             self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
@@ -336,7 +336,7 @@ def word_for(file: FileResult) -> str:
 
 
 def _listed(file: FileResult) -> str:
-    if file.has_no_news:
+    if file.stopped_early:
         return f"stopped {file.name}  before its tests were known"
     return f"listed  {file.name}  {plural(sum(test.scope is Scope.TEST for test in file.tests()), 'test')}"
 

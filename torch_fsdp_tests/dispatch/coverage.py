@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "coverage"  # folder inside the run's own
 
 
-def lacking() -> str | None:
+def missing_package() -> str | None:
     """What must be installed first, or None."""
     try:
         version = importlib.metadata.version("coverage")

@@ -18,27 +18,27 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
 
-HOST = "cpu"
-LEAST_TORCH = ">=2.9"
-MOST_DEVICES = 10_000  # in one range of names
-_TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
+CPU = "cpu"
+MIN_TORCH = ">=2.9"
+MAX_DEVICES = 10_000  # in one range of names
+_BUILT_INTO_TORCH = ("mps", "mtia")  # device types of torch itself that no vendor here declares
 _WHICH_BUILD = "https://pytorch.org/get-started says which build of torch fits a GPU"
-_CANNOT_BE_HAD = 42  # exit status if a device is not available
+_UNAVAILABLE = 42  # exit status if a device is not available
 # What a separate process runs to find out whether torch can be imported and the device is available.
 _IS_AVAILABLE = f"""
 import sys
-from torch_fsdp_tests.device import vendors
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import in_one_line
 try:
     from torch_fsdp_tests.device import accelerator
 except Exception as error:
     print("torch cannot be imported:", in_one_line(error))
-    sys.exit({_CANNOT_BE_HAD})
+    sys.exit({_UNAVAILABLE})
 try:
     accelerator.current()
 except ConfigurationError as error:
     print(error)
-    sys.exit({_CANNOT_BE_HAD})
+    sys.exit({_UNAVAILABLE})
 """
 
 
@@ -47,7 +47,7 @@ class DeviceSet:
     """The devices of one type that may be lent, under the names in the vendor's variable."""
 
     type: str
-    names: tuple[str, ...]  # empty on the host
+    names: tuple[str, ...]  # empty on the CPU
     variable: str | None = None  # restricts which devices a job sees; without it a job sees all devices
     backend: str | None = None  # the default backend between ranks; None if only the harness knows
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for every job
@@ -55,7 +55,7 @@ class DeviceSet:
     @property
     def lendable(self) -> int | None:
         """The number of devices that can be lent, or None on the CPU."""
-        return None if self.type == HOST else len(self.names)
+        return None if self.type == CPU else len(self.names)
 
     @property
     def is_lent_whole(self) -> bool:
@@ -65,7 +65,7 @@ class DeviceSet:
     @property
     def remark(self) -> str | None:
         """A remark if these devices are lent in an unusual way."""
-        if self.type == HOST or self.variable is not None:
+        if self.type == CPU or self.variable is not None:
             return None
         unknown = f"no vendor declares a variable that restricts which devices of type {self.type!r} a process sees"
         if self.names:
@@ -91,8 +91,8 @@ def parse_names(text: str) -> tuple[str, ...]:
     names: list[str] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         span = re.fullmatch(r"(\d+)-(\d+)", word)
-        if span and (max(map(len, span.groups())) > 9 or int(span[2]) - int(span[1]) >= MOST_DEVICES):
-            raise ValueError(f"{word[:40]!r} has more than {MOST_DEVICES} devices")
+        if span and (max(map(len, span.groups())) > 9 or int(span[2]) - int(span[1]) >= MAX_DEVICES):
+            raise ValueError(f"{word[:40]!r} has more than {MAX_DEVICES} devices")
         if span is None and re.fullmatch(r"\d*-\d*", word):
             raise ValueError(f"{word!r} is not a range of devices, such as 0-7")
         if span and int(span[1]) > int(span[2]):
@@ -112,13 +112,13 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     """
     device = device or environment.get(DEVICE_VARIABLE)
     if device:
-        _refuse_unknown(device, environment)
+        _check_known(device, environment)
     # Without a name the one whose device the installed torch most likely picks: an extension's if a package declares it
     # and torch imports extensions, or if one of its variables is set.
     likely = (vendor for vendor in _candidates(environment) if _visible(vendor, environment))
     vendor = _vendor(device) if device else next(likely, None)
-    if vendor is None or vendor.device_type == HOST:
-        return DeviceSet(HOST, (), backend="gloo")
+    if vendor is None or vendor.device_type == CPU:
+        return DeviceSet(CPU, (), backend="gloo")
     if names is not None and not vendor.visibility_variables:
         raise ConfigurationError(
             f"--devices: no vendor declares a variable that restricts which devices of type {vendor.device_type!r} a "
@@ -129,9 +129,11 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend, others)
 
 
-def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
-    """Raise if this cannot be a device type. An extension that torch imports may define any other name."""
-    known = sorted({HOST, *_TORCHS_OWN, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()})
+def _check_known(device: str, environment: Mapping[str, str]) -> None:
+    """Raise if this cannot be a device type. An extension that ``import torch`` loads may define any other name."""
+    known = sorted(
+        {CPU, *_BUILT_INTO_TORCH, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()}
+    )
     if device in known:
         return
     bare = device.partition(":")[0].lower()
@@ -150,18 +152,18 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
     """
     declared = vendors.load(device_set.type)
     if declared is not None and not device_set.names:
-        _refuse_absent(declared)
+        _check_present(declared)
     if torch_version() is None:
         return
     ours = [vendor.torch_build for vendor in vendors.BUILT_IN if vendor.device_type == device_set.type]
     builds = [] if declared is not None or device is None else list(filter(None, ours))
-    if builds and not any(map(torch_is_built_for, builds)):
+    if builds and not any(map(is_built_for, builds)):
         raise ConfigurationError(
             f"the installed torch ({torch_version()}) was not built for the device type {device_set.type!r}: install a "
             f"build that was, or name another device with --device"
         )
     usual = backend in (None, "gloo", device_set.backend)
-    there = device is None or device_set.type == HOST or is_there(device_set)
+    there = device is None or device_set.type == CPU or is_there(device_set)
     described = declared is not None and declared.describe is not None
     if described or not (usual and there) or loads_extensions(os.environ):
         _ask_torch(device, backend, ranks)
@@ -169,25 +171,23 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
 
 def under_test(device_set: DeviceSet, run: RunTests, ranks: int) -> dict[str, Any]:
     """What is certain before a file reports it. Of an accelerator only a file knows what it can do."""
-    if device_set.type == HOST and (run.device is not None or not loads_extensions(os.environ)):
-        return {"torch": torch_version(), "device": HOST, "backend": run.backend or device_set.backend, "ranks": ranks}
+    if device_set.type == CPU and (run.device is not None or not loads_extensions(os.environ)):
+        return {"torch": torch_version(), "device": CPU, "backend": run.backend or device_set.backend, "ranks": ranks}
     return {"torch": torch_version(), "device": run.device}
 
 
 def is_there(device_set: DeviceSet) -> bool:
-    """Whether it is certain, without torch, that torch has these devices: it was built for them, and their nodes exist.
+    """Whether the devices certainly exist, without importing torch: it was built for them, and their nodes exist.
 
     A variable that names devices proves nothing, and torch may lack the extension of a device that a package declares.
     """
     if device_set.type in vendors.installed():
         return False
     ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_set.type]
-    return any(
-        torch_is_built_for(vendor.torch_build) and vendor.devices_there() for vendor in ours if vendor.torch_build
-    )
+    return any(is_built_for(vendor.torch_build) and vendor.devices_there() for vendor in ours if vendor.torch_build)
 
 
-def _refuse_absent(vendor: Vendor) -> None:
+def _check_present(vendor: Vendor) -> None:
     """Raise if a vendor that can count its devices finds none, or if a variable leaves none."""
     if _visible(vendor, os.environ):
         return
@@ -208,12 +208,16 @@ def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> No
     """
     import subprocess
 
-    wishes = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend, RANKS_VARIABLE: None if ranks is None else str(ranks)}
+    requested = {
+        DEVICE_VARIABLE: device,
+        BACKEND_VARIABLE: backend,
+        RANKS_VARIABLE: None if ranks is None else str(ranks),
+    }
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = {**os.environ, "PYTHONPATH": path} | {name: value for name, value in wishes.items() if value}
+    environment = {**os.environ, "PYTHONPATH": path} | {name: value for name, value in requested.items() if value}
     done = subprocess.run([sys.executable, "-c", _IS_AVAILABLE], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode == _CANNOT_BE_HAD:
-        raise ConfigurationError(done.stdout.strip().rpartition("\n")[2])  # extensions may print, too
+    if done.returncode == _UNAVAILABLE:
+        raise ConfigurationError(done.stdout.strip().rpartition("\n")[2])  # extensions may also print
 
 
 def loads_extensions(environment: Mapping[str, str]) -> bool:
@@ -280,7 +284,7 @@ def _torch_versions() -> dict[str, str]:
     return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
 
 
-def torch_is_built_for(name: str) -> bool:
+def is_built_for(name: str) -> bool:
     """Whether the installed torch was built for ``cuda``, ``hip`` or ``xpu``."""
     return bool(_torch_versions().get(name))
 
@@ -290,17 +294,17 @@ def torch_version() -> str | None:
     return _torch_versions().get("__version__")
 
 
-def lacking_packages() -> str | None:
+def missing_packages() -> str | None:
     """A sentence with what is missing (packages, or a newer torch) and the command that installs it, or None."""
     import importlib.util
 
     lacking = [name for name in ("torch", "numpy", "expecttest") if importlib.util.find_spec(name) is None]
     if not lacking:
         version = torch_version() or ""
-        if not version[:1].isdigit() or version_fits(version, LEAST_TORCH):  # a vendor may count otherwise
+        if not version[:1].isdigit() or version_fits(version, MIN_TORCH):  # a vendor may count otherwise
             return None
         command = f"{sys.executable} -m pip install --upgrade torch"
-        return f"torch {version} is installed, but the tests need torch {LEAST_TORCH}: {command}; {_WHICH_BUILD}"
+        return f"torch {version} is installed, but the tests need torch {MIN_TORCH}: {command}; {_WHICH_BUILD}"
     *others, last = lacking
     named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     which = f"; {_WHICH_BUILD}" if "torch" in lacking else ""

@@ -12,14 +12,14 @@ def discover(directory: Path) -> dict[str, Path]:
     What is hidden, and caches, are skipped. A file's name is its path below the test directory, with ``/`` and without
     ``.py``.
     """
-    found = {}
+    paths = {}
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in files:
             if name.endswith(".py") and name[0] != "." and (name.startswith("test_") or name.endswith("_test.py")):
                 path = Path(folder, name)
-                found[path.relative_to(directory).with_suffix("").as_posix()] = path
-    return dict(sorted(found.items()))
+                paths[path.relative_to(directory).with_suffix("").as_posix()] = path
+    return dict(sorted(paths.items()))
 
 
 def source_of(path: Path) -> str:

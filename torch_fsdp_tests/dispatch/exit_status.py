@@ -18,12 +18,12 @@ class ExitStatus(enum.IntEnum):
 
     OK = 0, "every test that ran had the expected outcome, or this shard had nothing to run"
     FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated)"
-    REFUSED = 2, "bad arguments, an unknown test, malformed input, or a path that cannot be written to"
+    USAGE_ERROR = 2, "bad arguments, an unknown test, malformed input, or a path that cannot be written to"
     BROKEN = (
         3,
         "the dispatcher itself could not continue: a report could not be written, or a process of the launch was lost",
     )
-    HOST = 4, "tests failed, and some of the failures began on one host of the launch while the others were well"
+    HOST = 4, "tests failed, and some of the failures began on one host of the launch and none on the others"
     NOTHING_RAN = (
         5,
         "nothing ran: the selection is empty, none of its tests was executed, or none is known to enter what changed",
@@ -35,5 +35,5 @@ class ExitStatus(enum.IntEnum):
 
     @property
     def is_from_signal(self) -> bool:
-        """Whether somebody asked the run to end."""
+        """Whether a signal asked the run to end."""
         return self in (ExitStatus.HUNG_UP, ExitStatus.INTERRUPTED, ExitStatus.TERMINATED)

@@ -1,7 +1,7 @@
 """Lists of tests that are treated specially: disabled, slow, known to fail.
 
 Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}``; the issue number may be missing.
-Its slow list is ``{"test_x (__main__.Class)": seconds}``. A class in these lists stands for all classes whose names
+Its slow list is ``{"test_x (__main__.Class)": seconds}``. A class in these lists matches all classes whose names
 begin with it. Our own list is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action": "disable"
 | "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``. ``test``
 may have globs. An entry counts only if all of its conditions hold.
@@ -90,7 +90,7 @@ class Entry:
 
 
 def _names_as_upstream(listed: str, test: str) -> bool:
-    """Whether an upstream entry names a test: ``TestX.test_y`` means ``TestXCPU.test_y_cpu`` too."""
+    """Whether an upstream entry names a test: ``TestX.test_y`` also means ``TestXCPU.test_y_cpu``."""
     listed_class, _, listed_method = listed.rpartition(".")
     cls, _, method = test.rpartition(".")
     if not cls.startswith(listed_class):
@@ -195,4 +195,4 @@ def _is_here(platform: str) -> bool:
     if platform in _SYSTEMS:
         return sys.platform.startswith(_SYSTEMS[platform])
     variable = f"PYTORCH_TEST_WITH_{platform.removesuffix('_wrapped').upper()}"
-    return os.environ.get(variable) == "1" or devices.torch_is_built_for(_BUILDS[platform])
+    return os.environ.get(variable) == "1" or devices.is_built_for(_BUILDS[platform])

@@ -20,7 +20,7 @@ DECLARED = Path(__file__).parent / "data" / "features.txt"
 class Feature(NamedTuple):
     """A feature, the group of features that it belongs to in tables, a sentence about it, and a short name.
 
-    Only what somebody can use or leave out has a short name, with which the defects of torch are declared.
+    Only a feature that users can leave out has a short name, with which the defects of PyTorch are declared.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The verdict on each host of a launched run: what its ranks did, where failures began, and what differs.
+"""The verdict on each host of a launched run: the results of its ranks, where failures began, and what differs.
 
-A failure that began on one host, while every other host did its part, says something about that host. A failure that
-began on all of them says something about the test or about torch. A test whose ranks are all on one host says nothing.
+A failure that began on one host alone is evidence against that host. A failure that began on all
+of them is evidence against the test or PyTorch. A test whose ranks are all on one host is no evidence.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch_fsdp_tests.verdict import RankResult, State, by_cause, ranks_in_words
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
-class Verdict(str, enum.Enum):
+class HostVerdict(str, enum.Enum):
     """Whether a scheduler should use a host again."""
 
     OK = "ok"
-    SUSPECT = "suspect"  # a failure began on it, while the other hosts were well
+    SUSPECT = "suspect"  # a failure began on it alone
     LOST = "lost"  # a process of it is gone, or it cannot be reached
 
 
-class Did(str, enum.Enum):
-    """What the ranks of one host did in a test: the worst of them counts."""
+class HostResult(str, enum.Enum):
+    """The worst result of the ranks of one host in a test."""
 
     PASSED = "passed"
-    SILENT = "silent"  # a rank said nothing until it was killed
+    SILENT = "silent"  # a rank did not report until it was killed
     FAILED = "failed"  # a rank reported a failure
     CRASHED = "crashed"  # a rank died
 
@@ -40,14 +40,14 @@ class Host:
 
     ranks: tuple[int, ...]
     machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tests: dict[Did, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Did, 0))
+    tests: dict[HostResult, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(HostResult, 0))
     began: int = 0  # failures that began on this host alone
     seconds: float = 0.0  # of CPU time that its ranks have used
     lost: bool = False
 
     @property
-    def verdict(self) -> Verdict:
-        return Verdict.LOST if self.lost else Verdict.SUSPECT if self.began else Verdict.OK
+    def verdict(self) -> HostVerdict:
+        return HostVerdict.LOST if self.lost else HostVerdict.SUSPECT if self.began else HostVerdict.OK
 
 
 class Hosts:
@@ -68,13 +68,13 @@ class Hosts:
         for number, spent in enumerate(test.facts.get("rank_cpu") or ()):
             if number in self._of_rank:
                 self._hosts[self._of_rank[number]].seconds += spent
-        did = {self._of_rank[rank]: Did.PASSED for rank in range(size) if rank in self._of_rank}
+        did = {self._of_rank[rank]: HostResult.PASSED for rank in range(size) if rank in self._of_rank}
         began = set()
         first = next(iter(by_cause(test.ranks)), None)
         for rank in test.ranks:
             if (name := self._of_rank.get(rank.rank)) is None:
                 continue
-            did[name] = max(did.get(name, Did.PASSED), _did(rank), key=list(Did).index)
+            did[name] = max(did.get(name, HostResult.PASSED), _result_of(rank), key=list(HostResult).index)
             if first is not None and _went_wrong_by_itself(rank, first):
                 began.add(name)
         for name, worst in did.items():
@@ -87,7 +87,7 @@ class Hosts:
             self._hosts[name].lost = True
 
     def has_suspect(self) -> bool:
-        return any(host.verdict is Verdict.SUSPECT for host in self._hosts.values())
+        return any(host.verdict is HostVerdict.SUSPECT for host in self._hosts.values())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         total = sum(host.seconds for host in self._hosts.values())
@@ -104,12 +104,12 @@ class Hosts:
         }
 
 
-def _did(rank: RankResult) -> Did:
+def _result_of(rank: RankResult) -> HostResult:
     if rank.state in (State.PASSED, State.SKIPPED):
-        return Did.PASSED
+        return HostResult.PASSED
     if rank.is_silent:
-        return Did.SILENT
-    return Did.CRASHED if rank.state is State.CRASHED else Did.FAILED
+        return HostResult.SILENT
+    return HostResult.CRASHED if rank.state is State.CRASHED else HostResult.FAILED
 
 
 def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
@@ -122,18 +122,18 @@ def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
 
 def rows(hosts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A table of the hosts, the titles first. The hosts are as in ``report.json``."""
-    titles = ("host", "ranks", *(did.value for did in Did), "began here", "time", "verdict")
+    titles = ("host", "ranks", *(did.value for did in HostResult), "began here", "time", "verdict")
     table = [titles]
     for name, host in hosts.items():
         share = "" if host["share"] is None else f"{host['share']:.0%}"
         ranks = ranks_in_words(host["ranks"]).partition(" ")[2]
-        counts = (str(host[did.value]) for did in Did)
+        counts = (str(host[did.value]) for did in HostResult)
         table.append((name, ranks, *counts, str(host["began"]), share, host["verdict"]))
     return table
 
 
 def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The table as text, what differs between the hosts, and why one is not well. Empty for a single host."""
+    """The table as text, what differs between the hosts, and the suspect and lost ones. Empty for a single host."""
     if len(hosts) < 2:
         return []
     table = [*columns(rows(hosts)), *differences(hosts)]
@@ -142,8 +142,8 @@ def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def differences(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each fact in which the hosts differ."""
-    told = machine.differing({name: host["machine"] for name, host in hosts.items()})
-    return [f"{title}: {', '.join(_by_text(texts))}" for title, texts in told.items()]
+    facts = machine.differing({name: host["machine"] for name, host in hosts.items()})
+    return [f"{title}: {', '.join(_by_text(texts))}" for title, texts in facts.items()]
 
 
 def _by_text(texts: Mapping[str, str]) -> Iterable[str]:
@@ -154,12 +154,12 @@ def _by_text(texts: Mapping[str, str]) -> Iterable[str]:
 
 
 def conclusions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each host that is not well."""
-    told = []
+    """A sentence for each suspect or lost host."""
+    sentences = []
     for name, host in hosts.items():
-        if host["verdict"] == Verdict.SUSPECT:
+        if host["verdict"] == HostVerdict.SUSPECT:
             failures = plural(host["began"], "failure")
-            told.append(f"{name} is suspect: {failures} began there, while the other hosts were well")
-        elif host["verdict"] == Verdict.LOST:
-            told.append(f"{name} is lost: a process on it is gone, or it cannot be reached")
-    return told
+            sentences.append(f"{name} is suspect: {failures} began there, and none on the other hosts")
+        elif host["verdict"] == HostVerdict.LOST:
+            sentences.append(f"{name} is lost: a process on it is gone, or it cannot be reached")
+    return sentences

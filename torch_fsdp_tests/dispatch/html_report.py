@@ -1,4 +1,4 @@
-"""``report.html``: the results of a run, for somebody who was not there."""
+"""``report.html``: the results of a run, for readers who did not run it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.page import Row, Section
-from torch_fsdp_tests.dispatch.result import Ending, How
-from torch_fsdp_tests.dispatch.rounds import in_one_line, place
+from torch_fsdp_tests.dispatch.result import EndKind, ProcessEnd
+from torch_fsdp_tests.dispatch.rounds import place, summary
 from torch_fsdp_tests.dispatch.slower import tests_in
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import (
@@ -114,7 +114,7 @@ def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = Fals
 
 
 def _row(file: Mapping[str, Any], test: Mapping[str, Any], *cells: str) -> Row:
-    """A row about a test: its name above that of its file, and what is said about it."""
+    """A row about a test: its name above that of its file, and these cells."""
     return Row([page.above(page.code(test["test"]), escape(_name(file))), *cells], _item(file, test))
 
 
@@ -135,7 +135,7 @@ def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
     return collections.Counter(state_of(test) for _, test in tests_in(data))
 
 
-def _lead(data: Mapping[str, Any]) -> str:
+def _summary(data: Mapping[str, Any]) -> str:
     """Return the verdict in sentences."""
     count = collections.Counter(state_of(test) for _, test in tests_in(data) if test["scope"] == Scope.TEST)
     failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
@@ -157,7 +157,7 @@ def _lead(data: Mapping[str, Any]) -> str:
     were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
     deeds = {
         "known failure": "failed, as the list of known failures says",
-        "known defect": f"showed {plural(len(data['known_defects']), 'known defect')} of this torch, as expected",
+        "known defect": f"showed {plural(len(data['known_defects']), 'known defect')}, as expected",
         "flaky": "passed only when run again",
         "skipped": f"{were} skipped; {their} given below",
         "not run": "did not run, because the file or the run ended first",
@@ -244,7 +244,7 @@ def _head(data: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{escape(way)}: {count}" for way, count in ways.most_common())
     return (
         f"<div class=kind>FSDP test report</div><h1>{page.text(title(data))}: <span class={kind}>{words}</span></h1>"
-        f"{_lead(data)}{page.sums(totals(data))}"
+        f"{_summary(data)}{page.sums(totals(data))}"
         + (f"<p class=dim>{counts}</p>" if ways.keys() - {State.FAILED.value} else "")
         + (page.names("Files not started", data["not_started"]) if data["not_started"] else "")
         + page.facts((title, page.text(value)) for title, value in facts(data).items())
@@ -269,22 +269,22 @@ def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
     return f"<ul class=small>{''.join(items[:_REASONS])}</ul>{more}" if items else ""
 
 
-def _sought(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
+def _filter_link(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
     """Show a number of a feature as a link to its tests in this state."""
-    return page.sought(number(row[name], kind), feature=row["name"], state=state) if row[name] else ""
+    return page.filter_link(number(row[name], kind), feature=row["name"], state=state) if row[name] else ""
 
 
 def _features(data: Mapping[str, Any]) -> str:
     def cells(row: Mapping[str, Any]) -> list[str]:
         kinds = {"ok": row["passed"], "bad": row["failed"], "warn": row["known_failures"] + row["known_defects"]}
         state = state_of_several({state: row[name] for state, name in COUNTED.items()})
-        name = page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"])
+        name = page.filter_link(f"<b>{escape(row['name'])}</b>", feature=row["name"])
         return [
             f"{mark(state)}<div class=what>{page.above(name, escape(row['about']))}</div>",
             page.parts(kinds | {"skip": row["skipped"] + row["not_run"]}),
             number(row["passed"]),
-            _sought(row, "failed", "failed", "bad"),
-            *[_sought(row, "known_failures", "known failure", "warn")] * listed,
+            _filter_link(row, "failed", "failed", "bad"),
+            *[_filter_link(row, "known_failures", "known failure", "warn")] * listed,
             number(row["known_defects"], "warn"),
             number(row["skipped"]),
             _missing(row["missing"]),
@@ -348,13 +348,13 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
     story = clean(describe(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
-    rounds = f"<p>{page.text(in_one_line(test['rounds']))}</p>" if test.get("rounds") else ""
+    rounds = f"<p>{page.text(summary(test['rounds']))}</p>" if test.get("rounds") else ""
     inside = f"{rounds}<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 
 
 def _ending(attempt: Mapping[str, Any]) -> str:
-    return str(Ending(How(attempt["ending"]["how"]), attempt["ending"]["detail"]))
+    return str(ProcessEnd(EndKind(attempt["ending"]["how"]), attempt["ending"]["detail"]))
 
 
 def _failures(data: Mapping[str, Any]) -> str:
@@ -365,7 +365,7 @@ def _failures(data: Mapping[str, Any]) -> str:
             continue
         last = file["attempts"][-1]
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
-        parts.append(f'<div {page.HOLDER}="{escape(file["file"])}">')
+        parts.append(f'<div {page.CONTAINER}="{escape(file["file"])}">')
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(_ending(last))}{attempts}</span></h3>")
         on = machine.in_one_line(last["facts"].get("machine") or {})
         parts += [f"<p class='dim small'>on {page.text(on)}</p>"] * bool(on)
@@ -459,7 +459,7 @@ def _notes(data: Mapping[str, Any]) -> str:
 
 
 def _timeline(data: Mapping[str, Any]) -> str:
-    """Draw slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
+    """Show slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
     if data.get("rounds") is not None:
         return ""  # a file has a process in each round
     total = max(data["seconds"], 0.001)
@@ -551,7 +551,7 @@ def _tests(data: Mapping[str, Any]) -> str:
             f'<span class="n dim small"{expected}>{seconds(took)}</span>'
         )
         lines = "".join(_test(file, test) for test in file["tests"])
-        about = f'class=file {page.HOLDER}="{escape(file["file"])}"'
+        about = f'class=file {page.CONTAINER}="{escape(file["file"])}"'
         parts.append(page.folded(head, f"<ul class=tests>{lines}</ul>", attributes=about))
     return "".join(parts)
 
@@ -563,18 +563,23 @@ def render(data: Mapping[str, Any]) -> str:
     parts = [
         Section("Features", _features(data)),
         Section("Capabilities", _capabilities(data)),
-        Section("Repaired in this torch", defects_table(data["repaired_defects"]), holds_items=True),
-        Section("Failures", _failures(data), present["failed"], holds_items=True),
+        Section("Fixed defects", defects_table(data["repaired_defects"]), has_items=True),
+        Section("Failures", _failures(data), present["failed"], has_items=True),
         Section("Hosts", _hosts(data)),
-        Section("Rounds", _rounds(data), holds_items=True),
-        Section("Known failures", _known_failures(data), present["known failure"], holds_items=True),
+        Section("Rounds", _rounds(data), has_items=True),
+        Section("Known failures", _known_failures(data), present["known failure"], has_items=True),
         Section("Flaky", _flaky(data)),
-        Section("Known defects of this torch", defects_table(data["known_defects"]), len(data["known_defects"]), True),
+        Section(
+            "Known defects",
+            defects_table(data["known_defects"]),
+            len(data["known_defects"]),
+            True,
+        ),
         Section("Skipped, by reason", _skips(data)),
         Section("Notes", _notes(data)),
         Section("Timeline", _timeline(data)),
-        Section("Slowest tests", _slowest(data), holds_items=True),
-        Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), holds_items=True),
+        Section("Slowest tests", _slowest(data), has_items=True),
+        Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), has_items=True),
     ]
     return page.document(
         f"{title(data)}: {verdict(data)[0]}",

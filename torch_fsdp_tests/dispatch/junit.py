@@ -15,7 +15,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import State, describe, rank_rows
 from torch_fsdp_tests.verdict.stream import TestResult
 
-# The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab refuse.
+# The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab reject.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -47,18 +47,18 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
         launch = launcher.from_environment(os.environ)
     except launcher.LaunchError as error:
         _remark(str(error))
-        return ExitStatus.REFUSED
-    launched = launch is not None and host.can_fork()  # where it cannot fork, a launch is refused
+        return ExitStatus.USAGE_ERROR
+    launched = launch is not None and host.can_fork()  # where it cannot fork, a launch is an error
     if launch is not None and launched and launch.rank > 0:
-        from torch_fsdp_tests.dispatch import agent
+        from torch_fsdp_tests.dispatch import worker
 
-        return agent.main(launch, root)
+        return worker.main(launch, root)
     status, site = ExitStatus.BROKEN, Site()
     try:
         if launch is not None and launched:
-            site = _agents(launch)
+            site = _workers(launch)
         status = _guarded(argv, root, launch, site)
-    except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were refused, or --help was given
+    except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were wrong, or --help was given
         status = ExitStatus(host.exit_status(left) if isinstance(left, SystemExit) else ExitStatus.INTERRUPTED)
         if status.is_from_signal:
             _remark(f"stopped by {host.signal_name(status - 128)} while no test was running")
@@ -67,12 +67,12 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
     return status
 
 
-def _agents(launch: Launch) -> Site:
+def _workers(launch: Launch) -> Site:
     """The other processes of the launch. Raises :class:`LaunchFailure`."""
-    from torch_fsdp_tests.dispatch.agents import Agents
+    from torch_fsdp_tests.dispatch.workers import Workers
 
     try:
-        return Agents(launch)
+        return Workers(launch)
     except (OSError, RuntimeError) as error:
         raise LaunchFailure(f"the other processes of the launch cannot be reached: {error}") from error
 
@@ -82,7 +82,7 @@ def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site)
         return _main(options.parse(argv, os.environ, root, launch), site)
     except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure, numbers.NoNumbers) as error:
         _remark(str(error))
-        return ExitStatus.REFUSED
+        return ExitStatus.USAGE_ERROR
     except BrokenPipeError:  # as with "run_test.py --list | head"
         host.drop_stdout()
         return ExitStatus.NOT_READ
@@ -284,8 +284,8 @@ def _run(
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
-    if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
-        raise ConfigurationError(lack)
+    if run.test_directory == run.default_directory and (missing := devices.missing_packages()) is not None:
+        raise ConfigurationError(missing)
     device_set = planned.device_set
     devices.check(device_set, run.device, run.backend, run.ranks)
     if run.save_times is not None:
@@ -329,7 +329,7 @@ def _print_tests(results: Results) -> ExitStatus:
                 _print(f"{file.job.part.name}::{test.name.replace('.', '::')}")
     for words in (*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()])):
         _remark(words)
-    left = [*(file.name for file in results.files if file.has_no_news), *results.not_started]
+    left = [*(file.name for file in results.files if file.stopped_early), *results.not_started]
     if left:
         _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {shown(left)}")
     status = results.exit_code()
@@ -347,9 +347,9 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
 
-    def attempt(what: str, wanted: object, write: Callable[[], str | None]) -> None:
+    def attempt(what: str, requested: object, write: Callable[[], str | None]) -> None:
         nonlocal complete
-        if not wanted:
+        if not requested:
             return
         try:
             problem = write()

@@ -23,10 +23,10 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
-MOST_SHARDS = MOST_JOBS = 10_000
-MOST_RERUNS = 1000
-MOST_ROUNDS = 1_000_000
-MOST_TESTS = 10_000_000
+MAX_SHARDS = MAX_JOBS = 10_000
+MAX_RERUNS = 1000
+MAX_ROUNDS = 1_000_000
+MAX_TESTS = 10_000_000
 
 # Options of PyTorch's own run_test.py that mean nothing for this suite, so that command lines of its CI can be pasted.
 # It has other parts of PyTorch, uploads, or a choice of tests by what a change is about.
@@ -41,7 +41,7 @@ WITH_VALUE = "--xdoctest-command"  # another one, which takes a value
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses arguments in one sentence, and shows its epilog as it is."""
+    """A parser that rejects arguments in one sentence, and shows its epilog as it is."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             names = [name.strip("-") for name, action in shown.items() if action.help != argparse.SUPPRESS]
             close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
-        self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
+        self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -176,12 +176,12 @@ def make_parser() -> Parser:
         help="only tests that failed when they were last run here, on this device",
     )
     words = "only tests that execute a function, class, module, file or FILE:LINES, or what has changed in a diff "
-    words += "(- for stdin) or compared with another torch's folder"
+    words += "(- for stdin) or compared with the folder of another version of PyTorch"
     add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
     words = "only tests that execute what differs between the installed FSDP and that of the map"
     add("--changed", **flag, help=words)
-    words = "with --reaching or --changed: the map of what tests execute (default: the one that ships for this torch); "
-    words += "with --save-map: run only the tests that it does not know, and write both"
+    words = "with --reaching or --changed: the map of what tests execute (default: the shipped one for "
+    words += "this version of PyTorch); with --save-map: run only the tests that it does not know, and write both"
     add("--map", type=_path, metavar="FILE", help=words)
     words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
     add("--test-directory", type=_path, metavar="DIR", help=words)
@@ -195,18 +195,18 @@ def make_parser() -> Parser:
     add(
         "--shard",
         nargs=2,
-        type=whole_number(1, MOST_SHARDS),
+        type=whole_number(1, MAX_SHARDS),
         metavar=("N", "M"),
         help="run the Nth of M parts, counted from 1",
     )
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
     add("--devices", type=_names, metavar="LIST", help=words)
     words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
-    add("-j", "--jobs", type=whole_number(1, MOST_JOBS), metavar="N", help=words)
+    add("-j", "--jobs", type=whole_number(1, MAX_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     words = "number of ranks of a test that does not need another number (default: depends on the device)"
-    add("--ranks", type=whole_number(1, settings.MOST_RANKS), metavar="N", help=words)
+    add("--ranks", type=whole_number(1, settings.MAX_RANKS), metavar="N", help=words)
     words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times and needs of this run to this folder")
@@ -222,9 +222,9 @@ def make_parser() -> Parser:
         help="time limit of a file in seconds (default: depends on its recorded time)",
     )
     words = "repeat failed tests up to N times in new processes"
-    add("--reruns", type=whole_number(0, MOST_RERUNS), metavar="N", help=words)
+    add("--reruns", type=whole_number(0, MAX_RERUNS), metavar="N", help=words)
     words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"
-    add("--repeat", type=whole_number(1, MOST_ROUNDS), metavar="N", help=words)
+    add("--repeat", type=whole_number(1, MAX_ROUNDS), metavar="N", help=words)
     words = "the same for a time such as 90s, 20m or 8h: no round begins that would end later"
     add("--for", type=duration, dest="duration", metavar="TIME", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
@@ -234,13 +234,13 @@ def make_parser() -> Parser:
     add("--strict-defects", **flag, help=words)
     words = "fail a test, instead of skipping it, if torch lacks a private name that the test uses"
     add("--strict-names", **flag, help=words)
-    words = "fail a test if streams, or the host, do not wait for each other where they share memory; on the CPU, too"
+    words = "fail a test if streams, or the CPU, do not wait for each other where they share memory; also on the CPU"
     add("--check-streams", **flag, help=words)
     words = "insert operations that must not change anything into training loops: 'all', or some of "
     add("--perturb", type=_perturbations, metavar="KINDS", help=f"{words}{', '.join(settings.PERTURBATIONS)}")
     add(
         "--minimum-executed",
-        type=whole_number(0, MOST_TESTS),
+        type=whole_number(0, MAX_TESTS),
         metavar="N",
         help="fail the run if fewer than N tests were executed",
     )
@@ -315,7 +315,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launch: Launch | None = None) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Exits with :attr:`ExitStatus.REFUSED` and one sentence if they are wrong, or cannot be met under this launch.
+    Exits with :attr:`ExitStatus.USAGE_ERROR` and one sentence if they are wrong, or cannot be met under this launch.
     ``root`` is the folder whose ``test`` is the default test directory. What follows the first ``--`` is for the files.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
@@ -351,13 +351,13 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     except ConfigurationError as error:
         parser.error(str(error))
     run = RunTests(**fields)
-    refusal = _refusal_under(launch, run) or _refusal(run, rerun_asked="rerun_disabled" in given)
-    if refusal is not None:
-        parser.error(refusal)
+    problem = _launch_problem(launch, run) or _problem(run, rerun_asked="rerun_disabled" in given)
+    if problem is not None:
+        parser.error(problem)
     return run
 
 
-def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
+def _problem(run: RunTests, rerun_asked: bool) -> str | None:
     """A sentence that says why the options are wrong, or None."""
     if not run.test_directory.is_dir():
         return f"the test directory {run.test_directory} does not exist; name one with --test-directory"
@@ -370,8 +370,8 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
     if run.coverage:
         from torch_fsdp_tests.dispatch import coverage
 
-        if (lack := coverage.lacking()) is not None:
-            return f"--coverage needs {lack}"
+        if (missing := coverage.missing_package()) is not None:
+            return f"--coverage needs {missing}"
     if run.save_map is not None and not run.coverage:
         return "--save-map can only be used with --coverage"
     if run.save_map is not None and run.save_map.is_dir():
@@ -390,7 +390,7 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
     return None if run.list_files or run.dry_run else _unwritable(run)
 
 
-def _refusal_under(launch: Launch | None, run: RunTests) -> str | None:
+def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
     """A sentence that says why an option cannot be met when a launcher has made the ranks, or None."""
     if launch is None:
         return None

@@ -17,8 +17,8 @@ from urllib.parse import urlencode
 from torch_fsdp_tests.dispatch.junit import clean
 
 _DATA = Path(__file__).parent / "data"
-_FEW = 30  # names that are always visible; longer lists are folded away
-_MOST = 20_000  # characters of one text that a page shows
+_MAX_UNFOLDED = 30  # names that are always visible; longer lists are folded away
+_MAX_CHARACTERS = 20_000  # characters of one text that a page shows
 
 
 def text(value: object) -> str:
@@ -39,9 +39,10 @@ def pre(value: str) -> str:
     """A text of several lines. Of a long text only the end is shown, because the cause is usually there."""
     value = clean(value)
     note = ""
-    if len(value) > _MOST:
-        note = f"<p class='dim small'>The last {_MOST:,} of {len(value):,} characters; the JSON file has all.</p>"
-    return f"{note}<pre tabindex=0>{escape(value[-_MOST:])}</pre>"
+    if len(value) > _MAX_CHARACTERS:
+        words = f"The last {_MAX_CHARACTERS:,} of {len(value):,} characters; the JSON file has all."
+        note = f"<p class='dim small'>{words}</p>"
+    return f"{note}<pre tabindex=0>{escape(value[-_MAX_CHARACTERS:])}</pre>"
 
 
 def command(value: str) -> str:
@@ -56,7 +57,7 @@ def folded(summary: str, inside: str, is_open: bool = False, attributes: str = "
 def names(what: str, names: Sequence[str]) -> str:
     """A list of names in one paragraph. A long list is folded away."""
     listed = code(", ".join(names))
-    return f"<p>{what}: {listed}</p>" if len(names) <= _FEW else folded(f"{what}: {len(names)}", listed)
+    return f"<p>{what}: {listed}</p>" if len(names) <= _MAX_UNFOLDED else folded(f"{what}: {len(names)}", listed)
 
 
 def item(state: str = "", features: Iterable[str] = (), is_test: bool = False, **others: str) -> str:
@@ -66,16 +67,16 @@ def item(state: str = "", features: Iterable[str] = (), is_test: bool = False, *
 
 
 def above(upper: str, lower: str) -> str:
-    """Something above what is said about it in small letters, both in HTML."""
+    """A cell of two lines, the lower one in small letters, both in HTML."""
     return f"{upper}<div class='dim small'>{lower}</div>"
 
 
-HOLDER = "data-holder"  # the attribute of an element that is hidden together with the last item in it
+CONTAINER = "data-holder"  # the attribute of an element that is hidden together with the last item in it
 
 
-def sought(words: str, **wanted: str) -> str:
+def filter_link(words: str, **filters: str) -> str:
     """Words that become a link to the filter's results if scripts run."""
-    return f'<span data-sought="{escape(urlencode(wanted))}">{words}</span>'
+    return f'<span data-filter-link="{escape(urlencode(filters))}">{words}</span>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Section:
     title: str
     content: str
     count: int | None = None
-    holds_items: bool = False
+    has_items: bool = False
 
     @property
     def id(self) -> str:
@@ -171,7 +172,7 @@ class Section:
 
     def __str__(self) -> str:
         count = "" if self.count is None else f"<span class=count> {self.count}</span>"
-        holder = f" {HOLDER}" * self.holds_items
+        holder = f" {CONTAINER}" * self.has_items
         return f'<section id="{self.id}"{holder}><h2>{escape(self.title)}{count}</h2>{self.content}</section>'
 
 

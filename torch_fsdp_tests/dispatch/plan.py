@@ -19,7 +19,7 @@ ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
 TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the source, by file, then by class
 
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
-MOST_PARTS = 1000  # of one file
+MAX_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
 ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
 
@@ -46,9 +46,9 @@ class TestRun:
         return not self.included and not self.excluded
 
     def selected(self, names: Sequence[str]) -> set[int]:
-        """The positions of the tests that it runs. A name in it may stand for several generated tests."""
-        included = [named(each, names) for each in self.included] if self.included else [range(len(names))]
-        return set[int]().union(*included).difference(*(named(each, names) for each in self.excluded))
+        """The positions of the tests that it runs. A name in it may match several generated tests."""
+        included = [positions_of(each, names) for each in self.included] if self.included else [range(len(names))]
+        return set[int]().union(*included).difference(*(positions_of(each, names) for each in self.excluded))
 
 
 def class_of(name: str) -> str:
@@ -56,11 +56,11 @@ def class_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def named(wanted: str, names: Sequence[str]) -> set[int]:
+def positions_of(pattern: str, names: Sequence[str]) -> set[int]:
     """The positions of a class' tests, of one test, of a glob's matches, or of the tests generated from a name."""
-    exact = {i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")}
-    exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
-    return exact or {i for i, name in enumerate(names) if name.startswith(f"{wanted}_")}
+    exact = {i for i, name in enumerate(names) if name == pattern or name.startswith(f"{pattern}.")}
+    exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)}
+    return exact or {i for i, name in enumerate(names) if name.startswith(f"{pattern}_")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,22 +123,22 @@ def estimate(
     if test.seconds is not None:
         return test.seconds
     by_class, known = class_times.get(test.file, {}), (names or {}).get(test.file, {})
-    wanted: dict[str, set[str]] = {} if test.included else {cls: {""} for cls in by_class}  # "" stands for all tests
+    chosen_names: dict[str, set[str]] = {} if test.included else {cls: {""} for cls in by_class}  # "" means all tests
     for name in test.included:
-        wanted.setdefault(class_of(name), set()).add(name.partition(".")[2])
-    seconds, left = 0.0, sorted(wanted.keys() - test.excluded)
+        chosen_names.setdefault(class_of(name), set()).add(name.partition(".")[2])
+    seconds, left = 0.0, sorted(chosen_names.keys() - test.excluded)
     for cls in left:
         classes = [cls] if cls in by_class else fnmatch.filter(by_class, cls)
         if not classes:
             return None
         tests = [each for name in known if fnmatch.fnmatchcase(name, cls) for each in known[name]]
-        chosen = {each for each in tests for name in wanted[cls] if stands_for(each, name)}
-        share = len(chosen) / len(tests) if chosen and "" not in wanted[cls] else 1
+        chosen = {each for each in tests for name in chosen_names[cls] if matches_stem(each, name)}
+        share = len(chosen) / len(tests) if chosen and "" not in chosen_names[cls] else 1
         seconds += share * sum(by_class[each] for each in classes)
     return seconds if left else None
 
 
-def stands_for(stem: str, name: str) -> bool:
+def matches_stem(stem: str, name: str) -> bool:
     """Whether a name in the source means this name, which may be a glob or that of a generated class or test."""
     return name.startswith(stem) or fnmatch.fnmatchcase(stem, name)
 
@@ -154,7 +154,7 @@ def split(
     parts = []
     for test in tests:
         seconds = estimate(test, times, class_times, names)
-        pieces = max(1, math.ceil(min(seconds / threshold, MOST_PARTS))) if seconds else 1
+        pieces = max(1, math.ceil(min(seconds / threshold, MAX_PARTS))) if seconds else 1
         share = None if seconds is None else seconds / pieces
         parts += [ShardedTest(test, piece + 1, pieces, share) for piece in range(pieces)]
     return parts
@@ -178,7 +178,7 @@ def calculate_shards(
     """Distribute tests over shards of about the same length. Returns each shard with its load in seconds.
 
     Each part goes to the shard with the least load, the longest first, as upstream does. Unlike upstream, parts of
-    unknown length are assumed to last as long as the mean of the others, so that they are distributed too. A file that
+    unknown length are assumed to last as long as the mean of the others, so that they are also distributed. A file that
     needs ``weights[file]`` devices counts that many times. The union of the shards is the input, and the same input
     gives the same shards.
     """
@@ -190,8 +190,8 @@ def calculate_shards(
     def cost(part: ShardedTest) -> float:
         return part.get_time(default) * weights.get(part.name, 1)
 
-    # Ties go to the shard with fewer parts, then to the lower number, so that parts without a length are distributed
-    # too.
+    # Ties go to the shard with fewer parts, then to the lower number, so that parts without a length are also
+    # distributed.
     heap = [(0.0, 0, shard) for shard in range(num_shards)]
     for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)):
         load, count, shard = heapq.heappop(heap)

@@ -18,7 +18,7 @@ from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, How, worst_of_each
+from torch_fsdp_tests.dispatch.result import Attempt, EndKind, ProcessEnd, worst_of_each
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.verdict import Phase, Scope, State, shown, stream
@@ -42,7 +42,7 @@ class TestProcess:
         self.directory = children.make_directory()
         self.running: str | None = None
         self._running_since = time.monotonic()
-        self.said_slow: float | None = None  # when it was last reported as slow
+        self.reported_slow_at: float | None = None  # when it was last reported as slow
         self.results: list[TestResult] = []
         self.facts: dict[str, Any] = {}
         self._reader = stream.Reader()
@@ -57,7 +57,7 @@ class TestProcess:
         self._broken: stream.Broken | None = None
         self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
         self._over = False
-        self._stop: Ending | None = None
+        self._stop: ProcessEnd | None = None
 
     def start(
         self, orders: Orders, environment: Mapping[str, str], measure: Sequence[str] = (), may_fork: bool = True
@@ -135,7 +135,7 @@ class TestProcess:
         self.results.append(dataclasses.replace(taken, reason=taken.reason or taken.skipped_in_part))
         self.running = None
 
-    def stop(self, why: Ending) -> None:
+    def stop(self, why: ProcessEnd) -> None:
         """Ask the process to show its stacks and leave."""
         if self.child.ask_to_end():
             self._stop = why
@@ -149,11 +149,13 @@ class TestProcess:
         self._children.ignore(self._events)
         os.close(self._events)
         if self.child.reached_limit:
-            self._stop = Ending(How.TIMED_OUT, self.limit)
+            self._stop = ProcessEnd(EndKind.TIMED_OUT, self.limit)
         if self.child.used is not None:
             self.facts["used"] = dataclasses.asdict(self.child.used)
         code = os.waitstatus_to_exitcode(wait_status)
-        ending = self._stop or (Ending(How.EXITED, code) if code >= 0 else Ending(How.KILLED, host.signal_name(-code)))
+        ending = self._stop or (
+            ProcessEnd(EndKind.EXITED, code) if code >= 0 else ProcessEnd(EndKind.KILLED, host.signal_name(-code))
+        )
         notes = [note for of_one in self._notes.values() for note in of_one]
         notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
         if self._reader.garbage:
@@ -183,17 +185,17 @@ class TestProcess:
             known=self._known,
         )
 
-    def _blame(self, ending: Ending, output: str) -> list[TestResult]:
+    def _blame(self, ending: ProcessEnd, output: str) -> list[TestResult]:
         """Return a result for a problem that no test's own verdict covers, or nothing if there was no problem."""
         if self._unknown and not self._announced:
             return []  # the run reports which names are wrong
-        state = State.TIMED_OUT if ending.how is How.TIMED_OUT else State.CRASHED
+        state = State.TIMED_OUT if ending.how is EndKind.TIMED_OUT else State.CRASHED
         if self.running is not None:
-            state = State.NOT_RUN if ending.how is How.STOPPED else state
+            state = State.NOT_RUN if ending.how is EndKind.STOPPED else state
             seconds = round(time.monotonic() - self._running_since, 3)
             reason = f"did not finish: the process {ending.in_words()}"
             return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
-        if ending.how is How.STOPPED:
+        if ending.how is EndKind.STOPPED:
             return []
         if self._broken is not None:
             return [_about_file(State.ERROR, self._broken.reason, self._broken.text)]
@@ -201,20 +203,20 @@ class TestProcess:
             when = "before its tests were known" if not self._announced else "between tests"
             return [_about_file(state, f"the process {ending.in_words()} {when}", _tail(output))]
         failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
-        # If a fixture failed, perhaps none of the announced tests ran either.
+        # If a fixture failed, perhaps none of the announced tests ran.
         fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
-        if ending.how is How.EXITED and ending.detail in fine:
+        if ending.how is EndKind.EXITED and ending.detail in fine:
             return []
         return [_about_file(state, f"the process {ending.in_words()} after its tests", _tail(output))]
 
-    def _not_reached(self, ending: Ending) -> Iterator[TestResult]:
+    def _not_reached(self, ending: ProcessEnd) -> Iterator[TestResult]:
         seen = {result.name for result in self.results} | {self.running}
         # What a failed fixture sets up: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
-        came_first = "the process never reached it" if self._over else f"the process {ending.in_words()} before it"
+        earlier_cause = "the process never reached it" if self._over else f"the process {ending.in_words()} before it"
         for name in dict.fromkeys(name for name in self._announced if name not in seen):
             cls = name.rpartition(".")[0]
-            why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
+            why = f"the set-up of {cls} failed" if unready & {cls, ""} else earlier_cause
             if self._over and name in self._started:
                 yield TestResult(name, State.HARNESS_ERROR, phase=Phase.HARNESS, reason="its outcome was not reported")
             else:
@@ -231,7 +233,7 @@ def _about_file(state: State, reason: str, text: str = "") -> TestResult:
 
 
 def not_started(job: Job, why: str, now: float) -> Attempt:
-    ending = Ending(How.NOT_STARTED, why)
+    ending = ProcessEnd(EndKind.NOT_STARTED, why)
     reason = f"the process {ending.in_words()}"
     blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=reason)
     return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

@@ -20,7 +20,7 @@ from torch_fsdp_tests.dispatch.syntax import declared_tests
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.reach import recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
-from torch_fsdp_tests.reach.order import Order, batches, noticed_in
+from torch_fsdp_tests.reach.order import Order, batches, kills_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap, by_file, declared_as
 from torch_fsdp_tests.reach.selection import Selection, select
 from torch_fsdp_tests.verdict import Scope, State, shown
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
 
 SHIPPED = Path(recording.__file__).parent / "data"
-NOTICED = SHIPPED / "noticed.jsonl"  # which tests noticed earlier changes
-MUTANTS = "mutants/findings.jsonl"  # the same, of the user's own mutants, in the folder of reports
+KILLS = SHIPPED / "kills.jsonl"  # which tests killed mutants before
+MUTANTS = "mutants/findings.jsonl"  # the same for the user's own mutants, in the folder of reports
 
 
 def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
-    """The tests of a selection that a change reaches, the most telling first, and then those that are not in the map.
+    """The tests of a selection that a change reaches, the most relevant first, and then those that are not in the map.
 
     Raises :class:`UnknownTest` if that cannot be determined.
     """
-    with _refusals(run):
+    with _as_unknown_test(run):
         root, version = _installed()
         known = ReachMap.load(run.map or shipped(version, SHIPPED))
         changes = Changes(known, root)
@@ -47,13 +47,13 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
             found_changes.append(changes.since_recorded())
     edits = [edit for change in found_changes for edit in change.edits]
     texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
-    order = Order(known, texts, noticed_in(NOTICED, run.reports / MUTANTS))
+    order = Order(known, texts, kills_in(KILLS, run.reports / MUTANTS))
     used = {name for change in found_changes for name in change.used}
     using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
     names = (name for change in found_changes for name in sorted(change.names))
     chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
     tests = keep(selection, chosen.tests)
-    news, left_out, skipped = list[TestRun](), list[str](), 0
+    unmapped, left_out, skipped = list[TestRun](), list[str](), 0
     if chosen.functions:
         folders = {_folder(test.file) for test in known.tests}
         left_out = [file for file in texts if _folder(file) not in folders and not run.include]
@@ -61,20 +61,20 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
         would_skip = _is_of(known, version, device) and not run.run_slow
         others = known.unknown(declared, with_skipped=not would_skip)
         skipped = len(known.unknown(declared, with_skipped=True)) - len(others)
-        news = [
+        unmapped = [
             dataclasses.replace(each, included=_spelled(each, texts[each.file]), seconds=None)
             for each in keep(selection, order.sort(others, edits))
         ]
     remarks = [*_remarks(found_changes, chosen, tests, known, version)]
-    if news:
-        remarks.append(f"{_count(news)} follow, because the map does not know what they reach")
+    if unmapped:
+        remarks.append(f"{_count(unmapped)} follow, because the map does not know what they reach")
     if skipped:
         remarks.append(f"left out, because they were skipped when the map was recorded: {plural(skipped, 'test')}")
     if left_out:
         without = dict.fromkeys(map(_folder, left_out))
         remarks.append(f"left out, because the map has no test of their folders: {shown(without)}; -i NAME runs them")
     verdict = _verdict(found_changes, chosen, known, [*texts])
-    return Narrowed(tests + news, remarks, verdict, bool(chosen.functions and not chosen.tests))
+    return Narrowed(tests + unmapped, remarks, verdict, bool(chosen.functions and not chosen.tests))
 
 
 def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
@@ -83,7 +83,7 @@ def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowe
     Raises :class:`UnknownTest` if it is a map of other sources or of another device.
     """
     assert run.map is not None
-    with _refusals(run):
+    with _as_unknown_test(run):
         root, version = _installed()
         known = ReachMap.load(run.map)
         if not _is_of(known, version, device) or Changes(known, root).since_recorded().names:
@@ -101,7 +101,7 @@ def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowe
 
 
 @contextlib.contextmanager
-def _refusals(run: RunTests) -> Iterator[None]:
+def _as_unknown_test(run: RunTests) -> Iterator[None]:
     """Raise what is wrong with the arguments as :class:`UnknownTest`."""
     try:
         yield
@@ -121,15 +121,15 @@ def _installed() -> tuple[Path, str]:
     return root, version or ""
 
 
-def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRun]:
-    """The wanted tests in the selection, in their order. A file can have several parts."""
+def keep(selection: Sequence[TestRun], tests: Sequence[Reached]) -> list[TestRun]:
+    """Those of the tests that are in the selection, in their order. A file can have several parts."""
     parts = {test.file: test for test in selection}
     kept = set[tuple[str, str]]()
     for file, part in parts.items():
-        inside = [test.test for test in wanted if test.file == file]
+        inside = [test.test for test in tests if test.file == file]
         kept |= {(file, inside[index]) for index in part.selected(inside)}
     narrowed = []
-    for batch in batches(test for test in wanted if (test.file, test.test) in kept):
+    for batch in batches(test for test in tests if (test.file, test.test) in kept):
         file, names = batch[0].file, tuple(test.test for test in batch)
         seconds = sum(test.seconds for test in batch)
         narrowed.append(TestRun(file, frozenset(names), parts[file].excluded, names, seconds))
@@ -175,7 +175,11 @@ def _remarks(
 
 def _unclear(found_changes: Sequence[Change]) -> str:
     files = [path for change in found_changes for path in change.unknown]
-    return f"cannot tell which tests notice the change of {shown(files)}, which the map does not cover" if files else ""
+    return (
+        f"cannot tell which tests would detect the change of {shown(files)}, which the map does not cover"
+        if files
+        else ""
+    )
 
 
 def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap, files: Sequence[str]) -> str:

@@ -166,7 +166,7 @@ def write(folder: Path, results: Results) -> Path:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename the reports of an earlier run, so that nobody takes them for this run's if it is killed."""
+    """Rename the reports of an earlier run, so that they are not mistaken for those of a killed run."""
     for name in (FILE, PAGE, UNFINISHED):
         stem, dot, ending = name.rpartition(".")
         atomic.set_aside(folder / name, f"{stem}.{PREVIOUS}{dot}{ending}")

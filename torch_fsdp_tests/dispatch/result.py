@@ -12,7 +12,7 @@ from torch_fsdp_tests.verdict import Scope, State, death
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
-class How(str, enum.Enum):
+class EndKind(str, enum.Enum):
     """How a process ended, and what the detail is."""
 
     EXITED = "exited"  # the exit status
@@ -24,20 +24,20 @@ class How(str, enum.Enum):
 
 
 _WORDS = {
-    How.EXITED: ("exit status {}", "{death}"),
-    How.KILLED: ("{}", "{death}"),
-    How.TIMED_OUT: ("time limit of {:g} s", "was stopped at the file's time limit of {:g} s"),
-    How.STOPPED: ("stopped with the run", "was stopped with the run"),
-    How.LOST: ("lost {}", "was stopped because of the loss of {}"),
-    How.NOT_STARTED: ("not started: {}", "could not be started: {}"),
+    EndKind.EXITED: ("exit status {}", "{death}"),
+    EndKind.KILLED: ("{}", "{death}"),
+    EndKind.TIMED_OUT: ("time limit of {:g} s", "was stopped at the file's time limit of {:g} s"),
+    EndKind.STOPPED: ("stopped with the run", "was stopped with the run"),
+    EndKind.LOST: ("lost {}", "was stopped because of the loss of {}"),
+    EndKind.NOT_STARTED: ("not started: {}", "could not be started: {}"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class ProcessEnd:
     """The end of a process. A report has these two fields."""
 
-    how: How
+    how: EndKind
     detail: str | float = ""
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Attempt:
     """
 
     job: Job
-    ending: Ending
+    ending: ProcessEnd
     tests: tuple[TestResult, ...]
     began: float
     ended: float
@@ -139,10 +139,10 @@ class FileResult:
 
     @property
     def was_stopped(self) -> bool:
-        return self.attempts[-1].ending.how is How.STOPPED
+        return self.attempts[-1].ending.how is EndKind.STOPPED
 
     @property
-    def has_no_news(self) -> bool:
+    def stopped_early(self) -> bool:
         """Whether it was stopped before its tests were known."""
         return self.was_stopped and not self.tests()
 

@@ -37,15 +37,15 @@ class Results:
     rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds
 
     def take(self, file: FileResult) -> bool:
-        """Add the result of a file. Returns whether it brings news, which a failure of an earlier round does not."""
+        """Add the result of a file. Returns False for a failure that an earlier round had."""
         for test in file.tests():
             self.hosts.take(test)
         if self.rounds is None:
             self.files.append(file)
             return True
-        news = self.rounds.take(file)
+        is_new = self.rounds.take(file)
         self.files = self.rounds.files
-        return news or not file.is_bad
+        return is_new or not file.is_bad
 
     def is_over(self) -> bool:
         """Whether no other round should begin."""
@@ -139,7 +139,7 @@ class Results:
                 remarks.append(f"{file.name}::{test.name} passes, but is listed as failing: {why}")
             elif test.outcome is State.PASSED and self.run.rerun_disabled:
                 remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
-        # An entry is stale only if this run has heard the tests of all files that it may name.
+        # An entry is stale only if this run knows the tests of all files that it may name.
         silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
         complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
@@ -165,7 +165,7 @@ class Results:
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
             return ExitStatus.HOST if self.hosts.has_suspect() else ExitStatus.FAILED
         if self.unknown():
-            return ExitStatus.REFUSED
+            return ExitStatus.USAGE_ERROR
         if not self.executed:
             return ExitStatus.OK if self.is_left_empty() else ExitStatus.NOTHING_RAN
         return ExitStatus.FAILED if self.executed < self.run.minimum_executed else ExitStatus.OK

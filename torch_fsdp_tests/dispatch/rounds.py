@@ -20,14 +20,14 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State, by_cause
 from torch_fsdp_tests.verdict.stream import TestResult
 
-MOST_SECONDS = 64  # times of a test that are kept; of more rounds, times at equal distances
+MAX_SECONDS = 64  # times of a test that are kept; of more rounds, times at equal distances
 RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each rank
-FEW = 10  # failures of a test, and outputs and notes of a file, that are kept
+MAX_KEPT = 10  # failures of a test, and outputs and notes of a file, that are kept
 
 
 @dataclasses.dataclass
 class Times:
-    """The seconds of a test in at most ``MOST_SECONDS`` of its rounds, which are equally far apart."""
+    """The seconds of a test in at most ``MAX_SECONDS`` of its rounds, which are equally far apart."""
 
     values: list[float] = dataclasses.field(default_factory=list)
     count: int = 0
@@ -36,7 +36,7 @@ class Times:
     def add(self, value: float) -> None:
         if self.count % self._step == 0:
             self.values.append(value)
-        if len(self.values) > MOST_SECONDS:
+        if len(self.values) > MAX_SECONDS:
             self.values, self._step = self.values[::2], 2 * self._step
         self.count += 1
 
@@ -68,7 +68,7 @@ class Record:
             self.times.add(test.seconds)
             for name in RANK_TIMES:
                 self._add(name, test.facts.get(name) or ())
-        if test.outcome.is_bad and len(self.failures) < FEW:
+        if test.outcome.is_bad and len(self.failures) < MAX_KEPT:
             first = next(iter(by_cause(test.ranks)), None)
             place = {"rank": None, "host": ""} if first is None else {"rank": first.rank, "host": first.host}
             reason = (first.in_one_line() if first is not None else test.reason) or test.outcome.value
@@ -110,7 +110,7 @@ def place(failure: Mapping[str, Any]) -> str:
     return "" if failure["rank"] is None else f"rank {failure['rank']}{on}"
 
 
-def in_one_line(record: Mapping[str, Any]) -> str:
+def summary(record: Mapping[str, Any]) -> str:
     """In which rounds a test failed, in a line. The record is as in ``report.json``."""
     failures = record["failures"]
     if not failures:
@@ -139,12 +139,12 @@ class _Folded:
         if any(test.outcome.is_bad for test in worse) or not was.tests:
             base = now
             kept = self._outputs if was.is_bad else []
-            self._outputs = [*kept, f"--- round {number} ---\n{now.output}"][:FEW]
+            self._outputs = [*kept, f"--- round {number} ---\n{now.output}"][:MAX_KEPT]
         attempt = dataclasses.replace(
             base,
             tests=tuple((tests | {test.name: test for test in worse}).values()),
             output="\n".join(self._outputs),
-            notes=tuple(dict.fromkeys((*was.notes, *now.notes)))[:FEW],
+            notes=tuple(dict.fromkeys((*was.notes, *now.notes)))[:MAX_KEPT],
             matched=now.matched if was.matched is None else was.matched | (now.matched or frozenset()),
         )
         self.result = FileResult((attempt,))
@@ -179,7 +179,9 @@ class Rounds:
         """Add the result of a file in this round. Returns whether a test of it failed that had not failed before."""
         key = file.job.key
         records = self._records[key]
-        news = any(test.outcome.is_bad and not records.get(test.name, Record()).failed for test in file.tests())
+        is_new_failure = any(
+            test.outcome.is_bad and not records.get(test.name, Record()).failed for test in file.tests()
+        )
         for test in file.tests():
             records.setdefault(test.name, Record()).take(self.number, test)
         if file.is_bad and self._failed_in != self.number:
@@ -188,7 +190,7 @@ class Rounds:
             self._files[key].add(self.number, file)
         else:
             self._files[key] = _Folded(file)
-        return news
+        return is_new_failure
 
 
 def _weight(test: TestResult) -> tuple[bool, bool, bool, int]:

@@ -15,12 +15,12 @@ from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch import coverage, devices, forkserver, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
-from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
+from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
+from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -32,12 +32,12 @@ from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_V
 from torch_fsdp_tests.verdict import Scope, State, events
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
-LEAST_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
+MIN_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
 LIMIT_FACTOR = 10.0  # times the known time
 NO_LIMIT = 86400.0  # seconds; there is always a limit
 SLOW_AFTER = 60.0  # seconds after which a running file is reported as slow, and then again and again
 SLOW_FACTOR = 2.0  # times the recorded time, before which it is not
-assert SLOW_AFTER < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+assert SLOW_AFTER < MIN_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < MIN_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
 
@@ -47,7 +47,7 @@ def limit_of(run: RunTests, part: plan.ShardedTest) -> float:
         return run.timeout
     if run.no_limit:
         return NO_LIMIT
-    return UNKNOWN_LIMIT if part.time is None else max(LEAST_LIMIT, LIMIT_FACTOR * part.time)
+    return UNKNOWN_LIMIT if part.time is None else max(MIN_LIMIT, LIMIT_FACTOR * part.time)
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class _Waiting:
 
 def _requested_settings(run: RunTests) -> dict[str, str]:
     """The environment variables that tell a test file what it runs on."""
-    wishes = {
+    requested = {
         settings.SEED_VARIABLE: str(run.seed),
         DEVICE_VARIABLE: run.device,
         BACKEND_VARIABLE: run.backend,
@@ -72,9 +72,9 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
         settings.NUMBERS_VARIABLE: None if run.numbers is None else str(run.numbers),
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
     }
-    stated = {name: value for name, value in wishes.items() if value is not None}
-    wished = {**installation.on_path(os.environ), **stated}
-    return {**wished, **fixes.environment(run.fixes, {**os.environ, **wished})} if run.fixes else wished
+    stated = {name: value for name, value in requested.items() if value is not None}
+    variables = {**installation.on_path(os.environ), **stated}
+    return {**variables, **fixes.environment(run.fixes, {**os.environ, **variables})} if run.fixes else variables
 
 
 def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:
@@ -88,7 +88,7 @@ def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> Non
 def will_fork(run: RunTests, device_set: DeviceSet) -> bool:
     """Whether it is certain that files will use the fork server: the project's own tests import torch."""
     own = run.test_directory == run.default_directory
-    return own and devices.under_test(device_set, run, 0)["device"] == HOST
+    return own and devices.under_test(device_set, run, 0)["device"] == CPU
 
 
 class Runner:
@@ -132,7 +132,7 @@ class Runner:
         self._measure: tuple[str, ...] = ()
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
         self._epoch = time.monotonic()
-        self._drawn = 0.0
+        self._refreshed_at = 0.0
 
     def run(self) -> Results:
         """Run all jobs once. The results have everything that finished, no matter how the run ended."""
@@ -179,7 +179,7 @@ class Runner:
 
     def _is_over(self) -> bool:
         """Whether no other round begins. A signal may have come after the last file of a round."""
-        self._heed_signals()
+        self._handle_signals()
         return self.results.is_over()
 
     def _now(self) -> float:
@@ -223,7 +223,7 @@ class Runner:
             if not running.child.is_gone:
                 site.call(running.ranks)
         if (why := site.check_time()) is not None:
-            self._stop_all(Ending(How.LOST, why))
+            self._stop_all(ProcessEnd(EndKind.LOST, why))
         self._handle_loss()
         while self._ended and not site.busy:
             self._conclude(*self._ended.pop(0))
@@ -236,9 +236,9 @@ class Runner:
             self.results.hosts.lose(site.lost_host)
             self._console.say(site.lost)
             self._stopping = True
-            self._stop_all(Ending(How.LOST, site.lost_process))
+            self._stop_all(ProcessEnd(EndKind.LOST, site.lost_process))
 
-    def _stop_all(self, why: Ending) -> None:
+    def _stop_all(self, why: ProcessEnd) -> None:
         for running, _ in self._running.values():
             running.stop(why)
 
@@ -250,7 +250,7 @@ class Runner:
         due = min(due, self._now() + self._console.refresh) + self._epoch
         ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._site.due()))]
         self._handle_loss()  # before the signal that a launcher sends because of it
-        self._heed_signals()
+        self._handle_signals()
         if ended:
             self._ended += ended
             self._site.end()
@@ -259,16 +259,16 @@ class Runner:
         for running, _ in self._running.values():
             self._learn(running)
             if now >= self._slow_at(running):
-                running.said_slow = now
+                running.reported_slow_at = now
                 self._console.slow(running, now)
-        if self._running and now >= self._drawn + self._console.refresh:
-            self._drawn = now
+        if self._running and now >= self._refreshed_at + self._console.refresh:
+            self._refreshed_at = now
             self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
 
     def _slow_at(self, running: TestProcess) -> float:
         """When to report a running file as slow: when it is late, and then again from time to time."""
-        if running.said_slow is not None:
-            return running.said_slow + SLOW_AFTER
+        if running.reported_slow_at is not None:
+            return running.reported_slow_at + SLOW_AFTER
         return running.began + max(SLOW_AFTER, SLOW_FACTOR * running.job.part.get_time(0.0))
 
     def _time_left(self, now: float) -> float | None:
@@ -282,7 +282,7 @@ class Runner:
         left = max([work / self._slots, *rest])
         return left if left >= 1 else None
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         signals = self._children.signals
         elsewhere, self._site.signals = self._site.signals, []
         if not signals and self.results.signal is None:
@@ -295,11 +295,11 @@ class Runner:
             self.results.signal = self.results.signal or number
             self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
             self._stopping = True
-            self._stop_all(Ending(How.STOPPED))
+            self._stop_all(ProcessEnd(EndKind.STOPPED))
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
-        attempt = running.conclude(status, self._now(), *self._site.told())
+        attempt = running.conclude(status, self._now(), *self._site.report())
         self._free = sorted([*self._free, *running.lent])
         self._learn(running)
         self._finish(waiting, attempt)
@@ -308,7 +308,7 @@ class Runner:
         self._console.learn(running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
-        if running.facts.get("device") == HOST:
+        if running.facts.get("device") == CPU:
             self._offer_forks()
 
     def _prepare_forks(self) -> None:
@@ -319,7 +319,7 @@ class Runner:
         if will_fork(self._run, self._devices):
             self._offer_forks()
             self._children.wait_for_server()
-            self._heed_signals()
+            self._handle_signals()
 
     def _offer_forks(self) -> None:
         """Start the fork server for files that import torch, if there are enough of them."""
@@ -338,12 +338,12 @@ class Runner:
             self._stopping = True
             # An exception is a run that ends at its first failure: then nothing that still runs matters.
             if self._run.fail_fast:
-                self._stop_all(Ending(How.STOPPED))
+                self._stop_all(ProcessEnd(EndKind.STOPPED))
 
     def _take_result(self, file: FileResult) -> None:
-        is_news = self.results.take(file)
+        is_new_failure = self.results.take(file)
         self.results.seconds = self._now()
-        self._console.file_done(file, is_news)
+        self._console.file_done(file, is_new_failure)
         self._keep(self.results)
 
 

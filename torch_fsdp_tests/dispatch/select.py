@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import source_of
-from torch_fsdp_tests.dispatch.plan import TestRun, class_of, stands_for
+from torch_fsdp_tests.dispatch.plan import TestRun, class_of, matches_stem
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.verdict import shown
 
@@ -37,19 +37,19 @@ def select(files: Mapping[str, Path], include: Sequence[str], exclude: Sequence[
 
     Raises :class:`UnknownTest` if a name in either list matches nothing.
     """
-    included = _found(include, files, directory) if include else {name: {WHOLE} for name in files}
-    excluded = _found(exclude, files, directory)
+    included = _by_file(include, files, directory) if include else {name: {WHOLE} for name in files}
+    excluded = _by_file(exclude, files, directory)
     parts = (_part(name, included[name], excluded.get(name, set())) for name in sorted(included))
     return [part for part in parts if part is not None]
 
 
-def _found(words: Iterable[str], files: Mapping[str, Path], directory: Path) -> dict[str, set[str]]:
-    """What each file has of what is named: ``Class``, ``Class.test``, or all of it."""
-    found: dict[str, set[str]] = {}
+def _by_file(words: Iterable[str], files: Mapping[str, Path], directory: Path) -> dict[str, set[str]]:
+    """The parts of each file that the words name: ``Class``, ``Class.test``, or all of it."""
+    parts: dict[str, set[str]] = {}
     for text in _with_lists(words, files, directory):
         for file, name in find(text, files, directory):
-            found.setdefault(file, set()).add(name)
-    return found
+            parts.setdefault(file, set()).add(name)
+    return parts
 
 
 def _part(file: str, included: Iterable[str], excluded: Iterable[str]) -> TestRun | None:
@@ -89,7 +89,7 @@ def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[st
     matches = next(filter(None, (matching(name, files) for name in names)), [])
     if not matches:
         known = [*files, *_folders(files), *(path.stem for path in directory.glob(f"*{LIST}"))]
-        near = _nearest(names[0] if names else pattern, known)
+        near = _suggestions(names[0] if names else pattern, known)
         raise UnknownTest(f"unknown test {text!r}{near or '; --list shows all files'}")
     if not inside:
         return [(name, WHOLE) for name in matches]
@@ -117,13 +117,13 @@ def _candidates(pattern: str, directory: Path) -> Iterator[str]:
                 yield EVERYTHING
 
 
-def matching(wanted: str, names: Iterable[str]) -> list[str]:
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that match a normalised argument: that file, all files below that folder, or the glob's matches."""
-    if wanted == EVERYTHING:
+    if pattern == EVERYTHING:
         return list(names)
-    if any(character in wanted for character in "*?["):
-        return [n for n in names if fnmatch.fnmatchcase(n, wanted) or fnmatch.fnmatchcase(n, f"{wanted}/*")]
-    return [name for name in names if name == wanted or name.startswith(f"{wanted}/")]
+    if any(character in pattern for character in "*?["):
+        return [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}/*")]
+    return [name for name in names if name == pattern or name.startswith(f"{pattern}/")]
 
 
 def _inside(text: str, inside: Sequence[str], source: str) -> str:
@@ -132,8 +132,8 @@ def _inside(text: str, inside: Sequence[str], source: str) -> str:
     if classes is None:
         return ".".join(inside)  # the file fails when it runs
     for name, known in zip(inside, (classes, {test for tests in classes.values() for test in tests})):
-        if not any(stands_for(stem, name) for stem in known):
-            raise UnknownTest(f"unknown test {text!r}{_nearest(name, known) or _there_are(known)}")
+        if not any(matches_stem(stem, name) for stem in known):
+            raise UnknownTest(f"unknown test {text!r}{_suggestions(name, known) or _there_are(known)}")
     return ".".join(inside)
 
 
@@ -148,13 +148,13 @@ def _there_are(known: Iterable[str]) -> str:
     return f"; there are: {shown(names)}" if names else ""
 
 
-def _nearest(wanted: str, known: Iterable[str]) -> str:
+def _suggestions(name: str, known: Iterable[str]) -> str:
     """The remark ``; nearest: a, b``. Compares whole names, then last parts, which people remember best."""
     import difflib  # imported late, because it is rarely needed
 
     known = sorted(set(known))
-    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
-    last = wanted.rpartition("/")[2]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    last = name.rpartition("/")[2]
     by_last = {name.rpartition("/")[2]: name for name in reversed(known)}
     close += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3, cutoff=0.5)]
     close = list(dict.fromkeys(close))[:3]

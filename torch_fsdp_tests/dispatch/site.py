@@ -1,6 +1,6 @@
 """Where a run happens. This module has the usual site: this machine alone.
 
-Under a launcher, files also run at the other ranks: :class:`~torch_fsdp_tests.dispatch.agents.Agents`.
+Under a launcher, files also run at the other ranks: :class:`~torch_fsdp_tests.dispatch.workers.Workers`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:  # a plan starts no process
 
 
 class Site:
-    """A site with nobody but this process, so most of its methods have nothing to do."""
+    """A site with this process alone, so most of its methods have nothing to do."""
 
     world_size: int | None = None  # of the launch
-    lost: str | None = None  # what happened to the first process of the launch that was found gone, in a sentence
+    lost: str | None = None  # what happened to the first process of the launch that is gone, in a sentence
     lost_process = ""  # that process
     lost_host = ""  # and its host
-    signals: Sequence[int] = ()  # that have come elsewhere
+    signals: Sequence[int] = ()  # received by other ranks
 
     # --- before the first file ---
 
     def gather(self, run: RunTests, device: str) -> None:
-        """Wait until everybody is there. Raises :class:`LaunchFailure` if they cannot run the suite together.
+        """Wait until all processes have connected. Raises :class:`LaunchFailure` if they cannot run the suite together.
 
         ``device`` is the type of the devices under test.
         """
@@ -41,7 +41,7 @@ class Site:
         return Hosts()
 
     def watch(self, children: Children) -> None:
-        """Take news from now on, while the children are waited for."""
+        """Handle messages from now on, while the children are waited for."""
 
     # --- while files run ---
 
@@ -50,7 +50,7 @@ class Site:
         return {}
 
     def call(self, ranks: Collection[int]) -> None:
-        """Make sure that the file runs at these ranks too."""
+        """Make sure that the file also runs at these ranks."""
 
     def end(self) -> None:
         """The file's process here has ended. End it everywhere."""
@@ -68,14 +68,14 @@ class Site:
         """Describe what ends the file, if that happened elsewhere."""
         return None
 
-    def told(self) -> tuple[list[str], str]:
+    def report(self) -> tuple[list[str], str]:
         """After a file: describe what went wrong elsewhere, and return the output from there."""
         return [], ""
 
     # --- at the end ---
 
     def dismiss(self, status: ExitStatus) -> None:
-        """Let everybody leave with this status, after this process."""
+        """Let all other processes exit with this status, after this one."""
 
 
 class LaunchFailure(RuntimeError):

@@ -22,7 +22,7 @@ ROUNDS_SLOWER_BY = 1.1
 ROUNDS_SLOWER_AT_LEAST = 0.05
 SPREADS = 3.0
 MANY_TESTS = 10  # that show together how fast the machine was; their median is what others are compared with
-PACE_TOLD = 1.1  # times as slow or fast, at which this is told
+PACE_REPORTED = 1.1  # times as slow or fast, at which this is reported
 Report = Mapping[str, Any]
 Test = Mapping[str, Any]
 
@@ -83,5 +83,5 @@ def about_pace(before: Report, after: Report) -> list[str]:
     """A line if the tests as a whole are slower or faster than before."""
     general = pace(before, after)
     words = f"the tests took {general:.2f} times as long as before (median)"
-    told = f"{words}; a test is called slower or faster if it differs from that"
-    return [] if 1 / PACE_TOLD < general < PACE_TOLD else [told]
+    line = f"{words}; a test is called slower or faster if it differs from that"
+    return [] if 1 / PACE_REPORTED < general < PACE_REPORTED else [line]

@@ -45,7 +45,7 @@ def declared_tests(source: str) -> list[str]:
     """Each ``Class.test`` of a file's text, with those that a class inherits from another one of the file.
 
     A class without a base is a mixin, and one that the file deletes may be a base: then their tests are those of
-    others. A name stands for all generated ones that begin with it.
+    others. A name matches all generated ones that begin with it.
     """
     tree = parse(source)
     classes = {node.name: node for node in _classes(tree)} if tree is not None else {}

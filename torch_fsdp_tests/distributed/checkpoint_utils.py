@@ -24,7 +24,7 @@ def with_temp_dir(func: TestMethod) -> TestMethod:
 
     Unlike upstream's, where the first rank out removes the directory under the others, the last one out does, whether
     the ranks pass or fail; no collective is needed for that, which a failed rank would not join. A rank that is
-    killed never leaves, and then the directory stays for whoever owns the temporary directory around it.
+    killed never leaves, and then the directory stays for the process that owns the temporary directory around it.
     """
 
     @functools.wraps(func)

@@ -112,14 +112,16 @@ class VerifyStateDictMixin(TestCase):
         self.assertIs(isinstance(gathered, torch.Tensor), isinstance(orig_tensor, torch.Tensor))
         self.assertEqual(gathered, orig_tensor, **kwargs)
 
-    def _compare_dicts(self, wanted: StateDict, found: StateDict, offload_to_cpu: bool = False, **kwargs: Any) -> None:
+    def _compare_dicts(
+        self, expected: StateDict, actual: StateDict, offload_to_cpu: bool = False, **kwargs: Any
+    ) -> None:
         """Compare the full values of a distributed dict by their names. There must be at least one."""
-        self.assertGreater(len(wanted), 0)
-        self.assertEqual(sorted(found), sorted(wanted))
+        self.assertGreater(len(expected), 0)
+        self.assertEqual(sorted(actual), sorted(expected))
         if offload_to_cpu:
-            devices = {value.device for value in found.values() if isinstance(value, torch.Tensor)}
+            devices = {value.device for value in actual.values() if isinstance(value, torch.Tensor)}
             self.assertEqual(devices, {_HOST})
-        self.assertEqual(whole_tree(found), wanted, **kwargs)
+        self.assertEqual(whole_tree(actual), expected, **kwargs)
 
     def _verify_msd(
         self,
@@ -168,8 +170,8 @@ class VerifyStateDictMixin(TestCase):
 
 
 class FusionEmbeddingWithHook(nn.Module):
-    """Two embeddings. In the state dict the first has the name ``weight`` instead of ``embedding.weight``, and DSD is
-    not told.
+    """Two embeddings. In the state dict the first has the name ``weight`` instead of ``embedding.weight``, and DSD does
+    not know it.
     """
 
     def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:

@@ -280,7 +280,7 @@ class HostBackendMixin(DTensorTestBase):
 
     @property
     def backend(self) -> str:
-        """The device's own backend, and gloo for the host if that is a different backend."""
+        """The device's own backend, and gloo for the CPU if that is a different backend."""
         return accelerator.current().backend_with_host
 
 
@@ -297,16 +297,16 @@ class LayoutsMixin(DTensorTestBase):
         """
         path = os.path.join(self.temp_dir, f"{saved} to {loaded}")
         source = Run(LAYOUTS[saved]).train(range(2))
-        wanted = from_first_rank(source.full())
-        self.assertEqual(wanted, plain_run(range(2)))
+        expected = from_first_rank(source.full())
+        self.assertEqual(expected, plain_run(range(2)))
         source.save(path, **kwargs)
         run = Run(LAYOUTS[loaded], seed=1).train(range(9, 10))
-        self._check_all_differ(run, wanted)
+        self._check_all_differ(run, expected)
         run.load(path, **kwargs)
         if run.takes_part:
-            self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+            self.assertEqual(run.full(), expected, rtol=0, atol=0)
             self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
-    def _check_all_differ(self, run: Run, wanted: dict[str, torch.Tensor]) -> None:
+    def _check_all_differ(self, run: Run, expected: dict[str, torch.Tensor]) -> None:
         for name, value in run.full().items():
-            self.assertNotEqual(value, wanted[name], msg=name)
+            self.assertNotEqual(value, expected[name], msg=name)

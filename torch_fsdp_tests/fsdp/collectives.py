@@ -46,8 +46,8 @@ class Calls(list[Call]):
 
 
 @contextlib.contextmanager
-def recorded(*wanted: str) -> Iterator[Calls]:
-    """Record the collectives that FSDP calls in this rank inside the context. ``wanted`` restricts them to these names.
+def recorded(*only: str) -> Iterator[Calls]:
+    """Record the collectives that FSDP calls in this rank inside the context. ``only`` restricts them to these names.
 
     The collectives are carried out. Use it only if ranks are processes, because threads would share the patches. All
     gathers have one name, whether they fill one tensor or a list of tensors, as FSDP1's do in host memory.
@@ -70,7 +70,7 @@ def recorded(*wanted: str) -> Iterator[Calls]:
         calls.append(Call(name, sent.dtype, sent.numel(), kwargs))
         return collective(*args, **kwargs)
 
-    kept = {name: short for name, short in names.items() if not wanted or short in wanted}
+    kept = {name: short for name, short in names.items() if not only or short in only}
     replaced: dict[str, Any] = {
         name: functools.partial(record, short, getattr(dist, name)) for name, short in kept.items()
     }

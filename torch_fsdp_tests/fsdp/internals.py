@@ -78,11 +78,11 @@ handle = _reading("_handle")  # its handle, or None if it manages no parameters
 execution_order = _reading("_exec_order_data")  # a root's record of the order in which its units run
 tensor_extension = _reading("_fsdp_extension")  # it flattens and shards tensor subclasses, or is None
 # Of a flat parameter:
-gathered = _reading("_full_param_padded")  # the buffer for the whole, padded. Its storage is empty while it is sharded
-gathered_in_full_precision = _reading("_full_prec_full_param_padded")  # for ``summon_full_params`` in mixed precision
+unsharded_buffer = _reading("_full_param_padded")  # padded; its storage is empty while it is sharded
+full_precision_buffer = _reading("_full_prec_full_param_padded")  # for ``summon_full_params`` in mixed precision
 local_shard = _reading("_local_shard")  # this rank's shard, in the precision of the optimizer
 low_precision_shard = _reading("_mp_shard")  # the same in the dtype of mixed precision; AttributeError if there is none
-parameters_in = _reading("_params")  # the original parameters, with ``use_orig_params``
+parameters_in = _reading("_params")  # with ``use_orig_params=True``
 names_in = _reading("_fqns")  # the names of its parameters, relative to its module
 shapes_in = _reading("_shapes")  # the shapes of its parameters
 shard_infos = _reading("_shard_param_infos")  # for each of its parameters, the elements that are in this rank's shard
@@ -117,7 +117,7 @@ def reduce_scatter() -> Any:
 
 
 def keeping_version(tensor: torch.Tensor) -> Any:
-    """A context in which writes do not change the tensor's version. FSDP2 writes gathered parameters in it."""
+    """A context in which writes do not change the tensor's version. FSDP2 writes unsharded parameters in it."""
     return grad_mode._unsafe_preserve_version_counter(tensor)
 
 
@@ -134,9 +134,9 @@ def flat_params(model: nn.Module) -> list[FlatParam]:
     return [each.flat_param for each in handles(model)]
 
 
-def is_gathered(flat_param: FlatParam) -> bool:
-    """Whether the buffer of :func:`gathered` has memory now."""
-    return gathered(flat_param).untyped_storage().size() > 0
+def is_unsharded(flat_param: FlatParam) -> bool:
+    """Whether the buffer of :func:`unsharded_buffer` has memory now."""
+    return unsharded_buffer(flat_param).untyped_storage().size() > 0
 
 
 def has_optional(owner: Any, name: str) -> bool:
@@ -176,7 +176,7 @@ def hybrid_strategies() -> list[ShardingStrategy]:
 
 
 def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
-    """The buffers into which a flat parameter is gathered: that of :func:`gathered`, and any similar ones."""
+    """The buffers of an unsharded flat parameter: that of :func:`unsharded_buffer`, and any similar ones."""
     return [
         getattr(flat_param, name)
         for name in ("_full_param_padded", "_full_prec_full_param_padded")
@@ -253,7 +253,7 @@ def sharded_state(group: Group) -> str:
 
 
 def gathered_bytes(group: Group) -> int:
-    """The bytes that a group holds for gathered parameters. 0 if its shards are the whole."""
+    """The bytes that a group holds for unsharded parameters. 0 if its shards are the whole."""
     wholes = [getattr(each, "_unsharded_param", None) for each in attribute(group, "fsdp_params")]
     if getattr(attribute(group, "mesh_info"), "shard_mesh_size", 1) == 1:
         return 0

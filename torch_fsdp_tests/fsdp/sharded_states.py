@@ -147,11 +147,11 @@ class ShardedStatesMixin(DTensorTestBase):
         warnings.filterwarnings("ignore", category=FutureWarning)
         super().init_pg(*args, **kwargs)
 
-    def _check_same_dtensors(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def _check_same_dtensors(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
         """The DTensors must have the same names and the same values, bit for bit, in every shard."""
-        self.assertEqual(list(found), list(wanted))
-        for name in wanted:
-            self.assertEqual([type(found[name]), type(wanted[name])], [DTensor, DTensor])
-            self.assertEqual(found[name].placements, wanted[name].placements)
-            found_shard, wanted_shard = found[name].to_local(), wanted[name].to_local()
-            self.assertEqual(found_shard, wanted_shard, msg=name, rtol=0, atol=0, may_be="empty")
+        self.assertEqual(list(actual), list(expected))
+        for name in expected:
+            self.assertEqual([type(actual[name]), type(expected[name])], [DTensor, DTensor])
+            self.assertEqual(actual[name].placements, expected[name].placements)
+            actual_shard, expected_shard = actual[name].to_local(), expected[name].to_local()
+            self.assertEqual(actual_shard, expected_shard, msg=name, rtol=0, atol=0, may_be="empty")

@@ -108,8 +108,8 @@ def check_parity(
     one of them. A gradient may be missing from both. The check is like ``check_sharded_parity``, but one comparison of
     all parts takes as long as that of two.
     """
-    found, expected = local_parts(test, named(ref_model), named(model), what)
-    _check_at_once(test, found, expected, **tolerance)
+    actual, expected = local_parts(test, named(ref_model), named(model), what)
+    _check_at_once(test, actual, expected, **tolerance)
 
 
 def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
@@ -118,18 +118,18 @@ def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
 
 
 def _check_at_once(
-    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any
+    test: Any, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any
 ) -> None:
     """Compare tensors of one dtype all at once, which takes as long as the comparison of two."""
-    test.assertGreater(len(found), 0)
-    layouts = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (found, expected)]
+    test.assertGreater(len(actual), 0)
+    layouts = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (actual, expected)]
     test.assertEqual(*layouts)
     test.assertEqual(len({dtype for _, dtype in layouts[0].values()}), 1)
-    flat = [torch.cat([tensor.flatten().to(test.device) for tensor in each.values()]) for each in (found, expected)]
+    flat = [torch.cat([tensor.flatten().to(test.device) for tensor in each.values()]) for each in (actual, expected)]
     try:
         test.assertEqual(*flat, may_be="empty", **tolerance)  # a rank may have no rows
     except AssertionError:
-        for name, tensor in found.items():
+        for name, tensor in actual.items():
             test.assertEqual(tensor, expected[name], msg=name, **tolerance)
         raise
 
@@ -138,8 +138,8 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     """Each parameter's full tensor must equal that of the plain model. A collective."""
     refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
     test.assertEqual(list(refs), list(params))
-    found = {name: full(param.detach()) for name, param in params.items()}
-    test.assertEqual(found, {name: param.detach() for name, param in refs.items()})
+    actual = {name: full(param.detach()) for name, param in params.items()}
+    test.assertEqual(actual, {name: param.detach() for name, param in refs.items()})
 
 
 class TrainingMixin(RankTestCase):
@@ -154,7 +154,7 @@ class TrainingMixin(RankTestCase):
         return copy.deepcopy(model).to(self.device)
 
     def _seed(self, data_rank: int | None = None) -> None:
-        """Draw different random numbers on each rank from here on. Ranks with the same ``data_rank`` draw the same."""
+        """Use different random numbers on each rank from here on. Ranks with the same ``data_rank`` use the same."""
         manual_seed(42 + (self.rank if data_rank is None else data_rank) + 1)
 
     def _inputs(self, *shape: int, **kwargs: Any) -> torch.Tensor:

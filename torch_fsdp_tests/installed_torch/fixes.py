@@ -287,7 +287,7 @@ def _module(path: str) -> str:
 
 
 def environment(ids: Iterable[str], others: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a process, and every interpreter that it starts, imports a torch with these fixes."""
+    """The variables with which a process, and every interpreter that it starts, imports PyTorch with these fixes."""
     path = os.pathsep.join(filter(None, (str(_SITE), others.get("PYTHONPATH"))))
     return {VARIABLE: " ".join(ids), "PYTHONPATH": path}
 

@@ -4,8 +4,8 @@ A :class:`Fact` says what newer versions of torch do and older ones do not. It i
 is first used. No other module compares versions, or checks for an attribute of torch because of a version. A test that
 needs a fact is decorated with :func:`torch_fsdp_tests.common_distributed.needs`.
 
-A repair of torch is an entry of the registry of defects, so that its test runs on older versions too. If a test can
-only run where a defect is repaired, its fact names the defect.
+A fix in PyTorch is an entry of the registry of defects, so that its test also runs on older versions. If a test can
+only run where a defect is fixed, its fact names the defect.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ IS_RELEASE = is_release(torch.__version__)
 
 
 class TorchDiffers(Exception):
-    """The installed torch is not like the release that it says it is. No known defect explains this."""
+    """The installed PyTorch differs from the release of its version. No known defect explains this."""
 
 
 class Fact:
-    """Something that torch does since version ``since``. ``says`` completes the sentence "needs a torch that ...".
+    """A behavior since version ``since``. ``says`` completes "needs a version of PyTorch that ...".
 
     ``probe`` inspects the installed torch. It decides for a nightly build or a build of some commit, and a test skips
     when it fails (see :func:`torch_names.name_is_gone`). For a release the version decides, because a probe would take
-    a bug that came back for an older torch. If the probe disagrees there, that is reported at the end of the run, and
+    a regression for an older version. If the probe disagrees there, that is reported at the end of the run, and
     with ``--strict-defects`` ``bool(fact)`` raises :class:`TorchDiffers`. Without a probe the version decides.
 
-    ``repairs`` names the defects of the registry that ``since`` repaired. A fact without them is about a feature,
+    ``fixes`` names the defects of the registry that ``since`` fixed. A fact without them is about a feature,
     or about a part of torch that is not FSDP.
     """
 
     def __init__(
-        self, since: tuple[int, int], says: str, probe: Callable[[], bool] | None = None, repairs: tuple[str, ...] = ()
+        self, since: tuple[int, int], says: str, probe: Callable[[], bool] | None = None, fixes: tuple[str, ...] = ()
     ) -> None:
-        self.since, self.says, self.probe, self.repairs = since, says, probe, repairs
+        self.since, self.says, self.probe, self.fixes = since, says, probe, fixes
 
     def __bool__(self) -> bool:
         if self.differs and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
@@ -69,7 +69,7 @@ class Fact:
 
     @property
     def is_new(self) -> bool:
-        """Whether it is something to use. Otherwise torch does in another way what it did before."""
+        """Whether it is something to use. Otherwise it is a changed behavior."""
         return self.says.partition(" ")[0] in ("has", "can", "lets", "accepts", "wraps")
 
     @functools.cached_property
@@ -98,18 +98,18 @@ class Fact:
 
     def lacks(self) -> str | None:
         """The reason why a test that needs this fact cannot run, or None if it can."""
-        words = f"needs a torch that {self.says} ({dotted(self.since)} or newer)"
+        words = f"needs a version of PyTorch that {self.says} ({dotted(self.since)} or newer)"
         return None if self else Reason(words, SkipKind.TORCH)
 
     def __repr__(self) -> str:
         return f"<since {dotted(self.since)} torch {self.says}>"
 
 
-unlike_release: list[str] = []  # how the installed torch differs from its release, as far as this process has noticed
+unlike_release: list[str] = []  # how the installed torch differs from its release, as far as this process has seen
 
 
 def _reported(how: str) -> str:
-    difference = f"this torch differs from release {torch.__version__.partition('+')[0]}{how}"
+    difference = f"the installed PyTorch differs from release {torch.__version__.partition('+')[0]}{how}"
     unlike_release.append(difference)
     events.record(unlike_release=unlike_release)
     print(difference, file=sys.stderr)  # a rank records no events, and its output is shown if the test fails
@@ -143,7 +143,7 @@ FINDS_TENSORS_IN_DATACLASSES = Fact(
     (2, 12),
     "finds tensors inside dataclasses",
     _has("torch.distributed.fsdp._common_utils", "collect_grad_tensors"),
-    repairs=("fsdp2_outputs_in_dataclasses_raise",),
+    fixes=("fsdp2_outputs_in_dataclasses_raise",),
 )
 ASSERTIONS_HAVE_MESSAGES = Fact((2, 10), "explains what is wrong when an assertion of FSDP or of checkpoints fails")
 
@@ -166,19 +166,19 @@ KEEPS_SPMD_TYPES = Fact(
     _has(_FSDP2 + "_fsdp_param", "FSDPParam._restore_spmd_types"),
 )
 SHARDS_INTEGER_PARAMETERS = Fact(
-    (2, 12), "shards integer parameters with FSDP2", repairs=("fsdp2_integer_parameters_are_refused",)
+    (2, 12), "shards integer parameters with FSDP2", fixes=("fsdp2_integer_parameters_are_refused",)
 )
 WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDict that has its own forward")
 GATHERS_UNEVEN_STRIDED_SHARDS = Fact(
     (2, 10),
     "keeps the order of rows when FSDP2 and TP shard one dimension unevenly",
-    repairs=("dtensor_uneven_rows_with_tp_are_reordered",),
+    fixes=("dtensor_uneven_rows_with_tp_are_reordered",),
 )
 KEEPS_PADDED_STORAGE = Fact(
     (2, 10),
     "does not copy shards that are padded already when FSDP2 initializes lazily",
     lambda: "same_local_tensor" in _find(_FSDP2 + "_fsdp_param", "FSDPParam.reset_sharded_param").__code__.co_varnames,
-    repairs=("fsdp2_early_state_dict_goes_stale",),
+    fixes=("fsdp2_early_state_dict_goes_stale",),
 )
 
 # --- FSDP2: forward and backward --------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ RUNS_UNDER_FUNCTORCH = Fact(
     (2, 13),
     "lets FSDP2 run its first forward under a functorch transform",
     _has(_FSDP2 + "_fsdp_common", "_disable_functorch_if_active"),
-    repairs=("fsdp2_first_forward_in_jvp_raises",),
+    fixes=("fsdp2_first_forward_in_jvp_raises",),
 )
 KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION = Fact(
     (2, 10),
     "keeps parameters unsharded during recomputation",
     _has(_FSDP2 + "_fsdp_common", "is_bw"),
-    repairs=("fsdp2_recomputation_gathers_again",),
+    fixes=("fsdp2_recomputation_gathers_again",),
 )
 CASTS_EACH_PARAMETER = Fact(
     (2, 15),
@@ -207,7 +207,7 @@ COMPLETES_PARTIAL_GROUPS = Fact(
     (2, 13),
     "completes a group of modules when only some of them ran",
     _has(_FSDP2 + "_fsdp_state", "FSDPState._force_complete_incomplete_states"),
-    repairs=(
+    fixes=(
         "fsdp2_partial_group_loses_gradients",
         "fsdp2_partial_group_stays_gathered",
     ),
@@ -219,7 +219,7 @@ HAS_FINALIZE_BACKWARD = _fsdp2_method("finalize_backward", (2, 15))
 RESET_DROPS_ACCUMULATED_GRADIENTS = Fact(
     (2, 15),
     "drops unreduced gradients in reset_iter_state",
-    repairs=(
+    fixes=(
         "fsdp2_reset_keeps_unreduced_gradients",
         "fsdp2_reset_keeps_gradients_of_broken_backward",
     ),
@@ -248,7 +248,7 @@ ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
     (2, 15),
     "uses the grad_dtype of each FSDP2 parameter",
     lambda: not _takes(_FSDP2 + "_fsdp_collectives", "foreach_reduce", "orig_dtype")(),
-    repairs=("fsdp2_grad_dtype_is_lost",),
+    fixes=("fsdp2_grad_dtype_is_lost",),
 )
 RECORDS_STREAM_OF_OUTPUT_GRADIENTS = Fact(
     (2, 15),
@@ -261,7 +261,7 @@ CASTS_GRADIENTS_BY_DTYPE = Fact(
     _has(_FSDP2 + "_fsdp_collectives", "_cast_and_view_sharded_grads"),
 )
 
-# --- FSDP2: gathering -------------------------------------------------------------------------------------------------
+# --- FSDP2: unsharding ------------------------------------------------------------------------------------------------
 
 HAS_COPY_FUNCTIONS_PER_GROUP = Fact(
     (2, 15),
@@ -300,7 +300,7 @@ REPLICATES_OVER_NAMED_DIMS = Fact(
     _takes("torch.distributed._composable.replicate_with_fsdp", "replicate", "dp_mesh_dims"),
 )
 
-# --- What FSDP stands on ----------------------------------------------------------------------------------------------
+# --- What FSDP depends on ---------------------------------------------------------------------------------------------
 
 CONCATENATES_MESHES = Fact(
     (2, 10),
@@ -349,7 +349,7 @@ STATE_DICTS_USE_FSDP1_GROUP = Fact(
     (2, 13),
     "uses FSDP1's process group in get_state_dict and set_state_dict",
     _has("torch.distributed.checkpoint.state_dict", "_get_fsdp_process_group"),
-    repairs=("dsd_state_dict_of_a_group_needs_all_ranks",),
+    fixes=("dsd_state_dict_of_a_group_needs_all_ranks",),
 )
 
 # --- Pipelines --------------------------------------------------------------------------------------------------------
@@ -358,8 +358,8 @@ _PIPELINING = "torch.distributed.pipelining."
 
 
 def _starts_pipelines_with_float32() -> bool:
-    """Whether the first messages of a pipeline are float32, as their receivers expect. A torch without this method
-    sends no such messages.
+    """Whether the first messages of a pipeline are float32, as their receivers expect. A version without this
+    method sends no such messages.
     """
     start = getattr(_find(_PIPELINING + "stage", "PipelineStage"), "_get_init_p2p_neighbors_ops", None)
     return start is None or "float32" in start.__code__.co_names
@@ -373,9 +373,9 @@ PIPELINES_SEND_NOTHING_TO_THEMSELVES = Fact(
     "starts a pipeline without messages from a rank to itself",
     _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
 )
-PIPELINES_TRAIN_AFTER_EVALUATION = Fact(
+PIPELINES_TRAIN_AFTER_EVAL = Fact(
     (2, 12),
-    "prepares pipeline stages again when training follows evaluation",
+    "prepares pipeline stages again when training follows a forward in eval mode",
     _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
 )
 REDUCES_GRADIENTS_BY_ACTION = Fact(

@@ -26,7 +26,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NameIsGone(Exception):
-    """The installed torch does not have a name that a test needs, or a fact about it cannot be told."""
+    """The installed torch does not have a name that a test needs, or a fact about it cannot be decided."""
 
 
 class _SkippedNameIsGone(NameIsGone, Skipped):
@@ -34,7 +34,7 @@ class _SkippedNameIsGone(NameIsGone, Skipped):
 
 
 def module(name: str) -> Any:
-    """Return an object that stands for the module of that name. It imports the module when an attribute is used.
+    """Return an object that represents the module of that name. It imports the module when an attribute is used.
 
     To read an attribute that the installed torch lacks raises :class:`NameIsGone`. To set one sets it in the module, so
     ``mock.patch.object`` works.

@@ -19,8 +19,8 @@ def version_fits(version: str, conditions: str) -> bool:
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a version condition such as >=2.10")
-        wanted = numbers(match[2])
-        if not _COMPARE[match[1]](have[: len(wanted)], wanted):
+        limit = numbers(match[2])
+        if not _COMPARE[match[1]](have[: len(limit)], limit):
             return False
     return True
 

@@ -1,7 +1,7 @@
 """Finds out whether a launcher has made the ranks: torchrun, srun, or another one with torchrun's variables.
 
 This module only has the rule. :mod:`torch_fsdp_tests.ranks.launched` has what such ranks do for one test file, and
-:mod:`torch_fsdp_tests.dispatch.agents` what they do for a run of many files. The process belongs to a launch
+:mod:`torch_fsdp_tests.dispatch.workers` what they do for a run of many files. The process belongs to a launch
 
 - if torchrun's own ``TORCHELASTIC_RUN_ID`` is set, and so are the five variables of every launcher
   (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), or

@@ -107,7 +107,7 @@ class Changes:
         return {*self._map.reached}.union(*(module.parts for module in self._map.modules.values()))
 
     def _inside(self, names: Iterable[str]) -> Change:
-        """Functions stand for themselves. Classes, modules and packages stand for their functions, if they have any."""
+        """Functions are taken as they are. Classes, modules and packages mean their functions, if they have any."""
         functions = set[str]()
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}

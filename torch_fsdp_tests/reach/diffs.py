@@ -1,6 +1,6 @@
 """Reads unified diffs, and applies them.
 
-A text that cannot be read as one is refused, because a change that is misread would look like none.
+A text that cannot be read as one is rejected, because a change that is misread would look like none.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _path(text: str) -> str:
 
 
 def _bare(path: str, other: str) -> str:
-    """A path without git's prefix of one letter, if the other path has one, too."""
+    """A path without git's prefix of one letter, if the other path also has one."""
     is_prefixed = path[1:2] == "/" and (other == _NOWHERE or (other[1:2] == "/" and other[2:] == path[2:]))
     return path[2:] if is_prefixed else path
 

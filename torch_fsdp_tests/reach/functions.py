@@ -1,6 +1,6 @@
 """The functions of a source file and their statements, with digests that comments, docstrings and layout do not change.
 
-Nothing is imported or run, because planning must be fast and the file may belong to another torch.
+Nothing is imported or run, because planning must be fast and the file may belong to another version of PyTorch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The order in which tests should run for a change: first those that would notice it soonest.
+"""The order in which tests should run for a change: first those that would detect it soonest.
 
-A test tells much about a change if its name, its docstring or its body shares rare words with the changed code, if it
-checks errors and the change is about one, if it noticed an earlier change of the same function, and if it enters few
-other functions. What it tells is divided by what it costs. Nothing here runs a test or imports torch.
+A test is relevant to a change if its name, its docstring or its body shares rare words with the changed code, if it
+checks errors and the change is about one, if it detected an earlier change of the same function, and if it enters few
+other functions. Its relevance is divided by its cost. Nothing here runs a test or imports torch.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ CHANGED, NAMED, AROUND = 1.0, 1.0, 0.25
 IN_NAME, IN_BODY = 2.0, 1.0
 RARITY = 1.5  # the power of the logarithm of how rare a word is
 
-# What a test tells. The words add up to 1 for a body that has them all.
+# The relevance of a test. The words add up to 1 for a body that has them all.
 BASE = 0.1  # any test that runs what changes
 ERRORS = 0.5  # besides, a test of errors that has the words of the message
 SPECIFIC = 0.1  # besides, the most specific test
-NOTICED = 10.0  # factor for a test that noticed an earlier change of the function
+DETECTED = 10.0  # factor for a test that detected an earlier change of the function
 ELSEWHERE = 0.1  # factor for a test that enters the function, but does not run what changes in it
 AGAIN = 0.5  # factor for each earlier variant of the same test
 SAME_CLASS = 0.95  # factor for each earlier test of the same class
 
 START = 1.0  # seconds that a test costs in addition to its own
-COST = 0.7  # the power of the seconds by which what a test tells is divided
+COST = 0.7  # the power of the seconds by which the relevance is divided
 USUAL = 100  # words of a body; those of a longer one count less
 
-FEW = 2  # tests in the first process; each further process has up to twice as many, but no more than MANY
-MANY = 8
-SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
+FIRST_BATCH = 2  # tests in the first process; each further process has up to twice as many, but no more than MAX_BATCH
+MAX_BATCH = 8
+LOOKAHEAD = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Edit:
     statements: frozenset[int] = frozenset()  # the numbers of the changed ones
 
 
-def noticed_in(*records: Path) -> dict[str, set[tuple[str, str]]]:
-    """The tests that noticed mutants, with their files, by the changed function. A record that does not exist has none.
+def kills_in(*records: Path) -> dict[str, set[tuple[str, str]]]:
+    """The tests that killed mutants, with their files, by the changed function. A record that does not exist has none.
 
     The records are those of ``python -m torch_fsdp_tests.tools.mutants``.
     """
@@ -79,13 +79,13 @@ class Order:
         self,
         reach: ReachMap,
         sources: Mapping[str, str],
-        noticed: Mapping[str, Iterable[tuple[str, str]]] | None = None,
+        detected: Mapping[str, Iterable[tuple[str, str]]] | None = None,
     ) -> None:
-        """``sources`` are the texts of test files by name. ``noticed`` are the tests, with their files, that noticed
+        """``sources`` are the texts of test files by name. ``detected`` are the tests, with their files, that detected
         earlier changes of a function, by its name.
         """
         self._map = reach
-        self._noticed = {name: frozenset(tests) for name, tests in (noticed or {}).items()}
+        self._detected = {name: frozenset(tests) for name, tests in (detected or {}).items()}
         self._files = {name: _File(source) for name, source in sources.items()}
 
     def sort(self, tests: Iterable[Reached], edits: Sequence[Edit]) -> list[Reached]:
@@ -96,11 +96,11 @@ class Order:
         queue = [(-score, test.seconds, test) for test, score in scores.items()]
         heapq.heapify(queue)
         while queue:
-            promised, seconds, test = heapq.heappop(queue)
+            score_before, seconds, test = heapq.heappop(queue)
             cls, _, name = test.test.rpartition(".")
             variants, others = (test.file, self._file(test).definition(name)), (test.file, cls)
             score = scores[test] * AGAIN ** earlier[variants] * SAME_CLASS ** earlier[others]
-            if score < -promised:  # since scores only fall, the first test that keeps its promise is the best
+            if score < -score_before:  # since scores only fall, the first test that still has its score is the best
                 heapq.heappush(queue, (-score, seconds, test))
                 continue
             order.append(test)
@@ -108,24 +108,24 @@ class Order:
         return order
 
     def scores(self, tests: Iterable[Reached], edits: Sequence[Edit]) -> dict[Reached, float]:
-        """What each test would tell about the change for what it costs."""
+        """The relevance of each test for the change, divided by its cost."""
         tests = [*tests]
-        wanted, messages = _wanted(edits), {word for edit in edits for word in words(edit.messages)}
+        weights, messages = _weights(edits), {word for edit in edits for word in words(edit.messages)}
         rarity = self._rarity
-        most = sum(weight * rarity.get(word, 0.0) for word, weight in wanted.items()) or 1.0
+        total = sum(weight * rarity.get(word, 0.0) for word, weight in weights.items()) or 1.0
         running = {*self._map.in_order(functools.reduce(int.__or__, map(self._running, edits), 0))}
-        noticed = {key for edit in edits for key in self._noticed.get(edit.name, ())}
-        narrowest = min((test.breadth for test in tests), default=0)
+        detected = {key for edit in edits for key in self._detected.get(edit.name, ())}
+        min_breadth = min((test.breadth for test in tests), default=0)
         scores = {}
         for test in tests:
             text = self._text(test)
-            shared = text.words & wanted.keys()
-            tells = BASE + sum(wanted[word] * rarity.get(word, 0.0) * text.weight(word) for word in shared) / most
-            tells += ERRORS * text.checks_errors * len(messages & text.words) / max(1, len(messages))
-            tells += SPECIFIC * (1 + narrowest) / (1 + test.breadth)
-            tells *= NOTICED if (test.file, test.test) in noticed else 1.0
-            tells *= 1.0 if test in running else ELSEWHERE
-            scores[test] = tells / (START + test.seconds) ** COST
+            shared = text.words & weights.keys()
+            relevance = BASE + sum(weights[word] * rarity.get(word, 0.0) * text.weight(word) for word in shared) / total
+            relevance += ERRORS * text.checks_errors * len(messages & text.words) / max(1, len(messages))
+            relevance += SPECIFIC * (1 + min_breadth) / (1 + test.breadth)
+            relevance *= DETECTED if (test.file, test.test) in detected else 1.0
+            relevance *= 1.0 if test in running else ELSEWHERE
+            scores[test] = relevance / (START + test.seconds) ** COST
         return scores
 
     def _running(self, edit: Edit) -> int:
@@ -135,7 +135,7 @@ class Order:
 
     @functools.cached_property
     def _rarity(self) -> Mapping[str, float]:
-        """How much each word says about a test: the fewer bodies have it, the more. If all have it, it says nothing."""
+        """The weight of each word: the fewer bodies have it, the higher. It is 0 if all have it."""
         bodies = [text.words for file in self._files.values() for text in file.bodies()]
         counts = collections.Counter(word for each in bodies for word in each)
         return {word: math.log(len(bodies) / count) ** RARITY for word, count in counts.items()}
@@ -158,17 +158,17 @@ def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
     return chosen
 
 
-def batches(tests: Iterable[Reached], first: int = FEW) -> Iterator[tuple[Reached, ...]]:
+def batches(tests: Iterable[Reached], first: int = FIRST_BATCH) -> Iterator[tuple[Reached, ...]]:
     """Divide tests into processes, in their order. A process has tests of one file that come soon after each other.
     The first one has at most ``first``.
     """
     left, size = [*tests], first
     while left:
-        batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
+        batch = [test for test in left[: LOOKAHEAD * size] if test.file == left[0].file][:size]
         yield tuple(batch)
         taken = set(batch)
         left = [test for test in left if test not in taken]
-        size = min(2 * size, MANY)
+        size = min(2 * size, MAX_BATCH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _words_in(identifier: str) -> frozenset[str]:
     return frozenset(words | {identifier} if "_" in identifier else words)
 
 
-def _wanted(edits: Iterable[Edit]) -> dict[str, float]:
+def _weights(edits: Iterable[Edit]) -> dict[str, float]:
     """The words of a change with their weights."""
     weights: dict[str, float] = {}
     for edit in edits:

@@ -170,7 +170,7 @@ class ReachMap:
     def unknown(self, declared: Mapping[str, Iterable[str]], with_skipped: bool = False) -> list[Reached]:
         """Of the tests that files declare, those that the map does not have, with neither seconds nor functions.
 
-        A declared name stands for the tests that begin with it. Those that were skipped count ``with_skipped``.
+        A declared name means the tests that begin with it. Those that were skipped count ``with_skipped``.
         """
         names: dict[str, list[str]] = {}
         for file, test in ((test.file, test.test) for test in self.tests) if with_skipped else self.keys():

@@ -1,4 +1,4 @@
-"""Selects the tests for a change, and finds what no test would notice."""
+"""Selects the tests for a change, and finds what no test would detect."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class CastsMixin(_Base):
             (lambda: nn.Sequential(linear(), nn.BatchNorm1d(32), linear()), (4, 32)),
             (lambda: nn.Sequential(convolution(1, 5), nn.BatchNorm2d(5), convolution(5, 4)), (3, 1, 9, 9)),
         ):
-            self._check_norm(wrap, make(), shape, policy, may_be_refused=True)
+            self._check_norm(wrap, make(), shape, policy, may_be_rejected=True)
             model = make()
             for name, buffer in model[1].named_buffers():
                 if buffer.is_floating_point():
@@ -205,7 +205,7 @@ class CastsMixin(_Base):
         shape: tuple[int, ...],
         policy: MixedPrecisionPolicy,
         norm_policy: MixedPrecisionPolicy | None = None,
-        may_be_refused: bool = False,
+        may_be_rejected: bool = False,
     ) -> None:
         """Compare the output and the buffers with those of a copy whose parameters are cast permanently."""
         model = filled(model).to(self.device)
@@ -221,10 +221,10 @@ class CastsMixin(_Base):
         try:
             expected = replica(inp.to(policy.param_dtype))
             expected.sum().backward()
-        except RuntimeError as refusal:
-            if not may_be_refused:
+        except RuntimeError as error:
+            if not may_be_rejected:
                 raise
-            with self.assertRaisesRegex(RuntimeError, re.escape(str(refusal))):
+            with self.assertRaisesRegex(RuntimeError, re.escape(str(error))):
                 model(inp).sum().backward()
             return
         output = model(inp)

@@ -121,7 +121,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_one_module_for_both(self):
-        """DDP refuses a sharded module, and a module without parameters left to replicate."""
+        """DDP rejects a sharded module, and a module without parameters left to replicate."""
         with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
             replicate_in_place(shard_each([self._plain()]))
         model = shard_each([replicate_in_place(self._plain())])

@@ -68,7 +68,7 @@ class TestReplicateForwardInputs(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_root_move_forward_input_to_device(self):
-        """Inputs are moved from the host to the device. If the device is the host, the tensors are passed unchanged."""
+        """Inputs are moved from the CPU to the device. If the device is the CPU, the tensors are passed unchanged."""
         received: list[torch.Tensor] = []
 
         class ParamlessModule(nn.Module):
@@ -92,7 +92,7 @@ class TestReplicateRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     world_size = 4
 
     def _replicated(self, *wrapped: str) -> tuple[nn.Module, list[torch.Tensor]]:
-        """An MLP whose named submodules are replicated in turn, and copies of its original parameters."""
+        """An MLP whose named submodules are replicated in turn, and copies of its initial parameters."""
         manual_seed(42)
         model = filled(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
@@ -153,9 +153,14 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
 
         compare(self, ref_model, model)
         generator = torch.Generator().manual_seed(42 + self.rank)
-        draw = functools.partial(torch.randn, (2, 3), generator=generator, dtype=torch.float64)
+        sample = functools.partial(torch.randn, (2, 3), generator=generator, dtype=torch.float64)
         self._check_training(
-            ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
+            ref_model,
+            model,
+            lambda: sample().to(self.device),
+            compare=compare,
+            optim_cls=torch.optim.Adam,
+            foreach=True,
         )
         dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
 

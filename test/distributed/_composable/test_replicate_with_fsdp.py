@@ -143,7 +143,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refusals(self):
-        """``replicate`` refuses invalid modules and meshes. Modules that are already wrapped stay as
+        """``replicate`` rejects invalid modules and meshes. Modules that are already wrapped stay as
         they are.
         """
         mesh = self._mesh(2, 1)
@@ -207,7 +207,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             ref = ref_model.get_parameter(name)
             self.assertEqual((param.to_local(), param.grad.to_local()), (ref, ref.grad))
 
-    def _check_dims_refused(self, message: str, **dims: Any) -> None:
+    def _check_dims_rejected(self, message: str, **dims: Any) -> None:
         mesh = self._mesh(2, 2)
         with self.assertRaisesRegex(ValueError, message):
             replicate(distribute_module(self._net(), mesh), mesh=mesh, dp_mesh_dims=dp_mesh_dims(**dims))
@@ -215,17 +215,17 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_refused(self):
-        """``replicate`` refuses a shard dimension, an unknown dimension, or no dimension."""
-        self._check_dims_refused("requires replicate-only", shard="shard")
-        self._check_dims_refused("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
-        self._check_dims_refused("At least one of shard or replicate")
+        """``replicate`` rejects a shard dimension, an unknown dimension, or no dimension."""
+        self._check_dims_rejected("requires replicate-only", shard="shard")
+        self._check_dims_rejected("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
+        self._check_dims_rejected("At least one of shard or replicate")
 
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_of_shards_and_replicas(self):
-        """``replicate`` also refuses a shard dimension together with a replicate dimension."""
+        """``replicate`` also rejects a shard dimension together with a replicate dimension."""
         with torch_defect("fsdp2_replicate_accepts_dims_that_shard"):
-            self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
+            self._check_dims_rejected("requires replicate-only", replicate="replicate", shard="shard")
 
     # Training.
 

@@ -385,7 +385,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_model_without_fsdp(self):
-        """A model without any FSDP module is refused."""
+        """A model without any FSDP module is rejected."""
         with self.assertRaises(AssertionError):
             self._tracker(self._plain())
 

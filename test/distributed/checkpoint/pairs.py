@@ -146,7 +146,7 @@ class StateDictOptionsTest(StateDictTest):
     def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
         """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
 
-        They also disagree if one rank refuses before a broadcast that another waits for. With ``broadcasts`` the first
+        They also disagree if one rank rejects before a broadcast that another waits for. With ``broadcasts`` the first
         one then takes part in it with an empty value, so that the other does not wait forever.
         """
         original = internals.dsd._broadcast_state_dict

@@ -1,6 +1,6 @@
 """DTensors that are loaded from a checkpoint with other placements, on another mesh, or on fewer ranks.
 
-Every element has a different value, so lost or exchanged rows are noticed. The expected part of each rank is cut from
+Every element has a different value, so lost or exchanged rows are detected. The expected part of each rank is cut from
 the whole tensor by hand.
 """
 
@@ -178,7 +178,7 @@ class TestFullyShardLayouts(DTensorTestBase):
     @skip_if_lt_x_gpu(8)
     @with_temp_dir
     def test_3d(self):
-        """Eight plain shards, and layouts on two replicas, two shards and two ranks of tensor parallelism."""
+        """Eight plain shards, and layouts on two replicas, two shards and two TP ranks."""
         cube = init_device_mesh(self.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
         self._check_each_to_each(
             {

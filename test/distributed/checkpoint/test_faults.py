@@ -98,7 +98,7 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
         else:
             run.save(path, **kwargs)
 
-    def _check_refuses(self, run: Run, path: str, *ranks: int) -> str:
+    def _check_rejects(self, run: Run, path: str, *ranks: int) -> str:
         """Loading must raise an error on every rank that names at least these ranks. Returns the error message."""
         with self.assertRaises(CheckpointException) as caught:
             run.load(path)
@@ -111,7 +111,7 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
         self.assertEqual(run.full(), plain_run(range(2)))
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
-    def _check_refused_or_right(self, run: Run, path: str, steps: range) -> None:
+    def _check_rejected_or_right(self, run: Run, path: str, steps: range) -> None:
         """Loading must raise an error on every rank, or give the states after these steps."""
         try:
             run.load(path)
@@ -144,7 +144,7 @@ class TestDamagedCheckpoint(FaultTest):
         """If one rank's file is damaged, all ranks get an error that names the rank that could not read its shard."""
         run, good, bad = self._checkpoints(layout, (rank, damage))
         self._on_first_rank(lambda: DAMAGES[damage](Path(bad, shard_file(rank))))
-        self._check_refuses(run, bad, rank)
+        self._check_rejects(run, bad, rank)
         self._check_recovers(run, good)
 
     @with_comms
@@ -156,7 +156,7 @@ class TestDamagedCheckpoint(FaultTest):
         run, good, bad = self._checkpoints(layout, damage)
         self._on_first_rank(lambda: DAMAGES[damage](Path(bad, METADATA)))
         before = run.full()
-        self._check_refuses(run, bad, 0, 1)
+        self._check_rejects(run, bad, 0, 1)
         self.assertEqual(run.full(), before, rtol=0, atol=0)
         self._check_recovers(run, good)
 
@@ -175,7 +175,7 @@ class TestDamagedCheckpoint(FaultTest):
             other = self._path(f"{layout} {name}")
             Run(LAYOUTS[layout], model_class=model_class).train(range(1)).save(other)
             self._on_first_rank(functools.partial(shutil.copy, Path(other, METADATA), bad))
-            self.assertRegex(self._check_refuses(run, bad, 0, 1), says)
+            self.assertRegex(self._check_rejects(run, bad, 0, 1), says)
         self.assertEqual(run.full(), before, rtol=0, atol=0)
         self._check_recovers(run, good)
 
@@ -189,7 +189,7 @@ class TestDamagedCheckpoint(FaultTest):
         of_each_rank = of_all_ranks(local_of(run.state_dict()["model"]["net1.bias"]))
         self._on_first_rank(lambda: turn_a_bit(Path(bad, shard_file(1)), of_each_rank[1]))
         with torch_defect("dcp_altered_shards_are_loaded"):
-            self._check_refused_or_right(run, bad, range(3))
+            self._check_rejected_or_right(run, bad, range(3))
         self._check_recovers(run, good)
 
     @with_comms
@@ -201,7 +201,7 @@ class TestDamagedCheckpoint(FaultTest):
         run, good, bad = self._checkpoints(layout, "")
         self._on_first_rank(lambda: shutil.copy(Path(good, shard_file(1)), bad))
         with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
-            self._check_refused_or_right(run, bad, range(3))
+            self._check_rejected_or_right(run, bad, range(3))
         self._check_recovers(run, good)
 
 
@@ -261,7 +261,7 @@ class TestSaveThatFails(FaultTest):
         with self.assertRaisesRegex(CheckpointException, "No space left on device") as caught:
             self._save(run, bad, asynchronously)
         self.assertEqual(set(caught.exception.failures), {1 if file == shard_file(1) else 0})
-        self._check_refuses(run, bad, 0, 1)
+        self._check_rejects(run, bad, 0, 1)
         self._check_recovers(run, good)
 
     @with_comms
@@ -280,7 +280,7 @@ class TestSaveThatFails(FaultTest):
             with at_most(2000) if self.rank == 1 else contextlib.nullcontext():
                 run.train(range(2, 3)).save(path)
         self.assertEqual(set(caught.exception.failures), {1})
-        self._check_refuses(run, path, 1)
+        self._check_rejects(run, path, 1)
         run.save(path)
         other = Run(LAYOUTS[layout], seed=1)
         other.load(path)
@@ -305,7 +305,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_rank_that_did_not_overwrite_its_file(self, layout):
-        """One rank fails before it opens its file. The older checkpoint in the directory is unchanged or refused."""
+        """One rank fails before it opens its file. The older checkpoint in the directory is unchanged or rejected."""
         path = self._path(layout)
         run = Run(LAYOUTS[layout]).train(range(2))
         run.save(path)
@@ -315,7 +315,7 @@ class TestSaveThatFails(FaultTest):
         with self.assertRaisesRegex(CheckpointException, "no such luck"):
             run.train(range(2, 3)).save(path, storage_writer=writer)
         with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
-            self._check_refused_or_right(run, path, range(2))
+            self._check_rejected_or_right(run, path, range(2))
 
     @requires_full_disk
     @with_comms
@@ -360,7 +360,7 @@ class TestSaveThatFails(FaultTest):
     def test_directory_with_other_files(self, layout, overwrite):
         """Files that are not a checkpoint stay as they are, and do not prevent a save into the directory."""
         path = self._path(f"{layout} {overwrite}")
-        others = {"notes.txt": b"mine", "__9_0.distcp": b"of nobody"}
+        others = {"notes.txt": b"mine", "__9_0.distcp": b"of no rank"}
 
         def put() -> None:
             os.mkdir(path)
@@ -380,14 +380,14 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_path_of_a_file(self, layout):
-        """The path of the directory is that of a file. All ranks refuse, and the file stays."""
+        """The path of the directory is that of a file. All ranks raise, and the file stays."""
         path = self._path(layout)
         self._on_first_rank(lambda: Path(path).write_bytes(b"mine"))
         run = Run(LAYOUTS[layout]).train(range(2))
         with self.assertRaises(CheckpointException) as caught:
             run.save(path)
         self.assertEqual(set(caught.exception.failures), {0, 1})
-        self._check_refuses(run, path, 0, 1)
+        self._check_rejects(run, path, 0, 1)
         self.assertEqual(Path(path).read_bytes(), b"mine")
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
@@ -429,7 +429,7 @@ class TestSaveThatFails(FaultTest):
         with sync_that_raises(errno.EIO), self.assertRaisesRegex(CheckpointException, os.strerror(errno.EIO)) as caught:
             self._save(run, self._path("bad"))
         self.assertEqual(set(caught.exception.failures), {0, 1})
-        self._check_refuses(run, self._path("bad"), 0, 1)
+        self._check_rejects(run, self._path("bad"), 0, 1)
 
 
 def sync_that_raises(code: int) -> Any:
@@ -467,7 +467,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
     """A rank is killed while it saves. Then the job is launched again."""
 
     def _check_resumes(self, layout: str, victim: int, moment: str, asynchronously: bool = False) -> None:
-        """The new ranks refuse the incomplete checkpoint, and load the one before it."""
+        """The new ranks reject the incomplete checkpoint, and load the one before it."""
         self._kill(layout, victim, moment, asynchronously=asynchronously, path="bad")
         self.complete(self._resume, 2, layout=layout)
 
@@ -476,7 +476,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
         reports = self.launch(self._save_and_die, 2, layout=layout, victim=victim, moment=moment, **settings)
         self.assertEqual(reports[victim].ending.signal, signal.SIGKILL)
         other = reports[1 - victim]
-        # With gloo they notice that the connection is gone. Other backends may wait until they are killed.
+        # With gloo they detect that the connection is gone. Other backends may wait until they are killed.
         self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.state is State.ERROR, other)
 
     @with_comms
@@ -490,14 +490,14 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
     @with_comms
     def _resume(self) -> None:
         run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
-        self._check_refuses(run, self._path("bad"), 0, 1)
+        self._check_rejects(run, self._path("bad"), 0, 1)
         self._check_recovers(run, self._path("good"))
 
     @with_comms
     def _resume_overwritten(self) -> None:
         run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
         with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
-            self._check_refused_or_right(run, self._path("good"), range(2))
+            self._check_rejected_or_right(run, self._path("good"), range(2))
 
     def test_before_planning(self):
         self._check_resumes("FSDP2 on 2", victim=1, moment="prepare_local_plan")

@@ -73,7 +73,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_another_shape(self):
-        """If a tensor is larger in the model, all ranks refuse to load."""
+        """If a tensor is larger in the model, the load raises on all ranks."""
         path = self._write({"weight": torch.ones(3, 2)})
         model = FSDP(filled(nn.Linear(2, 4, bias=False), seed=1).to(self.device), device_mesh=self.mesh)
         before = full_parameters(model)

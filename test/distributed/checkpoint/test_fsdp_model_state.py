@@ -52,7 +52,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
         return group
 
     def _on_meta(self, seed: int, group: dist.ProcessGroup | None = None) -> FSDP:
-        """FSDP materializes this meta model. Each rank draws its own numbers, and keeps its shard of them."""
+        """FSDP materializes this meta model. Each rank has its own random numbers, and keeps its shard of them."""
         manual_seed(10 * seed + self.rank)
         model = FSDP(nn.Linear(8, 8, device="meta"), group)
         use_sharded_state_dicts(model)

@@ -76,9 +76,9 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     def test_auto_detect(self):
         """A path goes to the file system. Other ids go to fsspec, if it is installed."""
         self._check_saves_and_loads(os.path.join(self.temp_dir, "first"))
-        for refused in (dcp.save, dcp.load):
+        for rejected in (dcp.save, dcp.load):
             with self.assertRaisesRegex(RuntimeError, "Cannot detect"):
-                refused(self._model(1).state_dict(), checkpoint_id="abc://abc.abc")
+                rejected(self._model(1).state_dict(), checkpoint_id="abc://abc.abc")
 
         used: list[str] = []
 

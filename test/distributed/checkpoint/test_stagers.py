@@ -57,7 +57,7 @@ CHANGES = (
     *("", "a key more", "a key less", "another shape", "a shape that broadcasts", "another dtype"),
     *("a number for a tensor", "a tensor for a number", "one storage", "new storages"),
 )
-# With these a cached copy, which is reused, is refused.
+# With these a cached copy, which is reused, is rejected.
 OTHER_LAYOUTS = {"a key more", "a key less", "another shape", "a tensor for a number", "one storage"}
 
 

@@ -1,4 +1,4 @@
-"""The options of distributed state dicts for FSDP2 models, and the loads that are refused."""
+"""The options of distributed state dicts for FSDP2 models, and the loads that are rejected."""
 
 from __future__ import annotations
 
@@ -195,10 +195,10 @@ class TestStateDictOptions(StateDictOptionsTest):
             key = "1.bias" if wrong == "Missing" else "unknown"
             given = self._given(state_dict, options)
             # A broadcast skips keys that the other ranks' models do not have, so only rank 0 can report them.
-            hears = not (wrong == "Unexpected" and options.broadcast_from_rank0 and self.rank > 0)
+            is_reported = not (wrong == "Unexpected" and options.broadcast_from_rank0 and self.rank > 0)
             model = self._layers(self._plain())
             message = rf'{wrong} key\(s\) in state_dict: "{re.escape(key)}"'
-            with self.assertRaisesRegex(RuntimeError, message) if hears else contextlib.nullcontext():
+            with self.assertRaisesRegex(RuntimeError, message) if is_reported else contextlib.nullcontext():
                 set_model_state_dict(model, dict(given), options=options)
 
             model = self._layers(self._plain())
@@ -210,7 +210,7 @@ class TestStateDictOptions(StateDictOptionsTest):
                 self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key], may_be="empty")
                 self.assertEqual(found, {**wanted, key: self._plain().state_dict()[key]}, **EXACT)
             else:
-                self.assertEqual(list(unexpected), [key] if hears else [], may_be="empty")
+                self.assertEqual(list(unexpected), [key] if is_reported else [], may_be="empty")
                 self.assertEqual(found, wanted, **EXACT)
 
     @skip_if_lt_x_gpu(2)
@@ -237,13 +237,13 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[1, 3, 5], options=[FULL, FROM_RANK_0])
     def test_wrong_shape_is_refused(self, rows, options):
-        """Each rank refuses a bias that does not have four rows. It comes last, so no rank waits for later keys."""
+        """Each rank rejects a bias that does not have four rows. It comes last, so no rank waits for later keys."""
         model = self._layers(self._plain())
         state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
         given = self._given(state_dict, options)
-        refused = self._agreed(lambda: set_model_state_dict(model, given, options=options))
+        rejected = self._agreed(lambda: set_model_state_dict(model, given, options=options))
         with torch_defect("dsd_broadcast_of_wrong_shape_is_loaded", when=options.broadcast_from_rank0):
-            self.assertEqual(refused, "RuntimeError")
+            self.assertEqual(rejected, "RuntimeError")
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -314,9 +314,9 @@ class TestStateDictOptions(StateDictOptionsTest):
         state_dict = self._plain(1).state_dict()
         del state_dict["1.bias"]
         given = self._on_rank_0(state_dict)
-        refused = self._agreed(lambda: set_model_state_dict(model, given, options=FROM_RANK_0), broadcasts=True)
+        rejected = self._agreed(lambda: set_model_state_dict(model, given, options=FROM_RANK_0), broadcasts=True)
         with torch_defect("dsd_refusal_by_one_rank_hangs"):
-            self.assertEqual(refused, "RuntimeError")
+            self.assertEqual(rejected, "RuntimeError")
 
     # --- Which parameters, buffers and other states ---
 
@@ -586,11 +586,11 @@ class TestStateDictOptions(StateDictOptionsTest):
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FROM_RANK_0)
         del osd["state"]["1.bias"]
         given = self._on_rank_0(osd)
-        refused = self._agreed(
+        rejected = self._agreed(
             lambda: set_optimizer_state_dict(pair.model, pair.optims, given, options=FROM_RANK_0), broadcasts=True
         )
         with torch_defect("dsd_refusal_by_one_rank_hangs"):
-            self.assertEqual(refused, "RuntimeError")
+            self.assertEqual(rejected, "RuntimeError")
 
     @skip_if_lt_x_gpu(2)
     def test_set_state_dict_broadcasts(self):
@@ -720,7 +720,7 @@ class TestStateDictOptions(StateDictOptionsTest):
             self.assertEqual(optim.param_groups[0]["lr"], lr)
             self.assertEqual(whole_tree([param.grad for param in params]), before[1], may_be="empty", **EXACT)
 
-    # --- What is refused ---
+    # --- What is rejected ---
 
     @skip_if_lt_x_gpu(2)
     def test_refusals(self):

@@ -1,4 +1,4 @@
-"""The helper functions of distributed state dicts: gather, offload, copy to the host, and shard."""
+"""The helper functions of distributed state dicts: gather, offload, copy to the CPU, and shard."""
 
 from __future__ import annotations
 

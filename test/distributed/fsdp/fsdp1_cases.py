@@ -52,8 +52,8 @@ def machines_of(devices: int) -> AbstractContextManager[Any]:
 def states_may_be_synced() -> AbstractContextManager[None]:
     """Allow ``sync_module_states`` of tensors in host memory if there is no other memory.
 
-    FSDP refuses it (``_check_module_states_for_sync_module_states``) because some backends cannot broadcast such
-    tensors, but the host's backend can. All ranks of the default group must enter the context.
+    FSDP rejects it (``_check_module_states_for_sync_module_states``) because some backends cannot broadcast such
+    tensors, but the CPU's backend can. All ranks of the default group must enter the context.
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()

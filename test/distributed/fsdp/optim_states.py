@@ -248,7 +248,7 @@ def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
     )
 
 
-def full_of_original_parameters(rank0_only: bool = False) -> StateDictSettings:
+def full_with_orig_params(rank0_only: bool = False) -> StateDictSettings:
     """Full state, offloaded only if that copies; see ``test_offloaded_state_of_original_parameters``."""
     offload = accelerator.current().has("device_memory")
     optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
@@ -390,5 +390,5 @@ class OptimStateTest(FSDPTest):
     def _dummy(self, optim_class: type[torch.optim.Optimizer] = torch.optim.Adam, **kwargs: Any) -> Training:
         model = FSDP(TestDummyModel().to(self.device), **kwargs)
         if kwargs.get("use_orig_params"):
-            set_state_dict_type(model, full_of_original_parameters())
+            set_state_dict_type(model, full_with_orig_params())
         return Training(model, optim_class(model.parameters(), lr=1e-2))

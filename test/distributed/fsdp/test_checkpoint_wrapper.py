@@ -148,7 +148,7 @@ class CheckpointWrapperTest(TestCase):
             with self.subTest(wrapper=name):
                 model = wrapper(MyModel())
                 self.assertIs(type(model), kind_of(wrapper))
-                # All values differ, so that swapped arguments are noticed.
+                # All values differ, so that swapped arguments are detected.
                 a, b, c, d, e, f = (torch.full((4, 10), float(i), requires_grad=True) for i in range(6))
                 out = model(a, b, c=c, d=d, e=e, f=f)
                 self.assertEqual(model.further, {"e": e, "f": f}, may_be="same")
@@ -192,7 +192,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(entered, 2)
 
     def test_preserve_rng_state_is_passed_on(self):
-        """Without ``preserve_rng_state``, recomputation draws new dropout; gradients differ."""
+        """Without ``preserve_rng_state``, recomputation uses a new dropout mask; gradients differ."""
         for name in ("reentrant", "no_reentrant"):
             with self.subTest(wrapper=name):
                 plain = Counting()
@@ -299,7 +299,7 @@ class CheckpointWrapperTest(TestCase):
                     self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
     def test_apply_activation_checkpointing_leaves_the_root(self):
-        """The root is never wrapped. An argument that is no policy and no function is refused."""
+        """The root is never wrapped. An argument that is no policy and no function is rejected."""
         for chosen in (
             {},
             {"check_fn": lambda module: True},
@@ -337,7 +337,7 @@ class CheckpointWrapperTest(TestCase):
         """Everything that autograd saves is a copy in host memory.
 
         The test replaces the unpack hook, which would bring the copy back, by one that returns it unchanged. If the
-        device is the host, only the memory proves the copy: it must not be that of the saved tensor.
+        device is the CPU, only the memory proves the copy: it must not be that of the saved tensor.
         """
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))).to(self.device)
         wrapped = offload(model)

@@ -1,7 +1,7 @@
 """FSDP1 models are saved with ``torch.distributed.checkpoint`` and loaded into another model or world size.
 
-Training continues from disk with the numbers of an uninterrupted run. A damaged checkpoint is refused on all ranks, and
-the model does not change.
+Training continues from disk with the numbers of an uninterrupted run. All ranks reject a damaged checkpoint, and the
+model does not change.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_flat_shards_of_more_ranks(self):
-        """Flat shards of four ranks have the wrong size for two ranks, and both refuse them."""
+        """Flat shards of four ranks have the wrong size for two ranks, and both reject them."""
         pair = dist.new_group([0, 1])
         source, _ = self._trained(0, dist.group.WORLD)
         with mode(source, LOCAL):
@@ -344,7 +344,7 @@ class TestCheckpointOnDisk(FSDPTest):
     def test_optimizer_of_empty_shards(self):
         """A sharded optimizer state can be saved and loaded even if a rank has no rows.
 
-        The default planner drops sharded tensors without a local shard. It then misses their names, assumes a
+        The default planner drops sharded tensors without a local shard. It then does not know their names, assumes a
         checkpoint of torch 2.3, and does not find that version's names. ``flatten_sharded_tensors=False`` prevents
         this. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
 
@@ -461,7 +461,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_surplus_in_checkpoint(self):
-        """Extra values in the checkpoint are not read. Only the model's own load refuses them."""
+        """Extra values in the checkpoint are not read. Only the model's own load rejects them."""
         for kind in (FULL, SHARDED):
             path = self._path(kind)
             larger = self._wrapped(layers(0, self.device).append(nn.Linear(1, 1, device=self.device)))

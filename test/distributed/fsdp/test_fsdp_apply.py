@@ -153,7 +153,7 @@ class TestApply(FSDPTest):
 
     def _check_unsharded(self, model: FSDP, root: bool) -> None:
         """The root is unsharded exactly if ``root`` is true. All other instances are sharded."""
-        kept = [internals.is_gathered(flat_param) for flat_param in internals.flat_params(model)]
+        kept = [internals.is_unsharded(flat_param) for flat_param in internals.flat_params(model)]
         self.assertEqual(kept, [root, False])
 
     def _check_training(self, plain: nn.Module, model: FSDP) -> None:

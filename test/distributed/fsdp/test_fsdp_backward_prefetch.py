@@ -179,7 +179,7 @@ class TestBackwardPrefetch(FSDPTest):
 
         def gathered() -> list[int]:
             """The layers whose parameters are gathered."""
-            return [index for handle, index in names.items() if internals.is_gathered(handle.flat_param)]
+            return [index for handle, index in names.items() if internals.is_unsharded(handle.flat_param)]
 
         def pre_backward(original: Any, state: Any, module: Any, handle: Any, *args: Any) -> Any:
             if handle and not handle._ran_pre_backward_hook:

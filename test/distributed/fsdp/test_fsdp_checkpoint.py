@@ -244,7 +244,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
                 in_forward = len(gathers)
                 loss.backward()
             found[name, stops_early] = in_forward, len(gathers) - in_forward
-            self.assertFalse(any(map(internals.is_gathered, internals.flat_params(model))))
+            self.assertFalse(any(map(internals.is_unsharded, internals.flat_params(model))))
         if sharding_strategy is ShardingStrategy.FULL_SHARD:
             # When recomputation begins, the last of the three layers is already gathered, and stays so. The first two
             # are gathered for it, freed, and gathered again for their own backward.
@@ -342,7 +342,7 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
                     self.assertEqual(flat_param.grad, mean)
                 else:
                     self.assertEqual(flat_param.grad, mean.chunk(self.world_size)[self.rank])
-                    self.assertFalse(internals.is_gathered(flat_param))
+                    self.assertFalse(internals.is_unsharded(flat_param))
 
 
 instantiate_parametrized_tests(TestFSDPCheckpoint)

@@ -243,7 +243,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_type_of_zero(self, device):
-        """A norm_type of 0 is no norm and is refused. The gradients stay."""
+        """A norm_type of 0 is no norm and is rejected. The gradients stay."""
         model = self._transformer(ShardingStrategy.FULL_SHARD, use_orig_params=True)
         model(*self._tokens(device)).square().sum().backward()
         before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]

@@ -156,7 +156,7 @@ class TestCommunication(FSDPTest):
         )
         param_dtype = mixed_precision.param_dtype if mixed_precision else torch.float32
         reduce_dtype = (mixed_precision.reduce_dtype or param_dtype) if mixed_precision else torch.float32
-        # With original parameters and mixed precision, each parameter begins at a multiple of 16 bytes.
+        # With ``use_orig_params=True`` and mixed precision, each parameter begins at a multiple of 16 bytes.
         gap = 4 if use_orig_params and mixed_precision else 0
         # The instances of the nested model in forward order. The first is the root, with two layers.
         numels = [(8 * 4 + 4) + gap + (4 * 8 + 8), 16 * 16 + 16, 4 * 16 + 16, 16 * 4 + 4]
@@ -209,7 +209,7 @@ class TestCommunication(FSDPTest):
         for _ in range(2):
             traffic = self._run_iter(model, requires_grad=True)
             self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=True)
-            self.assertEqual([internals.is_gathered(each) for each in internals.flat_params(model)], [False] * 4)
+            self.assertEqual([internals.is_unsharded(each) for each in internals.flat_params(model)], [False] * 4)
 
 
 class ReduceModule(nn.Module):
@@ -246,7 +246,7 @@ class ReduceModel(nn.Module):
         super().__init__()
         self.reduce1, self.reduce2, self.reduce3 = (ReduceModule(dim, group) for _ in range(3))
         self.mlps = MLPs(dim)
-        self.sizes: list[int] = []  # of the MLPs' gathered parameters, right after the call to gather them
+        self.sizes: list[int] = []  # of the MLPs' unsharded parameters, right after the call to unshard them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ys, works = [], []
@@ -255,7 +255,7 @@ class ReduceModel(nn.Module):
             mlp = getattr(self.mlps, f"mlp{number}")
             if isinstance(mlp, FSDP):
                 mlp._unshard(async_op=True)
-                self.sizes.append(room_in(internals.gathered(internals.flat_param_of(mlp))))
+                self.sizes.append(room_in(internals.unsharded_buffer(internals.flat_param_of(mlp))))
             ys.append(y)
             works.append(work)
         return self.mlps(ys, works)
@@ -305,7 +305,7 @@ class TestExplicitUnshard(FSDPTest):
             self.assertEqual(Traffic(calls).counts, (3, 0, 3))
             self.assertEqual(model.sizes, [numel] * 3)
             model.sizes.clear()
-            self.assertEqual([internals.is_gathered(each) for each in flat_params], [False] * 3)
+            self.assertEqual([internals.is_unsharded(each) for each in flat_params], [False] * 3)
             self._assert_same_grads(flat_params, reference.module.mlps, numel)
             for optim in optims:
                 optim.step()
@@ -322,7 +322,7 @@ class TestExplicitUnshard(FSDPTest):
         model(torch.ones(2, 4, device=self.device))
         self.assertIsNone(model._unshard())
         model._unshard(async_op=True).wait()
-        self.assertEqual(room_in(internals.gathered(internals.flat_param_of(model))), 20)
+        self.assertEqual(room_in(internals.unsharded_buffer(internals.flat_param_of(model))), 20)
         FSDP(nn.ReLU(), device_id=self.device)._unshard(async_op=True).wait()  # it has no parameters
 
     def _assert_same_grads(self, flat_params: list[internals.FlatParam], mlps: MLPs, numel: int) -> None:

@@ -96,7 +96,7 @@ def _grads(model: FSDP) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _memory_in_order() -> Iterator[None]:
-    """Low precision hooks record the gradient's stream. A device without streams refuses that, so it is left out.
+    """Low precision hooks record the gradient's stream. A device without streams rejects that, so it is left out.
 
     The test then proves the numbers, but nothing about the lifetime of memory.
     """
@@ -181,7 +181,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_registering_hook_hybrid_strategy(self):
-        """Hybrid strategies refuse hooks, even if each replica group that FSDP made has one rank."""
+        """Hybrid strategies reject hooks, even if each replica group that FSDP made has one rank."""
         for sharding_strategy in internals.hybrid_strategies():
             with machines_of(self.world_size):
                 model = FSDP(
@@ -198,7 +198,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_registering_hook_submodules(self, sharding_strategy):
-        """The root notices that an inner instance already has a hook."""
+        """The root detects that an inner instance already has a hook."""
         model = self._net(sharding_strategy)
         model.check_is_root()
         hook = DummyHook().for_strategy(sharding_strategy)
@@ -209,7 +209,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(why=["hybrid root", "hybrid instance", "instance with a hook", "not callable"])
     def test_refused_hook_is_registered_nowhere(self, why):
-        """Whichever instance refuses a hook, all keep what they had."""
+        """Whichever instance rejects a hook, all keep what they had."""
         mesh = make_mesh(1, self.world_size)
         hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
         layers = [nn.Linear(2, 2).to(self.device) for _ in range(2)]
@@ -343,7 +343,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_that_is_not_callable(self):
-        """A hook that is not callable is refused by name. Another can be registered afterwards."""
+        """A hook that is not callable is rejected by name. Another can be registered afterwards."""
         model = self._net(ShardingStrategy.FULL_SHARD)
         with self.assertRaisesRegex(ValueError, "The communication hook must be callable but got not a hook"):
             model.register_comm_hook(DummyState(), "not a hook")

@@ -66,7 +66,7 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
-        """Between steps they work or are refused. No step computes with an old shard."""
+        """Between steps they work or are rejected. No step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
         model(torch.ones(1, 4, device=self.device)).sum().backward()
         with contextlib.suppress(RuntimeError, TypeError, ValueError), torch_defect("fsdp1_conversion_is_undone"):
@@ -80,8 +80,8 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
         for _ in range(2):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
         self._convert(model, conversion)
-        refusals = (ValueError, TypeError, RuntimeError)  # torch asks the backend, or itself if there is no device
-        with self.assertRaisesRegex(refusals, "type"):
+        errors = (ValueError, TypeError, RuntimeError)  # torch asks the backend, or itself if there is no device
+        with self.assertRaisesRegex(errors, "type"):
             model(torch.ones(1, 4, device=self.device))
 
     def _test_gradients_after_conversion(
@@ -110,7 +110,7 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion_with_orig_params(self, conversion):
-        """The same with the original parameters."""
+        """The same with ``use_orig_params=True``."""
         shows = torch_defect("fsdp1_conversion_brings_back_gradients")
         self._test_gradients_after_conversion(conversion, True, shows)
 

@@ -100,7 +100,7 @@ class TestParityWithDDP(_TwoRanks):
         every: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Train with all prefetches, with flat and with original parameters.
+        """Train with all prefetches, with flat and with ``use_orig_params=True``.
 
         Every combination is tested if ``every``, and on devices with streams, where prefetches differ in time. On other
         devices, a prefetch only moves a gather, and all pairs of values are enough.
@@ -130,7 +130,7 @@ class TestParityWithDDP(_TwoRanks):
             numel += internals.numel_of(flat_param)
             unsharded = sum(flat_param._numels_with_padding)
             if handle.uses_sharded_strategy:
-                self.assertFalse(internals.is_gathered(flat_param))
+                self.assertFalse(internals.is_unsharded(flat_param))
                 self.assertEqual(flat_param.numel(), math.ceil(unsharded / handle.process_group.size()))
                 self.assertLess(flat_param.numel() * handle.process_group.size() - unsharded, self.world_size)
             else:
@@ -235,7 +235,7 @@ class TestParamInit(_TwoRanks):
         """The first forward uses values that are written to a parameter after the constructor.
 
         The values differ by element and by rank. The second half compares with a model that was never in FSDP, so a
-        shard in the wrong place would be noticed.
+        shard in the wrong place would be detected.
         """
         init = functools.partial(
             self._transformer,
@@ -371,7 +371,7 @@ class TestNoGrad(_TwoRanks):
     def test_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
         """A model is evaluated in inference mode between steps.
 
-        The first evaluation is the workaround for fsdp1_inference_mode_breaks_training.
+        The first forward is the workaround for fsdp1_inference_mode_breaks_training.
         """
         torch.manual_seed(0)
         ref_model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(get_devtype())
@@ -440,7 +440,7 @@ class TestAutograd(_TwoRanks):
         forward_prefetch=[False, True],
     )
     def test_unshard_params_as_tensors(self, **fsdp_kwargs):
-        """In forward and backward, gathered parameters are tensors: views of the flat parameter with autograd history.
+        """In forward and backward, unsharded parameters are tensors: views of the flat parameter with autograd history.
 
         NO_SHARD is not tested, because there the same function also creates the views of the parameters in use.
         """

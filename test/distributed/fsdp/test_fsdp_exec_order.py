@@ -162,7 +162,7 @@ class TestFSDPExecOrder(FSDPTest):
                     self._forward(model, device)
         self.assertEqual(found, [], may_be="empty")
         self.assertEqual(internals.execution_order(model).current_order_index, 0)
-        # The check still works: in train mode the other path is noticed.
+        # The check still works: in train mode the other path is detected.
         model.train()
         model.flip_path()
         with _order_warnings() as found:

@@ -86,7 +86,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @property
     def num_iters(self) -> int:
-        """Enough for the optimizer's state to matter. Half as many on the host, which computes for all ranks."""
+        """Enough for the optimizer's state to matter. Half as many on the CPU, which computes for all ranks."""
         return 3 if accelerator.current().is_host else 6
 
     def _init_seq_module(self, device: str) -> nn.Sequential:
@@ -109,7 +109,7 @@ class TestFSDPFineTune(FSDPTest):
     def _gathered(self, model: FSDP) -> list[bool]:
         """The instances that hold unsharded parameters now. Always none under NO_SHARD, which gathers nothing."""
         return [
-            instance.sharding_strategy is not NO_SHARD and internals.is_gathered(internals.flat_param_of(instance))
+            instance.sharding_strategy is not NO_SHARD and internals.is_unsharded(internals.flat_param_of(instance))
             for instance in internals.managing_instances(model)
         ]
 
@@ -212,7 +212,7 @@ class TestFSDPFineTune(FSDPTest):
         between iterations if its input needs no gradient, so its memory is never sharded. The first linear layer below
         is such a unit. ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat
         parameter that points at its shard has freed its gathered form. Forward, which does not free, has already made
-        it point there. With original parameters, the check is right.
+        it point there. With ``use_orig_params=True``, the check is right.
         """
         seq = FSDP(
             self._init_seq_module(device),
@@ -229,7 +229,7 @@ class TestFSDPFineTune(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, inp_requires_grad=[False, True])
     def test_frozen_root_keeps_its_parameters(self, device, sharding_strategy, inp_requires_grad):
-        """After backward a frozen root has its original parameters."""
+        """After backward a frozen root has its plain parameters."""
         layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(device)
         layers[0].requires_grad_(False)
         names = [name for name, _ in layers.named_parameters()]

@@ -1,4 +1,4 @@
-"""The flat parameter: its contents and layout, each rank's shard, and the parameters that are refused."""
+"""The flat parameter: its contents and layout, each rank's shard, and the parameters that are rejected."""
 
 from __future__ import annotations
 
@@ -433,7 +433,7 @@ class ShardsTest(FlattenTest):
         for name, piece in pieces.items():
             self.assertEqual(whole[starts[name] : starts[name] + piece.numel()], piece, rtol=0, atol=0)
 
-        # Only the last shards are padded, with zeros. With original parameters, padding is part of the flat parameter.
+        # Only the last shards have padding, zeros. With ``use_orig_params=True``, it is part of the flat parameter.
         padded = max(0, min(size, (self.rank + 1) * size - total))
         self.assertEqual(internals.padding_of(flat_param), 0 if use_orig_params else padded)
         if not use_orig_params and padded:

@@ -194,7 +194,7 @@ class TestFreezingWeights(FSDPTest):
             ends_at_head = disable_autograd or not input_requires_grad
             keeps_trunk = sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and ends_at_head
             freed = handles[-1:] if keeps_trunk else handles
-            gathered = [internals.is_gathered(handle.flat_param) for handle in freed]
+            gathered = [internals.is_unsharded(handle.flat_param) for handle in freed]
             self.assertEqual(gathered, [False] * len(freed))
             # They were freed before the end of backward, which frees all others. So nothing was gathered needlessly.
             self.assertEqual([at_the_end[handle] for handle in freed], [False] * len(freed))
@@ -208,7 +208,7 @@ class TestFreezingWeights(FSDPTest):
 
         def recording(original: Any, state: Any) -> Any:
             if handle := internals.handle(state):
-                gathered[handle] = internals.is_gathered(handle.flat_param)
+                gathered[handle] = internals.is_unsharded(handle.flat_param)
             return original(state)
 
         runtime = internals.fsdp1_runtime
@@ -227,7 +227,7 @@ class TestFreezingWeights(FSDPTest):
         frozen=["0", "2", "bias"],
     )
     def test_frozen_beside_trainable(self, sharding_strategy, freeze_after_wrap_fsdp, frozen):
-        """With original parameters, a flat parameter may mix frozen and trainable parameters."""
+        """With ``use_orig_params=True``, a flat parameter may mix frozen and trainable parameters."""
 
         def build() -> nn.Module:
             torch.manual_seed(0)

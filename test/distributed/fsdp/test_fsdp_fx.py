@@ -150,14 +150,14 @@ class TestRuntimeOrder(FSDPTest):
             names = {module: name for name, module in model.named_modules()}
             modules = traced(model, run_all_layers).module_forward_order
             units = [module for module in modules if module is model or isinstance(module, nn.Linear)]
-            told = list(dict.fromkeys(names[module] for module in units))
-            self.assertEqual(told, ["", "layer0", "layer2.0", "layer2.2", *(["layer1"] if run_all_layers else [])])
+            reported = list(dict.fromkeys(names[module] for module in units))
+            self.assertEqual(reported, ["", "layer0", "layer2.0", "layer2.2", *(["layer1"] if run_all_layers else [])])
 
             fsdp_model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
             instances = {internals.handle(unit): name for name, unit in internals.instances(fsdp_model).items()}
             fsdp_model(torch.randn(2, 6, device=device), run_all_layers).sum().backward()
             order = internals.execution_order(fsdp_model).handles_pre_forward_order
-            self.assertEqual([instances[handle] for handle in order], told)
+            self.assertEqual([instances[handle] for handle in order], reported)
 
 
 instantiate_device_type_tests(TestSymbolicTracing, globals())

@@ -206,7 +206,7 @@ class TestGradAcc(FSDPTest):
         for flat_param in flat_params:
             self.assertEqual(flat_param.grad.size(), internals.sharded_size(flat_param))
             if sharded:
-                self.assertFalse(internals.is_gathered(flat_param))
+                self.assertFalse(internals.is_unsharded(flat_param))
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -347,10 +347,12 @@ class TestFSDPHybridShard(FSDPTest):
                 # The root and the three linears. The model around them has no other parameters.
                 flat_params = internals.flat_params(model)
                 keeps = strategy is not ShardingStrategy.HYBRID_SHARD
-                kept = [internals.is_gathered(flat_param) for flat_param in flat_params]
+                kept = [internals.is_unsharded(flat_param) for flat_param in flat_params]
                 self.assertEqual(kept, [True, keeps, keeps, keeps])
                 loss.backward()
-                self.assertEqual([internals.gathered(each).untyped_storage().size() for each in flat_params], [0] * 4)
+                self.assertEqual(
+                    [internals.unsharded_buffer(each).untyped_storage().size() for each in flat_params], [0] * 4
+                )
 
 
 instantiate_parametrized_tests(TestFSDPHybridShard)

@@ -145,7 +145,7 @@ class TestFSDPMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("ckpt", ["no_ckpt", "ckpt"])
     def test_fsdp_memory(self, ckpt):
-        """Shards stay allocated. Gathered parameters and gradients are freed. Momentum is added in the first step."""
+        """Shards stay allocated. Unsharded parameters and gradients are freed. Momentum is added in the first step."""
         self._test_storages(ckpt == "ckpt")
         if accelerator.current().has("memory_stats"):
             self._test_allocator(ckpt == "ckpt")
@@ -246,7 +246,7 @@ class TestFSDPMemory(FSDPTest):
         looks: list[str] = []
 
         def gathered() -> set[str]:
-            return {name for name, unit in units.items() if internals.is_gathered(internals.flat_param_of(unit))}
+            return {name for name, unit in units.items() if internals.is_unsharded(internals.flat_param_of(unit))}
 
         def look_within(name: str, *_: Any) -> None:
             path = {unit for unit in units if f"{name}.".startswith(f"{unit}.")}
@@ -319,13 +319,13 @@ class TestFSDPMemory(FSDPTest):
         model = FSDP(layer, use_orig_params=True, **how)
         flat_param = internals.flat_param_of(model)
         read: list[int] = []
-        told: list[tuple[int, Any]] = []
+        reported: list[tuple[int, Any]] = []
 
         def look(*_: Any) -> None:
             read.append(internals.storage_id(flat_param.data))
 
         def record(tensor: torch.Tensor, stream: Any) -> None:
-            told.append((internals.storage_id(tensor), stream))
+            reported.append((internals.storage_id(tensor), stream))
 
         layer.register_forward_pre_hook(look)
         with torch_names.patched(internals.flat_param, "_no_dispatch_record_stream", record):
@@ -336,7 +336,7 @@ class TestFSDPMemory(FSDPTest):
         self.assertEqual(len(read), 2)
         with torch_defect("fsdp1_unsharded_copy_is_freed_while_read"):
             for storage in read:
-                self.assertIn((storage, current), told)
+                self.assertIn((storage, current), reported)
 
     @skip_if_lt_x_gpu(2)
     @subtests(runs=[False, True], use_orig_params=[False, True])

@@ -342,7 +342,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_module_without_reset_parameters(self):
-        """A module with parameters but without ``reset_parameters`` is refused, with a warning."""
+        """A module with parameters but without ``reset_parameters`` is rejected, with a warning."""
         with META:
             model = nn.Sequential(nn.Linear(5, 5), OwnWeight())
         with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):

@@ -220,7 +220,7 @@ OF_NO_INSTANCE = ("module", "fsdp_modules", "set_state_dict_type", "get_state_di
 
 
 def is_judged(method: str, where: tuple[str, str], use_orig_params: bool) -> bool:
-    # TODO judge: after an exception, the optimizer's original parameters are not found (``KeyError``).
+    # TODO judge: after an exception, the parameters of the optimizer are not found (``KeyError``).
     return not (use_orig_params and where[0] == FAILED and "optim" in method)
 
 

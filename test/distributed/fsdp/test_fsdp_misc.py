@@ -1,6 +1,6 @@
 """FSDP1 tests that fit no other file: devices, unused outputs, optimizers in backward, constructor errors.
 
-Tests that need two kinds of device run on every device: the meta device stands for an accelerator. They call FSDP's
+Tests that need two kinds of device run on every device: the meta device represents an accelerator. They call FSDP's
 functions with device names only, or its whole constructor in :func:`_meta_computes`.
 """
 
@@ -127,7 +127,7 @@ def _stub_handle(current: torch.device) -> Any:
 class _MovesToMeta(TorchFunctionMode):
     """Lets tensors move between the meta device and others, as they do between a host and its accelerator.
 
-    Without this mode, torch refuses to set a tensor's data to a tensor on another kind of device, and cannot copy from
+    Without this mode, torch cannot set a tensor's data to a tensor on another kind of device, and cannot copy from
     the meta device. Tensors that come back from the meta device are empty.
     """
 
@@ -144,7 +144,7 @@ class _MovesToMeta(TorchFunctionMode):
 def _meta_computes() -> Iterator[None]:
     """Let FSDP find a runtime for the meta device, so that ``device_id`` may be meta. Only the constructor works.
 
-    This shows what FSDP moves, and what it leaves, even if the device under test is the host. It applies to all ranks.
+    This shows what FSDP moves, and what it leaves, even if the device under test is the CPU. It applies to all ranks.
     """
 
     def register(runtime: Any) -> None:
@@ -222,7 +222,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @requires(lambda: None if accelerator.current().is_host else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
-        """Without an accelerator, an accelerator index is refused, and so is an index for the host."""
+        """Without an accelerator, an accelerator index is rejected, and so is an index for the CPU."""
         # A torch build for an accelerator reports a missing driver.
         with self.assertRaisesRegex(RuntimeError, "Cannot access accelerator device|Found no .* driver"):
             FSDP(nn.Linear(2, 2), device_id=0)
@@ -231,7 +231,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_zero2_eval_with_prefetch(self):
-        """Training, evaluation and more training match DDP, with SHARD_GRAD_OP and forward prefetch."""
+        """Training, eval mode and more training match DDP, with SHARD_GRAD_OP and forward prefetch."""
         torch.manual_seed(0)
         plain = MnistNet()
         fsdp = FSDP(
@@ -304,7 +304,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             for flat_param in (a, b):
                 self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
                 if is_sharded:
-                    self.assertFalse(internals.is_gathered(flat_param))
+                    self.assertFalse(internals.is_unsharded(flat_param))
         torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1).step()
         self.assertNotEqual(a.detach(), before[0])
         self.assertEqual(b.detach(), before[1], rtol=0, atol=0)
@@ -333,7 +333,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             flat_param = internals.flat_param_of(model)
             self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
             if sharding_strategy is not ShardingStrategy.NO_SHARD:
-                self.assertFalse(internals.is_gathered(flat_param))
+                self.assertFalse(internals.is_unsharded(flat_param))
             torch.stack([loss(local, x, step) for x in inputs]).mean().backward()
             for optim in optims:
                 optim.step()
@@ -343,7 +343,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optim_overlap_no_use_orig_params_error(self):
-        """An optimizer in backward needs the original parameters. Otherwise the first forward raises an error."""
+        """An optimizer in backward needs ``use_orig_params=True``. Otherwise the first forward raises an error."""
         model = FSDP(MyModel().to(self.device), auto_wrap_policy=always_wrap_policy, use_orig_params=False)
         distributed_optim._apply_optimizer_in_backward(
             optimizer_class=torch.optim.SGD,
@@ -420,7 +420,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_cpu_training(self):
-        """On the host, every strategy trains as DDP does. Each loss and each parameter is compared.
+        """On the CPU, every strategy trains as DDP does. Each loss and each parameter is compared.
 
         Adam hides gradients of a wrong size, so SGD trains too.
         """
@@ -485,7 +485,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def test_fsdp_cpu_init_stays_on_cpu(self):
         """Without a ``device_id`` the module stays in host memory, with a warning, until it is moved by hand.
 
-        A host without an accelerator refuses this. There the test trains with an explicit ``device_id``.
+        A machine without an accelerator rejects this. There the test trains with an explicit ``device_id``.
         """
 
         def build(**fsdp_kwargs: Any) -> FSDP:
@@ -496,11 +496,11 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         torch.manual_seed(self.rank)
         with _without_default_device_id():
             if accelerator.current().is_host:
-                refused = self.assertRaisesRegex(RuntimeError, "FSDP needs a non-CPU accelerator device")
+                rejected = self.assertRaisesRegex(RuntimeError, "FSDP needs a non-CPU accelerator device")
                 for module in (nn.Linear(2, 2), nn.Linear(2, 2, device=META), nn.ReLU()):
-                    with refused:
+                    with rejected:
                         FSDP(module)
-                with refused:
+                with rejected:
                     build()
                 model = build(device_id=HOST)
             else:
@@ -514,7 +514,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertGreater(flat_param.grad.abs().sum().item(), 0)
 
     def test_warning_about_module_on_cpu(self):
-        """A module in host memory gives a warning, unless FSDP is told where to move it."""
+        """A module in host memory gives a warning, unless ``device_id`` says where to move it."""
         module = nn.Linear(2, 2, device=HOST)
         with self.assertWarnsRegex(UserWarning, "passed-in `module` is on CPU"):
             internals.fsdp1_init._move_module_to_device(module, set(), set(), None)
@@ -650,7 +650,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], use_orig_params=[False, True])
     def test_offloaded_parameters_are_pinned(self, sharding_strategy, use_orig_params):
-        """So are the gradients that go back to the host, and those that take the place of released ones."""
+        """So are the gradients that go back to the CPU, and those that replace released ones."""
         offload = CPUOffload(offload_params=True)
         model = FSDP(nn.Linear(4, 4), None, sharding_strategy, offload, use_orig_params=use_orig_params)
         for _ in range(2):
@@ -661,7 +661,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_module_device_mismatches_device_id(self):
-        """Parameters on another device than ``device_id`` are refused."""
+        """Parameters on another device than ``device_id`` are rejected."""
         device = self.device
         if device.index is not None:
             expected = ValueError, f"{device.type}:{device.index} vs {device.type}:0"
@@ -752,7 +752,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_multigpu_module(self):
-        """Parameters on two devices are refused."""
+        """Parameters on two devices are rejected."""
         device = accelerator.current()
         if device.count > 1:
             module = MyModel()
@@ -805,7 +805,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             model = FSDP(module, sync_module_states=True, device_id=self.device if moves else None)
         with FSDP.summon_full_params(model):
             _assert_module_states(model, self.process_group, functools.partial(self.assertEqual, may_be="zero"))
-            # Gathered parameters are the same on all ranks in any case. These must be rank 0's.
+            # Unsharded parameters are the same on all ranks in any case. These must be rank 0's.
             self.assertEqual(model.module.weight.detach(), weight_of(0).to(self.device), rtol=0, atol=0)
         self.assertEqual(model.module.buffer, torch.zeros(3, device=self.device), may_be="zero")
 
@@ -892,7 +892,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_training_device_mismatch_errors(self):
-        """The first forward finds parameters that are not on the compute device, or not on the host when offloaded."""
+        """The first forward finds parameters that are not on the compute device, or not on the CPU when offloaded."""
         device = self.device
         x = torch.randn(2, 10, device=device)
         in_host = "An FSDP-managed module unexpectedly has parameters on {}. Make sure to move the module to {} before"

@@ -375,7 +375,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_mixed_precision_resnet(self):
         """Every batch norm of a convolutional network becomes an FSDP instance in full precision.
 
-        SyncBatchNorm does not run on the host, so the plain batch norm is tested there.
+        SyncBatchNorm does not run on the CPU, so the plain batch norm is tested there.
         """
         network, x = self._residual_network()
         if not accelerator.current().is_host:
@@ -732,7 +732,7 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_with_ignored_module(self):
-        """An ignored module stays in full precision, so it refuses a low precision input."""
+        """An ignored module stays in full precision, so it rejects a low precision input."""
         model = ModelWithIgnoredModule().to(self.device)
         float16 = MixedPrecision(param_dtype=torch.float16)
         model = FSDP(model, ignored_modules=[model.ignored], mixed_precision=float16)

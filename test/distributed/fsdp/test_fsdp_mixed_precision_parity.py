@@ -57,7 +57,7 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
             (torch.bfloat16, torch.float16),
             (None, torch.float16),
         ],
-        # With original parameters, gradients are compared; without them, only parameters.
+        # With ``use_orig_params=True``, gradients are compared; without it, only parameters.
         layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
     )
     def test_parity_with_casts_by_hand(self, dtypes, layout):

@@ -1,4 +1,4 @@
-"""Optimizer state of FSDP1 is saved with the original parameter names and shapes, and can be sharded again.
+"""Optimizer state of FSDP1 is saved with the names and shapes of the plain model, and can be sharded again.
 
 The new model may have another wrapping, other parameter groups, another parameter order or another number of ranks. The
 saved state is compared by name with an unwrapped model that trains alone on the whole batch. With FSDP each rank sees
@@ -63,7 +63,7 @@ from distributed.fsdp.optim_states import (
     by_full_state,
     by_settings,
     by_shards,
-    full_of_original_parameters,
+    full_with_orig_params,
     gathered,
     group_of,
     load_into,
@@ -243,7 +243,7 @@ class TestFSDPOptimState(OptimStateTest):
         model(x[self.rank]).square().sum().backward()
         for optim in optims:
             optim.step()
-        set_state_dict_type(model, full_of_original_parameters())
+        set_state_dict_type(model, full_with_orig_params())
         found = FSDP.optim_state_dict(model, optims[1])
         wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
         self.assertEqual(found["state"], wanted, exact_device=False)
@@ -365,8 +365,8 @@ class TestFSDPOptimState(OptimStateTest):
     @requires_world_size(4, least=2)
     @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
     def test_use_orig_params(self, halve_world_size, wrap_alt):
-        """Save from a model with flat parameters and load into one with original parameters."""
-        settings = [full_of_original_parameters(rank0_only) for rank0_only in (False, True)]
+        """Save from a model with flat parameters and load into one with ``use_orig_params=True``."""
+        settings = [full_with_orig_params(rank0_only) for rank0_only in (False, True)]
         models = self._nested(halve_world_size, wrap_alt, use_orig_params=True)
         ways = [by_settings(each) for each in (settings if halve_world_size else [*settings, SHARDS])]
         self._test_load_optim_state(models, ways)
@@ -553,7 +553,7 @@ class TestFSDPOptimState(OptimStateTest):
         )
         runs = [Training(model, optim) for model, optim in zip(models, (plain, named))]
         for run in runs:
-            set_state_dict_type(run.model, full_of_original_parameters())
+            set_state_dict_type(run.model, full_with_orig_params())
             for param in run.model.parameters():
                 param.grad = torch.zeros_like(param)
             run.optim.step()
@@ -690,7 +690,7 @@ class TestFSDPOptimState(OptimStateTest):
     def test_no_grad(self):
         """Parameters that are frozen in every other step keep their state, if they have one."""
         model = FSDP(TestDummyModel(no_grad=True).to(self.device), use_orig_params=True)
-        set_state_dict_type(model, full_of_original_parameters())
+        set_state_dict_type(model, full_with_orig_params())
         run = Training(model, torch.optim.Adam(model.parameters(), lr=1e-2))
         for iteration in range(5):
             frozen = iteration % 2 == 0

@@ -25,7 +25,7 @@ from distributed.fsdp.optim_states import (
     FULL,
     OptimStateTest,
     Training,
-    full_of_original_parameters,
+    full_with_orig_params,
     load_into,
     set_state_dict_type,
 )
@@ -82,7 +82,7 @@ class TestFSDPOptimState(OptimStateTest):
         """Each element of a parameter keeps its moment when its state is saved and loaded."""
         plain = nn.Conv2d(2, 3, (1, 2), device=self.device).to(memory_format=memory_format)
         model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
-        set_state_dict_type(model, full_of_original_parameters())
+        set_state_dict_type(model, full_with_orig_params())
         optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model, model)]
         for each in (plain, model):
             each(uniform(3, 2, 2, 2, seed=self.rank)).square().sum().backward()
@@ -159,7 +159,7 @@ class TestFSDPOptimState(OptimStateTest):
         optim.step()
         (param,) = model.parameters()
         optim.state[param].update(number=2.74, nothing=None)
-        set_state_dict_type(model, full_of_original_parameters(rank0_only))
+        set_state_dict_type(model, full_with_orig_params(rank0_only))
         osd = FSDP.optim_state_dict(model, optim)
         with torch_defect("fsdp1_numbers_in_optim_state_of_first_rank_raise", when=rank0_only and self.rank == 0):
             (state,) = FSDP.optim_state_dict_to_load(model, optim, osd)["state"].values()
@@ -168,10 +168,10 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(amsgrad=[(False, False), (True, True), (False, True)])
     def test_kinds_of_state_by_group(self, amsgrad):
-        """Each original parameter has the states of its group's options, even if another one in its unit has more."""
+        """Each parameter has the states of its group's options, even if another one in its unit has more."""
         plain = nn.Linear(2, 2, device=self.device)
         model = FSDP(copy.deepcopy(plain), use_orig_params=True)  # each rank has a part of the weight
-        set_state_dict_type(model, full_of_original_parameters())
+        set_state_dict_type(model, full_with_orig_params())
         optims = [
             torch.optim.Adam([{"params": [p], "amsgrad": on} for p, on in zip(each.parameters(), amsgrad)])
             for each in (plain, model)
@@ -192,7 +192,7 @@ class TestFSDPOptimState(OptimStateTest):
         ref_model = filled(nn.Linear(3, 5)).to(self.device)
         models = [FSDP(copy.deepcopy(ref_model), use_orig_params=use_orig_params) for _ in range(2)]
         for model in models:
-            set_state_dict_type(model, full_of_original_parameters())
+            set_state_dict_type(model, full_with_orig_params())
         runs = [Training(model, torch.optim.AdamW(model.parameters(), fused=True)) for model in models]
         ref_optim = torch.optim.AdamW(ref_model.parameters())
 

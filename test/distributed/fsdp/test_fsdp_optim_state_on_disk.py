@@ -159,7 +159,7 @@ class TestFSDPOptimState(OptimStateTest):
         settings = copy.deepcopy(settings)
         offload, has_copies = not use_orig_params, accelerator.current().has("device_memory")
         settings.optim_state_dict_config.offload_to_cpu = offload
-        # On the host, offloading does not copy a full state dict, and its memory is freed.
+        # On the CPU, offloading does not copy a full state dict, and its memory is freed.
         settings.state_dict_config.offload_to_cpu = offload and (settings.state_dict_type is SHARDED or has_copies)
         set_state_dict_type(run.model, settings)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
@@ -201,8 +201,8 @@ class TestFSDPOptimState(OptimStateTest):
         """An optimizer state dict loads from disk even if a rank has no rows of a parameter.
 
         In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then
-        misses the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". Minimal: this
-        test.
+        lacks the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". This test is
+        minimal.
         """
         model = FSDP(nn.Linear(3, 1, device=self.device))
         optim = torch.optim.Adam(model.parameters())

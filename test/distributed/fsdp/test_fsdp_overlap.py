@@ -91,7 +91,7 @@ class Min10:
         return sum(self.values) / len(self.values)
 
 
-def _told_all_gathers(events: list[Event], model: FSDP) -> AbstractContextManager[None]:
+def _reported_all_gathers(events: list[Event], model: FSDP) -> AbstractContextManager[None]:
     """In the context, record each all-gather of a layer's parameters in ``events``."""
     numbers = {internals.handle(layer): layer.module.number for layer in model.module}
     return internals.recorded_gathers(lambda handle: events.append(("all-gather", numbers[handle])))
@@ -102,7 +102,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_forward_overlap(self):
-        """A single rank gathers nothing. A slow kernel delays the device and not the host."""
+        """A single rank gathers nothing. A slow kernel delays the device and not the CPU."""
         self._test_forward_overlap()
 
     def _test_forward_overlap(self) -> None:
@@ -123,7 +123,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         for iteration in range(3):
             model.zero_grad()
             events.clear()
-            with _told_all_gathers(events, model):
+            with _reported_all_gathers(events, model):
                 output = model(inputs)
             ahead = int(forward_prefetch and iteration > 0)  # only after the first iteration, which records the order
             self.assertEqual(events, self._expected_forward(ahead) if gathers else self._expected_forward(None))
@@ -147,7 +147,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         return events
 
     def _measure(self, compute_cycles: int, all_gather_cycles: int) -> dict[str, float]:
-        """Averages in ms: iteration and final wait by the host's clock, layers and total by the device's."""
+        """Averages in ms: iteration and final wait by the CPU's clock, layers and total by the device's."""
         device = accelerator.current().type
         has_params = all_gather_cycles > 0
         model = _create_model(compute_cycles, has_params)
@@ -195,7 +195,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         none, gather, compute, both = (
             self._measure(*delays) for delays in ((0, 0), (0, cycles), (cycles, 0), (cycles, cycles))
         )
-        # A single rank gathers nothing, so only two or more ranks notice delayed all-gathers.
+        # A single rank gathers nothing, so only two or more ranks see delayed all-gathers.
         gathers = self.world_size > 1
         short_waits, long_waits = [none["wait"]], [compute["wait"], both["wait"]]
         short = [none["compute"], none["total"], gather["compute"]]
@@ -238,7 +238,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         for _ in range(2):
             output = model(inputs)
             events.clear()
-            with _told_all_gathers(events, model):
+            with _reported_all_gathers(events, model):
                 output.sum().backward()
             expected = self._expected_backward(backward_prefetch)
             if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:  # all layers are still gathered

@@ -43,7 +43,7 @@ class TestPureFP16(FewRanksTest):
             FSDPInitMode.RECURSIVE,
             DEVICEInitMode.DEVICE_BEFORE,
             cpu_offload=cpu_offload,
-            num_iters=1,  # in later steps, the two fp16 models drift apart
+            num_iters=1,  # in later steps, the two fp16 models diverge
             use_pure_fp16=True,
         )
 

@@ -84,7 +84,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler._scale, torch.tensor(2.0), exact_device=True)
 
     def test_scaled_dtypes(self):
-        """Tensors keep their dtype, alone and in iterables. Other outputs are refused."""
+        """Tensors keep their dtype, alone and in iterables. Other outputs are rejected."""
         scaler = self._scaler()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             for shape in ((2,), ()):  # for tensors without dimensions, the wider dtype of the scale could win
@@ -181,7 +181,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(param.grad, torch.full((2,), 0.5))
 
     def test_update_with_a_new_scale(self):
-        """A new scale is copied from a number or a tensor. Unsuitable tensors are refused."""
+        """A new scale is copied from a number or a tensor. Unsuitable tensors are rejected."""
         scaler = self._scaler()
         scaler.scale(torch.ones(1))
         scaler.update(8.0)
@@ -190,9 +190,9 @@ class TestShardGradScaler(TestCase):
         scaler.update(new_scale)
         new_scale.fill_(32.0)
         self.assertEqual(scaler.get_scale(), 4.0)
-        for refused in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
+        for rejected in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
             with self.assertRaisesRegex(AssertionError, "new_scale should be a float or a 1-element"):
-                scaler.update(refused)
+                scaler.update(rejected)
 
     def test_update_with_a_vector_of_one(self):
         """A new scale may be any tensor with one element, as the error for other tensors says.
@@ -211,7 +211,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(scaler.get_scale(), 4.0)
 
     def test_host_reads_finished_copies(self):
-        """With gradients on the host, unscaling waits for what it copies there. A device shows by chance if not."""
+        """With gradients on the CPU, unscaling waits for what it copies there. A device shows by chance if not."""
         copies: list[tuple[torch.Tensor, bool]] = []
         read: list[bool] = []
         original = torch.Tensor.to
@@ -463,7 +463,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             torch_defect("fsdp1_fused_optimizer_steps_alone", when=alone),
             torch_defect("fsdp1_fused_optimizer_steps_with_infinities", when=together),
         ):
-            scaler.step(optim)  # here, because the test case refuses a step that leaves infinite parameters
+            scaler.step(optim)  # here, because the test case rejects a step that leaves infinite parameters
             scaler.update()
             expected = (1.0, 1.0) if spoilt_ranks else (1.0 - mean, 2.0)
             self.assertEqual(of_all_ranks((param.item(), scaler.get_scale())), [expected] * self.world_size)

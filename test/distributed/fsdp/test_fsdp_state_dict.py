@@ -1,7 +1,7 @@
 """State dicts of FSDP1 models: their contents, their devices, and whether loading them restores the model.
 
 The tests cover full, sharded and local state dicts, from rank 0 only and in host memory; activation checkpoints,
-buffers, shared, ignored and skipped modules; and loads that must be refused.
+buffers, shared, ignored and skipped modules; and loads that must be rejected.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils"
 HOST = torch.device("cpu")  # the CPU is the subject
 SUPPORTED = list(KINDS)
 UNFLATTENED = ["state_dict", "sharded_state_dict"]
-# Kinds of state dict, without and with original parameters. The local kind has no original parameters.
+# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
 FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 OFFLOAD = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
@@ -181,7 +181,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         return FSDP(nn.Sequential(*layers), **fsdp_kwargs)
 
     def _get_non_fsdp_root_module(self, *, wrap_fsdp: bool = True, **fsdp_kwargs: Any) -> nn.Module:
-        device = self.device  # moved layer by layer, since offloaded parameters must stay on the host
+        device = self.device  # moved layer by layer, since offloaded parameters must stay on the CPU
 
         class NonFSDPRoot(nn.Module):
             def __init__(self, nested: Callable[[], nn.Module]) -> None:
@@ -637,7 +637,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_load_multi_backend_pg(self):
-        """Shards on the host and on the device both load. On the CPU they are the same."""
+        """Shards on the CPU and on the device both load. On the CPU they are the same."""
         device = accelerator.current()
         backends = {HOST.type: "gloo", device.type: device.backend}
         group = dist.new_group(backend=",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
@@ -664,7 +664,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
         def sizes() -> list[int]:
-            return [internals.gathered(each).untyped_storage().size() for each in internals.flat_params(model)]
+            return [internals.unsharded_buffer(each).untyped_storage().size() for each in internals.flat_params(model)]
 
         for _ in range(2):
             self._save(model, kind)
@@ -705,7 +705,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_save_after_refused_load(self):
-        """If an inner instance refuses a load, the outer instances can still be saved.
+        """If an inner instance rejects a load, the outer instances can still be saved.
 
         FSDP does not leave the contexts that it entered for the outer instances. Their parameters stay gathered, and
         the model can no longer be saved or loaded. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::

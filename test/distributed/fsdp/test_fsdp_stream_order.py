@@ -106,7 +106,7 @@ class TestStreamOrder(StreamOrderTest):
             loss.backward()
 
         with torch_defect("fsdp1_opened_parameters_race_with_backward"):
-            waits = {"limit_all_gathers": False}  # if on, the host may wait for the event that is needed, by chance
+            waits = {"limit_all_gathers": False}  # if on, the CPU may wait for the event that is needed, by chance
             check_order(self, lambda: self._wrap(mixed_precision=mixed_precision, **waits), step, {"device"})
 
     @skip_if_lt_x_gpu(2)
@@ -127,7 +127,7 @@ class TestStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dropped=["one", "all"], ahead=[False, True])
     def test_gradients_dropped_by_the_user(self, dropped, ahead):
-        """FSDP1 zeroes its gradient where the original parameter has none."""
+        """FSDP1 zeroes its gradient where the plain parameter has none."""
 
         def step(model):
             self._train(model)

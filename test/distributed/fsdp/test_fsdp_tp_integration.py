@@ -136,7 +136,7 @@ class TPTest(FSDPTest):
         return grads
 
     def _sync_tp_grads(self, model: FSDP, tp_group: dist.ProcessGroup) -> None:
-        """Average over the ranks of tensor parallelism, as FSDP averages over its own ranks.
+        """Average over the TP ranks, as FSDP averages over its own ranks.
 
         Tensor parallelism has already summed the gradients of the parameters that it distributes. The others are summed
         here.

@@ -48,8 +48,8 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_trained_local_state_dict_offloaded(self):
         """The same for a local state dict that is offloaded to host memory.
 
-        On a device other than the host this fails for trainable parameters, a defect seen with torch 2.13.0: the copy
-        of a flat shard, a view created without autograd, does not require a gradient, so ``ShardedTensor.cpu`` refuses
+        On a device other than the CPU this fails for trainable parameters, a defect seen with torch 2.13.0: the copy
+        of a flat shard, a view created without autograd, does not require a gradient, so ``ShardedTensor.cpu`` rejects
         it. ::
 
             model = FSDP(nn.Linear(2, 2, device=device))

@@ -1,4 +1,4 @@
-"""``FSDP.summon_full_params``: what it exposes, what it writes back, when it reshards, and what it refuses."""
+"""``FSDP.summon_full_params``: what it exposes, what it writes back, when it reshards, and what it rejects."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
     """``summon_full_params`` with workarounds for the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
 
     Values that come back from host memory bring their autograd history into the gathered tensor. The next all-gather on
-    the host writes to views of that tensor and refuses, unless the context was under ``no_grad``.
+    the CPU writes to views of that tensor and raises, unless the context was under ``no_grad``.
     """
     with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
         yield
@@ -63,7 +63,7 @@ def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
 
 def _summoned(flat_param: internals.FlatParam, mixed_precision: MixedPrecision | None) -> torch.Tensor:
     """The tensor that ``summon_full_params`` gathers into."""
-    gathered = internals.gathered if mixed_precision is None else internals.gathered_in_full_precision
+    gathered = internals.unsharded_buffer if mixed_precision is None else internals.full_precision_buffer
     return gathered(flat_param)
 
 
@@ -93,7 +93,7 @@ class TestUnshardParamsBase(FSDPTest):
         for handle in handles:
             flat_param = handle.flat_param
             if handle.uses_sharded_strategy:
-                self.assertFalse(internals.is_gathered(flat_param))
+                self.assertFalse(internals.is_unsharded(flat_param))
                 self.assertEqual(room_in(_summoned(flat_param, mixed_precision)), 0)
             if mixed_precision is not None:
                 self.assertEqual(room_in(internals.low_precision_shard(flat_param)), 0)
@@ -123,7 +123,7 @@ class TestUnshardParamsBase(FSDPTest):
         offloads = fsdp_kwargs["cpu_offload"].offload_params
         layer = model.module[1] if check_outer else model.module[0].module
         unit = model if check_outer else model.module[0]
-        # With original parameters, model.parameters() begins with the inner one, so each is taken by name.
+        # With ``use_orig_params=True``, model.parameters() begins with the inner one, so each is taken by name.
         local = layer.weight if fsdp_kwargs["use_orig_params"] else internals.flat_param_of(unit)
         ranks = self._owners(OUTER if check_outer else INNER)
         mine = int((ranks == self.rank).sum())  # the rest of the local shard, if any, is padding
@@ -217,7 +217,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_param_data(self):
-        """The context shows the original parameters in full precision, on every rank or on rank 0 only."""
+        """The context shows the unsharded parameters in full precision, on every rank or on rank 0 only."""
         self.run_subtests(self._get_test_unshard_params_param_data_config(), self._test_unshard_params_param_data)
 
     @skip_if_lt_x_gpu(2)
@@ -258,7 +258,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         gathered = 16  # 8 elements on each rank
 
         def _get_unsharded_storage_size(flat_param: Any) -> int:
-            return room_in(internals.gathered(flat_param))
+            return room_in(internals.unsharded_buffer(flat_param))
 
         def assert_gathered(expected_outer: int) -> None:
             self.assertEqual([*map(_get_unsharded_storage_size, flat_params)], [expected_outer, 0])
@@ -418,7 +418,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_submodule(self):
-        """If only a submodule is summoned, it shows its original parameters."""
+        """If only a submodule is summoned, it shows its unsharded parameters."""
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device) for _ in range(2)))
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
         with FSDP.summon_full_params(model[0]):
@@ -509,7 +509,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             sizes = [room_in(_summoned(flat_param, mixed_precision)) for flat_param in flat_params]
             self.assertEqual(sizes, [16, 26] if has_all else [0, 0])
             if mixed_precision is not None:
-                self.assertFalse(any(map(internals.is_gathered, flat_params)))
+                self.assertFalse(any(map(internals.is_unsharded, flat_params)))
             if fails:
                 raise error
 
@@ -695,7 +695,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_offloaded_parameters_have_memory(self):
-        """Parameters that are moved to the host can be read there.
+        """Parameters that are moved to the CPU can be read there.
 
         Their values are compared where :func:`to_host_is_a_copy` makes reading them safe.
         """
@@ -767,7 +767,7 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_param_data_no_shard(self):
-        """The same as with shards. ``offload_to_cpu`` is refused, see :class:`TestUnshardParamsErrors`."""
+        """The same as with shards. ``offload_to_cpu`` is rejected, see :class:`TestUnshardParamsErrors`."""
         config = self._get_test_unshard_params_param_data_config()
         self.run_subtests({**config, "offload_to_cpu": [False]}, self._test_unshard_params_param_data)
 
@@ -775,11 +775,11 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 class TestUnshardParamsErrors(TestUnshardParamsBase):
     world_size = 2
 
-    def _assert_refused_in_training(self) -> AbstractContextManager[Any]:
+    def _assert_rejected_in_training(self) -> AbstractContextManager[Any]:
         return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
 
     def _assert_still_opens(self, model: nn.Module) -> None:
-        """The refused call left nothing behind."""
+        """The rejected call leaked nothing."""
         with FSDP.summon_full_params(model):
             self.assertGreater(len(list(model.parameters())), 1)
         self._assert_resharded(model)
@@ -803,7 +803,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
                     pass
 
         model = FSDP(MyModule().to(self.device))
-        with self._assert_refused_in_training():
+        with self._assert_rejected_in_training():
             model(model)
 
     @skip_if_lt_x_gpu(2)
@@ -820,13 +820,13 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
         self.assertTrue(output.requires_grad)
         output.register_hook(invalid_backward_hook)
-        with self._assert_refused_in_training():
+        with self._assert_rejected_in_training():
             output.backward()
         self.assertEqual(len(called), 1)
 
     @skip_if_lt_x_gpu(2)
     def test_rank0_only_with_writeback_raises(self):
-        """With ``rank0_only``, only rank 0 sees the parameters, so writeback on all ranks is refused."""
+        """With ``rank0_only``, only rank 0 sees the parameters, so writeback on all ranks is rejected."""
         model = self._nested()
         with self.assertRaisesRegex(NotImplementedError, "writeback=True and rank0_only=True is not supported"):
             with FSDP.summon_full_params(model, rank0_only=True, writeback=True):
@@ -835,7 +835,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_offload_to_cpu_no_shard_raises(self):
-        """NO_SHARD refuses ``offload_to_cpu``. It also refuses ``writeback`` with ``rank0_only``."""
+        """NO_SHARD rejects ``offload_to_cpu``. It also rejects ``writeback`` with ``rank0_only``."""
         model = self._nested(sharding_strategy=ShardingStrategy.NO_SHARD)
         for kwargs, words in (
             ({"offload_to_cpu": True}, "offload_to_cpu=True and NO_SHARD is not supported"),
@@ -865,7 +865,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_needs_orig_params(self):
-        """``with_grads`` needs the original parameters, with any strategy."""
+        """``with_grads`` needs ``use_orig_params=True``, with any strategy."""
         for sharding_strategy in STRATEGIES:
             model = self._two_layers(sharding_strategy=sharding_strategy, use_orig_params=False)
             with self.assertRaisesRegex(NotImplementedError, "with_grads=True, use_orig_params=False"):

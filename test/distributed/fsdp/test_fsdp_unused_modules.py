@@ -35,7 +35,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
-        """The same without original parameters. The unit stays gathered, which is a defect.
+        """The same without ``use_orig_params``. The module stays unsharded, which is a defect.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0. A SHARD_GRAD_OP unit that ran in forward, and whose output no loss uses,
         is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter that points to its
@@ -79,7 +79,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 optim.step()
         check_losses(ref_losses)
         flat_params = [internals.flat_param_of(layer) for layer in (model.a, model.b)]
-        self.assertEqual([internals.is_gathered(flat_param) for flat_param in flat_params], [False, False])
+        self.assertEqual([internals.is_unsharded(flat_param) for flat_param in flat_params], [False, False])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 loss.backward()
             if iteration < 2:  # later, the optimizer's state would hide gradients of a wrong size
                 self.assert_same_grads(fsdp_model, ddp_model, strategy)
-            ddp_optim.step()  # on the device: a move to the host and back would cost DDP its hooks
+            ddp_optim.step()  # on the device: a move to the CPU and back would cost DDP its hooks
             fsdp_optim.step()
             ref_losses.append(losses[0])
             self.assertEqual(*losses)
@@ -107,7 +107,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], skip_fsdp_guards=[True, False])
     def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
         """A compiled FSDP model trains as the uncompiled model does."""
-        # Inductor's C++ compiler is not under test, and it takes minutes. So the host does not use it.
+        # Inductor's C++ compiler is not under test, and it takes minutes. So the CPU does not use it.
         backend = "inductor" if triton.has_triton() and not accelerator.current().is_host else "aot_eager"
         counter = dynamo_testing.CompileCounterWithBackend(backend)
         torch.manual_seed(0)
@@ -157,11 +157,11 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             "skip_writeback_check": [False, True],
             "backward_prefetch": [None, *BackwardPrefetch],
         }
-        # All 48 combinations take minutes on the host. Nothing overlaps there, so all pairs of values are enough.
+        # All 48 combinations take minutes on the CPU. Nothing overlaps there, so all pairs of values are enough.
         pairs = pairwise_cases({"sharding_strategy": list(STRATEGIES.values()), **options})
         mine = [case for case in pairs if case["sharding_strategy"] is strategy]
         for config in [{"sharding_strategy": [strategy], **options}] if device.has("streams") else one_by_one(mine):
-            # On the host the modes are the same, since no module has to be moved.
+            # On the CPU the modes are the same, since no module has to be moved.
             config["device_init_mode"] = list(DEVICEInitMode)[: 2 if device.has("device_memory") else 1]
             self.run_subtests(
                 config,
@@ -443,11 +443,11 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
         for _ in range(2):
             loss = model(torch.ones(2, 5, device=self.device)).sum()
             sharded = [] if sharding_strategy is NO_SHARD else flat_params
-            gathered = [internals.is_gathered(flat_param) for flat_param in sharded]
+            gathered = [internals.is_unsharded(flat_param) for flat_param in sharded]
             self.assertEqual(gathered, [sharding_strategy is SHARD_GRAD_OP] * len(sharded), may_be="empty")
             loss.backward()
             self.assertEqual(
-                [internals.is_gathered(flat_param) for flat_param in sharded], [False] * len(sharded), may_be="empty"
+                [internals.is_unsharded(flat_param) for flat_param in sharded], [False] * len(sharded), may_be="empty"
             )
             for flat_param in flat_params:
                 self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
@@ -690,7 +690,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_param=[True, False])
     def test_writeback_shape_mismatch(self, change_param):
-        """A parameter or gradient of another shape is refused on the rank that has it."""
+        """A parameter or gradient of another shape is rejected on the rank that has it."""
         model = FSDP(self.Model(self.device), use_orig_params=True)
         self._loss(model).backward()
         layer = self._layer(model, first=self.rank == 0)
@@ -727,7 +727,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_full_prec_in_eval=[False, True], unused_forwards=[False, True])
     def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, unused_forwards):
-        """Low precision parameters stay gathered. Full parameters, evaluation and loading in between work.
+        """Low precision parameters stay gathered. Full parameters, eval mode and loading in between work.
 
         With unused forwards, one model does it all. For its gradients see
         test_forward_without_backward_in_mixed_precision.
@@ -802,7 +802,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         """The next forward sees an update in place, even without a backward in between.
 
         It does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: with no_grad ``model(inp); param.zero_(); model(inp)``
-        computes the same twice. After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP
+        computes the same twice. After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP
         those of every instance. The next forward uses them unchanged (``FlatParamHandle.needs_unshard``).
         """
         model = self._models()[1].eval()

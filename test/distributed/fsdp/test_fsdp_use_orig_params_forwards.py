@@ -85,7 +85,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], offload_params=[False, True])
     def test_evaluation_after_zero_grad(self, sharding_strategy, offload_params):
-        """An evaluation leaves parameters without gradients, before the first step and after it."""
+        """A forward in eval mode leaves parameters without gradients, before the first step and after it."""
         offload = CPUOffload(offload_params=offload_params)
         kwargs = {"use_orig_params": True, "device_id": self.device}
         model = FSDP(nn.Linear(4, 4), sharding_strategy=sharding_strategy, cpu_offload=offload, **kwargs)

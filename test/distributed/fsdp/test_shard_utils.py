@@ -39,7 +39,7 @@ def _create_tensor(rank: int, *size: int) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, index: int, world_size: int) -> torch.Tensor:
-    """The rows of the rank with this index. All ranks get as many rows as the first one, until none are left."""
+    """The local shard of the rank with this index. All ranks get as many rows as the first one, until none are left."""
     rows = math.ceil(len(tensor) / world_size)
     return tensor[index * rows : (index + 1) * rows]
 
@@ -76,7 +76,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dtypes_of_sharded_tensors(self):
-        """Shards have the tensor's dtype. A tensor that requires a gradient is refused."""
+        """Shards have the tensor's dtype. A tensor that requires a gradient is rejected."""
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype)
             sharded = self._chunked(tensor)

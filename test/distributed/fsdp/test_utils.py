@@ -21,7 +21,7 @@ from torch_fsdp_tests.installed_torch import torch_names
 utils = torch_names.module("torch.distributed.utils")
 
 HOST = "cpu"  # the CPU is the subject
-# If there is only the host, the meta device, which computes nothing, stands for a second device.
+# If there is only the CPU, the meta device, which computes nothing, represents a second device.
 OTHER = "meta" if accelerator.current().is_host else accelerator.current().type
 
 
@@ -39,7 +39,7 @@ class FrozenDataClass:
 
 
 class Point(NamedTuple):
-    # Not in alphabetical order, so that sorting would be noticed.
+    # Not in alphabetical order, so that sorting would be detected.
     y: torch.Tensor
     x: Any
 
@@ -112,7 +112,7 @@ class TestUtils(TestCase):
             self.assertIs(state_dict[name], value)
 
     def test_replace_by_the_same_prefix(self):
-        """Equal prefixes are refused. An empty prefix works."""
+        """Equal prefixes are rejected. An empty prefix works."""
         state_dict = {"layer.a": 1}
         with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
             utils._replace_by_prefix(state_dict, "layer.", "layer.")
@@ -189,7 +189,7 @@ class TestUtils(TestCase):
     def test_a_dataclass_may_compute_a_field(self):
         """A dataclass may have a field that ``__init__`` does not take.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` refuses such a field with a ValueError. So a
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` rejects such a field with a ValueError. So a
         module under FSDP can neither take nor return such a dataclass. ::
 
             @dataclasses.dataclass
@@ -320,12 +320,12 @@ class TestUtils(TestCase):
             self.assertEqual(found["a"].device.type, OTHER)
 
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
-        """FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are inputs, too.
+        """FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are also inputs.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts tensors in dataclasses, but they are not moved. ::
 
             given = SomeDataClass("", 1.0, [torch.ones(1)])
-            utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the host
+            utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the CPU
         """
         given = SomeDataClass("", 1.0, [torch.ones(1)])
         ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)

@@ -450,7 +450,7 @@ class TestAutoWrap(TestCase):
     def test_auto_wrap_smoke_test(self, device_init_mode, cpu_offload, use_device_id):
         """With a real group of one rank, the wrapped model matches the plain one.
 
-        A host without an accelerator is refused without a ``device_id``; the last parameter shows this.
+        A machine without an accelerator is rejected without a ``device_id``; the last parameter shows this.
         """
         device = accelerator.current()
         if cpu_offload.offload_params and device_init_mode is DEVICEInitMode.DEVICE_AFTER:
@@ -502,7 +502,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(units(model), [""])
 
     def test_frozen_params(self):
-        """A unit with both trainable and frozen parameters is refused. With original parameters, it gives a warning."""
+        """A unit with trainable and frozen parameters is rejected. ``use_orig_params=True`` makes it a warning."""
         classes = LoraAttention, LoraMLP, LoraDecoder
         policies = [
             ModuleWrapPolicy(classes),
@@ -522,8 +522,8 @@ class TestAutoWrap(TestCase):
     def _test_frozen_params(self, use_orig_params: bool, policy: Any) -> None:
         start = r"layers\.0\.attn has both parameters with requires_grad=True and False\. "
         if not use_orig_params:
-            refusal = start + "FSDP does not support wrapping such modules when use_orig_params=False"
-            with self.assertRaisesRegex(ValueError, refusal):
+            message = start + "FSDP does not support wrapping such modules when use_orig_params=False"
+            with self.assertRaisesRegex(ValueError, message):
                 self._fsdp(LoraModel(), policy, use_orig_params=False)
             return
         with self.assertWarnsRegex(UserWarning, start + "We do not recommend wrapping such modules"):
@@ -639,7 +639,7 @@ class TestAutoWrap(TestCase):
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
         """A norm that no policy lists gets its own arguments, not the caller's dict.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller notices, since FSDP creates the dict only for this
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller is affected, since FSDP creates the dict only for this
         call. ::
 
             norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
@@ -666,7 +666,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(units(model), [""])
 
     def test_enable_wrap_does_not_nest(self):
-        """A second context is refused, and the first one does not change."""
+        """A second context is rejected, and the first one does not change."""
         with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
             other = self._kwargs(process_group=DummyProcessGroup(rank=0, size=2))
             with self.assertRaisesRegex(NotImplementedError, "already within an autowrap context"):

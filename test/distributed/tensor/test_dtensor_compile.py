@@ -1,6 +1,6 @@
 """``torch.compile`` with FSDP around tensor parallelism: one graph, and the same training as a plain model.
 
-The ranks of tensor parallelism share their rows. The ranks of FSDP have their own rows, and the plain model has all
+The TP ranks share their rows. The ranks of FSDP have their own rows, and the plain model has all
 rows.
 """
 

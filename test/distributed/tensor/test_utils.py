@@ -174,7 +174,7 @@ class Test2DStridedLocalShard(LayoutMixin):
 
 
 class TestRowsInFakeWorlds(MultiProcessTestCase):
-    """Every rank of worlds of many shapes, one after the other in one process."""
+    """Every rank of worlds of many shapes, all in one process."""
 
     world_size = 1
 
@@ -223,7 +223,7 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
 
 
 class TestCheckpointOfUnevenRows(DTensorTestBase):
-    """A checkpoint needs the arithmetic to place the rows of each rank."""
+    """A checkpoint needs the arithmetic to place each local shard."""
 
     world_size = 6
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.dispatch import worker
 from torch_fsdp_tests.processes import peers
 
 FOREVER = 1000  # seconds
-PLACES = {"join": (peers, "own_address"), "describe": (agent, "describe")}
+PLACES = {"join": (peers, "own_address"), "describe": (worker, "describe")}
 
 waits = os.environ["RANK"] == "0"
 module, name = PLACES[os.environ["WAITS_IN"]] if waits else (peers, "open_store")

@@ -59,13 +59,13 @@ machine.of_host = describe_host
 bind = Accelerator.bind
 
 
-def bind_unless_told(self: Accelerator, rank: int) -> torch.device:
+def bind_unless_ignored(self: Accelerator, rank: int) -> torch.device:
     if "FAULTS_UNBOUND" in os.environ:
         raise ValueError("no such device")
     return bind(self, rank)
 
 
-Accelerator.bind = bind_unless_told  # type: ignore[method-assign]
+Accelerator.bind = bind_unless_ignored  # type: ignore[method-assign]
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_distributed.case import RankTestCase
@@ -354,7 +354,7 @@ class Hangs(Case):
         if self.rank == 0:
             dist.all_reduce(torch.ones(1))
         elif not isinstance(self, Staying):
-            time.sleep(FOREVER)  # the other rank would notice a rank that leaves
+            time.sleep(FOREVER)  # the other rank would detect a rank that leaves
 
     def test_hang_ignoring_sigterm(self):
         ctypes.CDLL(None).signal(signal.SIGTERM, 1)  # SIG_IGN; in Python only the main thread may set a handler

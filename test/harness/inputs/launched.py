@@ -72,7 +72,7 @@ class TestAll(FSDPTest):
 
 
 class TestHeardLate(FSDPTest):
-    """The process of rank 1 notices its rank's death long after rank 0 has seen the consequences."""
+    """The process of rank 1 detects its rank's death long after rank 0 has seen the consequences."""
 
     test_dies = TestAll.test_dies
 

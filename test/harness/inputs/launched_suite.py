@@ -18,7 +18,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 
 NAME = Path(__file__).stem.split("_", 2)[2]
-AGENT, PROCESS = os.getppid(), os.getpid()
+WORKER, PROCESS = os.getppid(), os.getpid()
 LAST = int(os.environ["WORLD_SIZE"]) - 1
 IS_LAST_PROCESS = int(os.environ["RANK"]) == LAST
 FOREVER = 1000  # seconds
@@ -131,14 +131,14 @@ if NAME == "process_dies":
             pass
 
 
-if NAME in ("agent_dies", "link_goes_down"):
+if NAME in ("worker_dies", "link_goes_down"):
 
     class TestMachine(FSDPTest):
         def test_1_is_lost(self):
             if self.rank == LAST:
                 leave_mark("fault")
-                if NAME == "agent_dies":
-                    os.kill(AGENT, signal.SIGKILL)
+                if NAME == "worker_dies":
+                    os.kill(WORKER, signal.SIGKILL)
                 else:
                     subprocess.run(["ip", "link", "set", os.environ["LINK"], "down"], check=True)
             time.sleep(FOREVER)

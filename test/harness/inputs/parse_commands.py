@@ -74,16 +74,16 @@ def check(words: Sequence[str]) -> None:
 
 def _accepted(parse: Callable[[list[str]], object], arguments: list[str]) -> argparse.Namespace:
     """What the parser of a program makes of its arguments."""
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
             parse(arguments)
     except Parsed as parsed:
         return parsed.args[0]
     except SystemExit as left:
         if not left.code:  # --help and --version
             return argparse.Namespace()
-        raise Problem(said.getvalue().strip()) from None
+        raise Problem(stderr.getvalue().strip()) from None
     raise Problem("its parser was not called")
 
 

@@ -12,17 +12,17 @@ if (bar) {
   const shown = bar.querySelector("output");
   const things = bar.dataset.things;
 
-  function fits(item, text, { find, ...wanted }) {
+  function fits(item, text, { find, ...query }) {
     if (!find.toLowerCase().split(/\s+/).every((word) => text.includes(word))) return false;
-    return Object.entries(wanted).every(([name, value]) => !value || (item.dataset[name] ?? "").split("|").includes(value));
+    return Object.entries(query).every(([name, value]) => !value || (item.dataset[name] ?? "").split("|").includes(value));
   }
 
   function apply() {
-    const wanted = Object.fromEntries(fields.map((field) => [field.name, field.value.trim()]));
-    const active = Object.values(wanted).some(Boolean);
+    const query = Object.fromEntries(fields.map((field) => [field.name, field.value.trim()]));
+    const active = Object.values(query).some(Boolean);
     let tests = 0, fitting = 0;
     items.forEach((item, index) => {
-      item.hidden = active && !fits(item, texts[index], wanted);
+      item.hidden = active && !fits(item, texts[index], query);
       if (item.dataset.item !== "test") return;
       tests += 1;
       fitting += !item.hidden;
@@ -34,14 +34,14 @@ if (bar) {
     });
     shown.textContent = active ? `${fitting} of ${tests} ${things}` : `${tests} ${things}`;
     bar.querySelector("button").hidden = !active;
-    return wanted;
+    return query;
   }
 
   function keep() {
-    const wanted = Object.entries(apply()).filter(([, value]) => value);
+    const query = Object.entries(apply()).filter(([, value]) => value);
     const address = location.pathname + location.search;
     try {
-      history.replaceState(null, "", wanted.length ? `#${new URLSearchParams(wanted)}` : address);
+      history.replaceState(null, "", query.length ? `#${new URLSearchParams(query)}` : address);
     } catch {
       // A page inside another one, as CI servers show it, has no address of its own.
     }
@@ -53,8 +53,8 @@ if (bar) {
       if (target?.tagName === "DETAILS") target.open = true;
       return;
     }
-    const wanted = new URLSearchParams(location.hash.slice(1));
-    for (const field of fields) field.value = wanted.get(field.name) || "";
+    const query = new URLSearchParams(location.hash.slice(1));
+    for (const field of fields) field.value = query.get(field.name) || "";
     apply();
     if (location.hash) document.getElementById("tests")?.scrollIntoView();
   }
@@ -69,9 +69,9 @@ if (bar) {
     keep();
   });
   window.addEventListener("hashchange", read);
-  for (const words of document.querySelectorAll("[data-sought]")) {
+  for (const words of document.querySelectorAll("[data-filter-link]")) {
     const link = document.createElement("a");
-    link.href = `#${words.dataset.sought}`;
+    link.href = `#${words.dataset.filterLink}`;
     link.append(...words.childNodes);
     words.append(link);
   }

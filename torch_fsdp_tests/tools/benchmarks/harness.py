@@ -1,4 +1,4 @@
-"""What a test costs beside its body: this package's harness against torch.testing._internal's, in the same run.
+"""The overhead of a test around its body: this package's harness against torch.testing._internal's, in the same run.
 
 The same source is run under both, only the import prefix differs: ``MultiProcessTestCase`` ranks make a gloo group,
 take one ``fully_shard`` step and leave. Runs are paired and take turns, since machines are noisy; a ratio is the median

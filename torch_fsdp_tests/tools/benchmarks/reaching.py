@@ -1,4 +1,4 @@
-"""Sixty changes to torch's FSDP that are made like real bugs: how soon a test that ``--reaching`` selects notices each.
+"""Sixty changes to torch's FSDP that are made like real bugs: how soon a test that ``--reaching`` selects detects each.
 
 The changes are in ``data/changes.diff``. The weights of the order were chosen with those marked as tuning, and say
 nothing about the others. Each change is made in a copy of the installed torch, whose other files are links. One test
@@ -31,7 +31,7 @@ from torch_fsdp_tests.reach.order import within
 CHANGES = Path(__file__).parent / "data/changes.diff"
 HALVES = ("tuning", "held out")
 _HEAD = re.compile(r"^# (?P<id>\S+) \((?P<half>[a-z ]+)\): (?P<what>.+)\n", re.MULTILINE)
-_TOLD = re.compile(r"^  [a-z ]+: (?P<file>\S+)(?: \(\d+ of \d+\))?::(?P<test>\S+)$", re.MULTILINE)
+_FAILED_TEST = re.compile(r"^  [a-z ]+: (?P<file>\S+)(?: \(\d+ of \d+\))?::(?P<test>\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read(path: Path) -> list[Edit]:
 
 @contextlib.contextmanager
 def _changed(torch: Path, edit: Edit) -> Iterator[tuple[Path, Path]]:
-    """A folder with a torch that is changed, to be put before the installed one, and the change as a diff."""
+    """A folder with a copy of PyTorch that is changed, to be put before the installed one, and the change as a diff."""
     try:
         texts = applied(edit.diff, torch.parent)
     except NotADiff as error:
@@ -96,16 +96,16 @@ def until(tests: Sequence[Reached], file: str, test: str) -> float:
 
 
 def summary(seconds_of: dict[str, list[float | None]]) -> str:
-    """A line for each half: how many were noticed, the median, and the 90th percentile."""
-    lines = ["| changes | noticed | median | 90th percentile |", "|---|---|---|---|"]
+    """A line for each half: how many were detected, the median, and the 90th percentile."""
+    lines = ["| changes | detected | median | 90th percentile |", "|---|---|---|---|"]
     for half, values in seconds_of.items():
         if not values:
             continue
         known = sorted(float("inf") if value is None else value for value in values)
         middle, last = statistics.median_low(known), known[min(len(known) - 1, int(0.9 * len(known)))]
-        shown = (f"{value:.1f} s" if value < float("inf") else "not noticed" for value in (middle, last))
-        noticed = sum(value is not None for value in values)
-        lines.append(f"| {half} | {noticed} of {len(values)} | {' | '.join(shown)} |")
+        shown = (f"{value:.1f} s" if value < float("inf") else "not detected" for value in (middle, last))
+        detected = sum(value is not None for value in values)
+        lines.append(f"| {half} | {detected} of {len(values)} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     known = ReachMap.load(reaching.shipped(devices.torch_version() or "", reaching.SHIPPED))
     by_name = {(test.file, test.test): test for test in known.tests}
     seconds_of: dict[str, list[float | None]] = {half: [] for half in HALVES}
-    print("| | change | noticed by | seconds of tests | seconds |\n|---|---|---|---|---|", flush=True)
+    print("| | change | detected by | seconds of tests | seconds |\n|---|---|---|---|---|", flush=True)
     for edit in edits:
         if options.only and not edit.id.startswith(tuple(options.only)):
             continue
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
             names = ((job["file"], test) for job in jobs for test in job["tests"])
             tests = within(options.limit, (by_name[name] for name in names if name in by_name))
             began = time.monotonic()
-            failed = _TOLD.search(_run(site, diff, [f"{each.file}::{each.test}" for each in tests]))
+            failed = _FAILED_TEST.search(_run(site, diff, [f"{each.file}::{each.test}" for each in tests]))
         spent = None if failed is None else until(tests, failed["file"], failed["test"])
         seconds_of[edit.half].append(spent)
         by = "nothing" if failed is None else f"`{failed['test']}`"

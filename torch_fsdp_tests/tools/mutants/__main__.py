@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.mutants``: finds the changes that the suite would miss."""
+"""``python -m torch_fsdp_tests.tools.mutants``: mutation testing of torch's FSDP."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import ReachMap
-from torch_fsdp_tests.reach.order import noticed_in
+from torch_fsdp_tests.reach.order import kills_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
-from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome, Record
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
+from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult, ResultFile
 from torch_fsdp_tests.tools.mutants.sites import Mutant
 from torch_fsdp_tests.tools.mutants.trials import Trials
 
@@ -36,19 +36,19 @@ def main(argv: Sequence[str]) -> ExitStatus:
         return _main(options.parse(argv))
     except ValueError as error:  # its message is one sentence: of a bad list, map, device or name
         _say(str(error))
-        return ExitStatus.REFUSED
+        return ExitStatus.USAGE_ERROR
 
 
 def _main(options: Namespace) -> ExitStatus:
     device = devices.find(None, None, os.environ)
-    mutants = list(mutant.all_of(options.packages, device.type == devices.HOST, options.module))
+    mutants = list(mutant.all_of(options.packages, device.type == devices.CPU, options.module))
     chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
-    noticed = noticed_in(reaching.NOTICED, options.output / report.RECORD)
-    tests = Tests(ReachMap.load(options.map), _sources(options), noticed)
+    kills = kills_in(reaching.KILLS, options.output / report.RECORD)
+    tests = Tests(ReachMap.load(options.map), _sources(options), kills)
     if options.sample is not None:
         run = [each for each in chosen if tests.is_run(each)]
         excluded["code that no test runs"] += len(chosen) - len(run)
-        chosen = mutant.draw(run, options.sample, options.seed)
+        chosen = mutant.sample(run, options.sample, options.seed)
     if not chosen:
         raise ValueError("no mutant is selected")
     if options.list:
@@ -56,12 +56,12 @@ def _main(options: Namespace) -> ExitStatus:
             print(f"{each.id}  line {each.line}, {plural(len(tests.for_mutant(each)), 'test')}\n{each.diff}")
         return ExitStatus.OK
     facts = _facts(options, device.type)
-    record = Record(options.output / report.RECORD, facts)
+    record = ResultFile(options.output / report.RECORD, facts)
     findings = record.resume() if options.resume else record.start()
     known, wanted = {each.id for each in findings}, {each.id for each in chosen}
     findings = [each for each in findings if each.id in wanted]
     began = time.monotonic()
-    equivalents = mutant.equivalents(options.equivalent, device.type == devices.HOST)
+    equivalents = mutant.equivalents(options.equivalent, device.type == devices.CPU)
     trials = Trials(options, device.type, tests, equivalents)
     _say(f"{plural(len(chosen), 'mutant')} of {len(mutants)}, {options.jobs} at a time; {len(findings)} tried already")
     status = ExitStatus.OK
@@ -70,15 +70,15 @@ def _main(options: Namespace) -> ExitStatus:
             for finding in judged:
                 record.add(finding)
                 findings.append(finding)
-                _tell(finding, len(findings), len(chosen), began, len(known & wanted))
+                _print_finding(finding, len(findings), len(chosen), began, len(known & wanted))
     except KeyboardInterrupt:
         _say("interrupted; the same command with --resume continues")
         status = ExitStatus.INTERRUPTED
     finally:
         data = report.as_json(facts, findings, excluded, options.command, len(chosen))
         report.write(options.output, data)
-        if options.save_noticed is not None:
-            report.save_noticed(options.save_noticed, findings)
+        if options.save_kills is not None:
+            report.save_kills(options.save_kills, findings)
     print(report.text(data))
     _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
     return status
@@ -108,15 +108,18 @@ def _facts(options: Namespace, device: str) -> dict[str, Any]:
     return {"torch": version, "python": platform.python_version(), "device": device, "package": package}
 
 
-def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> None:
-    """Print a line for each mutant, and all details of one that was missed."""
+def _print_finding(finding: MutantResult, number: int, of: int, began: float, known: int) -> None:
+    """Print a line for each mutant, and all details of one that survived."""
     spent = time.monotonic() - began
     left = spent / max(1, number - known) * (of - number)
-    about = {Outcome.NOTICED: f" by {finding.by} ({finding.how})", Outcome.MISSED: f" by {finding.executed} tests"}
+    about = {
+        MutantOutcome.KILLED: f" by {finding.by} ({finding.how})",
+        MutantOutcome.SURVIVED: f" by {finding.executed} tests",
+    }
     words = about.get(finding.outcome, f": {finding.why}")
     rest = f", {seconds(left)} left" if number < of else ""
     print(f"[{number}/{of}] {finding.id} {finding.outcome.value}{words}  {finding.seconds:.1f}s{rest}", flush=True)
-    if finding.outcome is Outcome.MISSED:
+    if finding.outcome is MutantOutcome.SURVIVED:
         print(f"    {Path(finding.path).name}:{finding.line}")
         print("\n".join(f"    {line}" for line in finding.change.splitlines()), flush=True)
 

@@ -1,4 +1,4 @@
-"""The code that is not changed, and why: no test on this device can notice a change there."""
+"""The code that is not changed, and why: no test on this device can kill a mutant there."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _mentions(node: ast.AST, words: re.Pattern[str]) -> bool:
 class Exclusions:
     """Decides for each node, from the outermost to the innermost. A node is excluded with everything in it."""
 
-    def __init__(self, module: str, on_host: bool) -> None:
+    def __init__(self, module: str, on_cpu: bool) -> None:
         name = module.rpartition(".")[2]
         self._of_module = COMPILER if _COMPILER.search(name) else LOGGING if "logg" in name else None
-        self._on_host = on_host
+        self._on_cpu = on_cpu
 
     def _of_device(self, node: ast.AST) -> str | None:
-        return DEVICE if self._on_host and _mentions(node, _DEVICE) else None
+        return DEVICE if self._on_cpu and _mentions(node, _DEVICE) else None
 
     def of(self, node: ast.AST) -> str | None:
         """The reason why a node is excluded with everything in it, or None."""
@@ -67,14 +67,14 @@ class Exclusions:
                     return COMPILER
                 if name.startswith("_warn"):
                     return LOGGING
-                return DEVICE if self._on_host and _DEVICE.search(name) else None
+                return DEVICE if self._on_cpu and _DEVICE.search(name) else None
             case ast.keyword(arg=str(name)):
                 if name.endswith("stacklevel"):
                     return MESSAGES
-                return DEVICE if self._on_host and _DEVICE.search(name) else None
+                return DEVICE if self._on_cpu and _DEVICE.search(name) else None
             case ast.Assign(targets=targets):
                 is_device = all(_DEVICE.search(dotted(target).rpartition(".")[2]) for target in targets)
-                return DEVICE if self._on_host and is_device else None
+                return DEVICE if self._on_cpu and is_device else None
         return None
 
     def _of_call(self, call: ast.Call) -> str | None:
@@ -86,8 +86,8 @@ class Exclusions:
             return COMPILER
         texts = {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
         if name.endswith("library.impl"):
-            return COMPILER if "Meta" in texts else DEVICE if self._on_host and "CPU" not in texts else None
-        return DEVICE if self._on_host and _DEVICE.search(name) else None
+            return COMPILER if "Meta" in texts else DEVICE if self._on_cpu and "CPU" not in texts else None
+        return DEVICE if self._on_cpu and _DEVICE.search(name) else None
 
     def of_change(self, old: ast.AST, new: ast.AST) -> str | None:
         """The reason why a change is excluded, because the argument that it drops is excluded."""

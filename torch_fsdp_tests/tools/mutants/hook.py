@@ -27,7 +27,7 @@ SITE = Path(__file__).parent / "site"
 
 def changed_code(source: bytes, path: str, id: str) -> CodeType:
     """A module's code with the mutant's change and the marker. Raises ``LookupError`` for an unknown id."""
-    changed = Source(source, module_of(id), on_host=False, only=id)
+    changed = Source(source, module_of(id), on_cpu=False, only=id)
     mutant = changed.mutants.get(id)
     if mutant is None:
         raise LookupError(f"{path} has no place for the mutant {id}")

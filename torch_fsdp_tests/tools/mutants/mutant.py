@@ -1,4 +1,4 @@
-"""Mutants as data: all mutants of a package, samples of them, and the tests that could notice each."""
+"""Mutants as data: all mutants of a package, samples of them, and the tests that could kill each."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def files_of(package: str) -> list[tuple[str, Path]]:
     raise NoPackage(f"there is no package {package}")
 
 
-def all_of(packages: Iterable[str], on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
+def all_of(packages: Iterable[str], on_cpu: bool, pattern: str = "*") -> Iterator[Mutant]:
     """The mutants of those modules of packages whose names match a pattern, in the order of their lines."""
     for package in packages:
         for name, path in files_of(package):
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removeprefix(f"{package}."), pattern):
-                yield from Source(path.read_bytes(), name, on_host, path=path).mutants.values()
+                yield from Source(path.read_bytes(), name, on_cpu, path=path).mutants.values()
 
 
-def draw(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
-    """Draw this number of mutants, equally from all families if possible. The same seed draws the same ones.
+def sample(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
+    """Sample this number of mutants, equally from all families if possible. The same seed samples the same ones.
 
-    A mutant's place in the draw depends only on the seed and its id, so that a change of torch affects few.
+    A mutant's place in the sample depends only on the seed and its id, so that a change of torch affects few.
     """
     by_family: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         by_family.setdefault(mutant.family, []).append(mutant)
     families = sorted(by_family.values(), key=len)
-    drawn: list[Mutant] = []
+    sampled: list[Mutant] = []
     for position, family in enumerate(families):
-        share = (number - len(drawn)) // (len(families) - position)
-        drawn += sorted(family, key=lambda mutant: _place(mutant.id, seed))[:share]
-    return sorted(drawn, key=lambda mutant: _place(mutant.id, seed))
+        share = (number - len(sampled)) // (len(families) - position)
+        sampled += sorted(family, key=lambda mutant: _place(mutant.id, seed))[:share]
+    return sorted(sampled, key=lambda mutant: _place(mutant.id, seed))
 
 
 def _place(id: str, seed: int) -> bytes:
@@ -69,18 +69,18 @@ def _place(id: str, seed: int) -> bytes:
 
 
 class Tests:
-    """The tests that could notice a mutant, the most telling first."""
+    """The tests that could kill a mutant, the most relevant first."""
 
     def __init__(
         self,
         reach: ReachMap,
         sources: Mapping[str, str],
-        noticed: Mapping[str, Iterable[tuple[str, str]]] | None = None,
+        kills: Mapping[str, Iterable[tuple[str, str]]] | None = None,
     ) -> None:
-        """``sources`` are the texts of the test files, by name. Only tests of these files count. ``noticed`` are those
-        that noticed mutants of a function in an earlier run.
+        """``sources`` are the texts of the test files, by name. Only tests of these files count. ``kills`` are those
+        that killed mutants of a function in an earlier run.
         """
-        self._map, self._sources, self._order = reach, sources, Order(reach, sources, noticed)
+        self._map, self._sources, self._order = reach, sources, Order(reach, sources, kills)
 
     def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
         """The tests that run the changed statement, or its function if the file differs from the recorded one."""
@@ -158,7 +158,7 @@ class Tests:
         return [test for test in self._map.tests if test.file in files]
 
 
-def equivalents(path: Path, on_host: bool) -> Mapping[str, Mapping[str, Any]]:
-    """Return the mutants that no test can notice on this kind of device, by id, with the change and the argument."""
+def equivalents(path: Path, on_cpu: bool) -> Mapping[str, Mapping[str, Any]]:
+    """Return the mutants that no test can kill on this kind of device, by id, with the change and the argument."""
     entries = json.loads(path.read_text(encoding="utf-8"))["mutants"]
-    return {entry["id"]: entry for entry in entries if on_host or entry.get("only") != "host"}
+    return {entry["id"]: entry for entry in entries if on_cpu or entry.get("only") != "host"}

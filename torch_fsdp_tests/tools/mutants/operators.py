@@ -16,7 +16,7 @@ from torch_fsdp_tests.tools.mutants.names import Names
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Surroundings:
     """The surroundings of a node, for operators."""
 
     is_condition: bool = False  # of an if, a while, a conditional expression or a comprehension
@@ -41,7 +41,7 @@ class Splice:
     touched: Sequence[ast.stmt]  # none of these may be code that is not changed
 
 
-Change = Callable[[Any, Place], Iterator[Any]]
+Change = Callable[[Any, Surroundings], Iterator[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Operator:
     nodes: tuple[type, ...]  # of the tree, or ``list`` for blocks
     change: Change
 
-    def variants(self, node: ast.AST | list[ast.stmt], place: Place) -> list[Any]:
+    def variants(self, node: ast.AST | list[ast.stmt], place: Surroundings) -> list[Any]:
         """The replacements for a node, or the splices of a block. Empty if the operator does not apply."""
         return list(self.change(node, place)) if isinstance(node, self.nodes) else []
 

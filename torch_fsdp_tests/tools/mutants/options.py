@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser(
         prog="python -m torch_fsdp_tests.tools.mutants",
-        description="Make one small change to torch's FSDP at a time, and see whether a test notices it.",
+        description="Make one small change to torch's FSDP at a time, and see whether a test kills it.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
@@ -50,9 +50,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--sample",
         type=NUMBER,
         metavar="N",
-        help="draw N mutants at random whose code a test runs, equally from FSDP1, FSDP2 and related modules",
+        help="sample N mutants whose code a test runs, equally from FSDP1, FSDP2 and related modules",
     )
-    add("--seed", type=int, default=1, metavar="S", help="the same seed draws the same mutants (default: 1)")
+    add("--seed", type=int, default=1, metavar="S", help="the same seed samples the same mutants (default: 1)")
     words = "change only modules whose full name, or whose name in the package, matches"
     add("--module", default="*", metavar="GLOB", help=words)
     words = "make only changes of these kinds: " + ", ".join(KINDS)
@@ -66,11 +66,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--list", action="store_true", help="print the mutants, and run nothing")
     add = parser.add_argument_group("which tests").add_argument
     add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="run only tests of these files")
-    words = "the map of what tests execute (default: the one that ships for this torch)"
+    words = "the map of what tests execute (default: the one that ships for this version of PyTorch)"
     add("--map", type=Path, metavar="FILE", help=words)
     words = "the folder of the tests (default: those of the suite)"
     add("--test-directory", type=Path, default=TESTS, metavar="DIR", help=words)
-    words = "a list of mutants that no test can notice (default: the project's list)"
+    words = "a list of mutants that no test can kill (default: the project's list)"
     add("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help=words)
     add = parser.add_argument_group("how").add_argument
     add("-j", "--jobs", type=NUMBER, metavar="N", help="try N mutants at a time (default: one for each core)")
@@ -82,8 +82,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words += "(default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
-    words = "add to FILE which tests noticed which mutants; the file that ships tells --reaching what to run first"
-    add("--save-noticed", type=Path, metavar="FILE", help=words)
+    words = "add to FILE which tests killed which mutants; --reaching runs the tests in the file that ships first"
+    add("--save-noticed", type=Path, dest="save_kills", metavar="FILE", help=words)
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RESULTS, metavar="DIR", help=words)
     given = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     for option, folder in (
         ("--output", given.output),
-        ("--save-noticed", given.save_noticed and given.save_noticed.parent),
+        ("--save-noticed", given.save_kills and given.save_kills.parent),
     ):
         try:
             if folder is not None:
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         given.map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)
     except UnknownChange as error:
         parser.error(str(error))
-    on_host = devices.find(None, None, os.environ).type == devices.HOST
-    given.jobs = given.jobs or (devices.cores() if on_host else 1)
+    on_cpu = devices.find(None, None, os.environ).type == devices.CPU
+    given.jobs = given.jobs or (devices.cores() if on_cpu else 1)
     given.test_directory = given.test_directory.resolve()
     return given

@@ -16,30 +16,30 @@ from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.listing import seconds
 from torch_fsdp_tests.dispatch.page import Section
-from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
+from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 
 VERSION = 1
 RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
-_SHOWN = 400  # the most tests that the page names for a missed mutant
-_TEST = re.compile(r"[\w/]+::[\w.]+")  # what noticed a mutant, if it was a test, and not a whole file or a program
+_SHOWN = 400  # the most tests that the page names for a mutant that survived
+_TEST = re.compile(r"[\w/]+::[\w.]+")  # what killed a mutant, if it was a test, and not a whole file or a program
 
 
 def as_json(
-    facts: Mapping[str, Any], findings: Sequence[Finding], excluded: Mapping[str, int], command: str, selected: int
+    facts: Mapping[str, Any], findings: Sequence[MutantResult], excluded: Mapping[str, int], command: str, selected: int
 ) -> dict[str, Any]:
     """``excluded`` says how many mutants are not tried, by reason; ``command`` repeats a mutant if its id is added."""
-    noticed = [finding for finding in findings if finding.outcome is Outcome.NOTICED]
+    killed = [finding for finding in findings if finding.outcome is MutantOutcome.KILLED]
     return {
         "version": VERSION,
         **facts,
         "selected": selected,
         **_row("all", findings),
-        "median_seconds": round(statistics.median(each.seconds for each in noticed), 1) if noticed else None,
+        "median_seconds": round(statistics.median(each.seconds for each in killed), 1) if killed else None,
         "families": _rows(findings, "family"),
         "modules": _rows(findings, "module"),
         "kinds": [row | {"words": KINDS.get(row["name"], "")} for row in _rows(findings, "operator")],
-        "ways": dict(Counter(each.how for each in noticed).most_common()),
+        "ways": dict(Counter(each.how for each in killed).most_common()),
         "excluded": {reason: number for reason, number in excluded.items() if number},
         "mutants": [
             finding.as_json() | {"repeat": f"{command} --mutant {shlex.quote(finding.id)}"}
@@ -48,18 +48,18 @@ def as_json(
     }
 
 
-def _rows(findings: Sequence[Finding], key: str) -> list[dict[str, Any]]:
+def _rows(findings: Sequence[MutantResult], key: str) -> list[dict[str, Any]]:
     """A row for each family, module or operator."""
     names = sorted({getattr(finding, key) for finding in findings})
     return [_row(name, [each for each in findings if getattr(each, key) == name]) for name in names]
 
 
-def _row(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The number of mutants with each outcome, and the share of the noticed among those that could be noticed."""
+def _row(name: str, findings: Sequence[MutantResult]) -> dict[str, Any]:
+    """The number of mutants with each outcome, and the share of the killed among those that could be killed."""
     counts = Counter(finding.outcome for finding in findings)
     counted = sum(number for outcome, number in counts.items() if outcome.counts)
-    share = round(counts[Outcome.NOTICED] / counted, 4) if counted else None
-    return {"name": name, "share": share, **{outcome.value: counts[outcome] for outcome in Outcome}}
+    share = round(counts[MutantOutcome.KILLED] / counted, 4) if counted else None
+    return {"name": name, "share": share, **{outcome.value: counts[outcome] for outcome in MutantOutcome}}
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
@@ -68,11 +68,11 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
     write_text(folder / PAGE, render(data))
 
 
-def save_noticed(path: Path, findings: Iterable[Finding]) -> None:
-    """Add which tests noticed changes of which functions to a record, or make a new one. Raises ``OSError``."""
+def save_kills(path: Path, findings: Iterable[MutantResult]) -> None:
+    """Add which tests killed mutants of which functions to a record, or make a new one. Raises ``OSError``."""
     lines = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
-    noticed = [each for each in findings if _TEST.fullmatch(each.by)]
-    lines |= {json.dumps({"id": ":".join(each.id.split(":")[:2]), "by": each.by}) for each in noticed}
+    killed = [each for each in findings if _TEST.fullmatch(each.by)]
+    lines |= {json.dumps({"id": ":".join(each.id.split(":")[:2]), "by": each.by}) for each in killed}
     write_text(path, "".join(f"{line}\n" for line in sorted(lines)))
 
 
@@ -83,16 +83,16 @@ def _percent(share: float | None) -> str:
 def text(data: Mapping[str, Any]) -> str:
     """The sums, for a terminal."""
     width = max(len(row["name"]) for row in (*data["families"], *data["modules"], *data["kinds"], data))
-    lines = [f"{'':{width}}  noticed  missed  not reached  equivalent  undecided"]
+    lines = [f"{'':{width}}  killed  survived  not reached  equivalent  undecided"]
     for rows in ([*data["families"], data], data["modules"], data["kinds"]):
         lines += [
-            f"{row['name']:{width}}  {row['noticed']:7}  {row['missed']:6}  {row['not reached']:11}  "
+            f"{row['name']:{width}}  {row['killed']:6}  {row['survived']:8}  {row['not reached']:11}  "
             f"{row['equivalent']:10}  {row['undecided']:9}  {_percent(row['share'])}".rstrip()
             for row in rows
         ] + [""]
     if data["median_seconds"] is not None:
         ways = ", ".join(f"{number} {way}" for way, number in data["ways"].items())
-        lines.append(f"noticed by tests that came out as: {ways}; half of them within {data['median_seconds']:g} s")
+        lines.append(f"killed by tests that ended as: {ways}; half of them within {data['median_seconds']:g} s")
     return "\n".join([*lines, *(f"not tried: {n:5}  {reason}" for reason, n in data["excluded"].items())])
 
 
@@ -100,18 +100,18 @@ def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
     cells = [
         [
             page.code(row["name"]) + (f" <span class=dim>{escape(row['words'])}</span>" if row.get("words") else ""),
-            *(str(row[outcome.value] or "") for outcome in Outcome),
+            *(str(row[outcome.value] or "") for outcome in MutantOutcome),
             _percent(row["share"]),
         ]
         for row in rows
     ]
     return page.table(
-        [(title, ""), *((outcome.value, "n") for outcome in Outcome), ("share noticed", "n")], cells, stack=True
+        [(title, ""), *((outcome.value, "n") for outcome in MutantOutcome), ("share killed", "n")], cells, stack=True
     )
 
 
 def _mutant(entry: Mapping[str, Any]) -> str:
-    """Show a mutant that was missed: the change and its place, the tests that ran, and the command that repeats it."""
+    """Show a mutant that survived: the change and its place, the tests that ran, and the command that repeats it."""
     tests = entry.get("tests", ())
     parts = [f"<div class=dim>{page.text(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
     parts.append(page.pre(entry.get("change", "")))
@@ -124,10 +124,10 @@ def _mutant(entry: Mapping[str, Any]) -> str:
     about = escape(KINDS.get(entry["operator"], ""))
     head = f"{page.code(entry['id'])} <span class=dim>{about}</span>"
     attributes = page.item(entry["outcome"], is_test=True)
-    return page.folded(head, "".join(parts), is_open=entry["outcome"] == Outcome.MISSED, attributes=attributes)
+    return page.folded(head, "".join(parts), is_open=entry["outcome"] == MutantOutcome.SURVIVED, attributes=attributes)
 
 
-def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
+def _killed(entries: Iterable[Mapping[str, Any]]) -> str:
     rows = [
         page.Row(
             [
@@ -140,19 +140,19 @@ def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
         )
         for e in entries
     ]
-    table = page.table([("mutant", ""), ("noticed by", ""), ("how", ""), ("time", "n")], rows, stack=True)
-    return page.folded(f"{len(rows)} mutants", table, attributes=page.HOLDER) if rows else ""
+    table = page.table([("mutant", ""), ("killed by", ""), ("how", ""), ("time", "n")], rows, stack=True)
+    return page.folded(f"{len(rows)} mutants", table, attributes=page.CONTAINER) if rows else ""
 
 
 def _head(data: Mapping[str, Any]) -> str:
-    """Show the share of the mutants that was noticed, the package, and the place of the run."""
-    kinds = {Outcome.NOTICED: "ok", Outcome.MISSED: "bad", Outcome.UNDECIDED: "warn"}
+    """Show the share of the mutants that were killed, the package, and the place of the run."""
+    kinds = {MutantOutcome.KILLED: "ok", MutantOutcome.SURVIVED: "bad", MutantOutcome.UNDECIDED: "warn"}
     boxes = [
         (str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip") if data[outcome.value] else "none")
-        for outcome in Outcome
+        for outcome in MutantOutcome
     ]
     if data["median_seconds"] is not None:
-        boxes.append((seconds(data["median_seconds"]), "until half were noticed", ""))
+        boxes.append((seconds(data["median_seconds"]), "until half were killed", ""))
     about = {name: page.text(data[name]) for name in ("torch", "device", "package")}
     about["Python"] = page.text(data["python"])
     tried = len(data["mutants"])
@@ -162,29 +162,29 @@ def _head(data: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"<div class=kind>Mutants of FSDP</div><h1>Changes to FSDP: {_percent(data['share']) or 'nothing'} noticed</h1>"
+        f"<div class=kind>Mutants of FSDP</div><h1>Mutants of FSDP: {_percent(data['share']) or 'nothing'} killed</h1>"
         f"{page.sums(boxes)}{page.facts(about.items())}{rest}"
     )
 
 
 def render(data: Mapping[str, Any]) -> str:
     """The page of a run over mutants, from its data."""
-    by_outcome = {outcome: [e for e in data["mutants"] if e["outcome"] == outcome.value] for outcome in Outcome}
+    by_outcome = {outcome: [e for e in data["mutants"] if e["outcome"] == outcome.value] for outcome in MutantOutcome}
     excluded = [[str(number), escape(reason)] for reason, number in data["excluded"].items()]
     ways = [[str(number), escape(way)] for way, number in data["ways"].items()]
     parts = [
-        Section("Missed", "".join(map(_mutant, by_outcome[Outcome.MISSED])), data["missed"], True),
+        Section("Survived", "".join(map(_mutant, by_outcome[MutantOutcome.SURVIVED])), data["survived"], True),
         Section("By part", _table("part", data["families"])),
         Section("By module", _table("module", data["modules"])),
         Section("By kind", _table("kind", data["kinds"])),
         *(
             Section(outcome.value.capitalize(), "".join(map(_mutant, by_outcome[outcome])), data[outcome.value], True)
-            for outcome in (Outcome.UNDECIDED, Outcome.NOT_REACHED, Outcome.EQUIVALENT)
+            for outcome in (MutantOutcome.UNDECIDED, MutantOutcome.NOT_REACHED, MutantOutcome.EQUIVALENT)
         ),
-        Section("Noticed, by how the test came out", page.table([("mutants", "n"), ("the test", "")], ways)),
-        Section("Noticed", _noticed(by_outcome[Outcome.NOTICED]), data["noticed"], True),
+        Section("Killed, by outcome of the test", page.table([("mutants", "n"), ("the test", "")], ways)),
+        Section("Killed", _killed(by_outcome[MutantOutcome.KILLED]), data["killed"], True),
         Section("Not tried, in all of the package", page.table([("mutants", "n"), ("reason", "")], excluded)),
     ]
-    filters = page.filters([outcome.value for outcome in Outcome if by_outcome[outcome]], things="mutants")
-    title = "Changes to FSDP that the suite would miss"
+    filters = page.filters([outcome.value for outcome in MutantOutcome if by_outcome[outcome]], things="mutants")
+    title = "Mutants of FSDP"
     return page.document(title, [_head(data), page.sections(parts, filters)])

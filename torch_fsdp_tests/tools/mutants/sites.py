@@ -16,7 +16,7 @@ from torch_fsdp_tests.reach.functions import statements_in
 from torch_fsdp_tests.tools.mutants.exclusions import BLOCKS, DEVICE, Exclusions
 from torch_fsdp_tests.tools.mutants.kinds import OPERATORS
 from torch_fsdp_tests.tools.mutants.names import Names
-from torch_fsdp_tests.tools.mutants.operators import Place
+from torch_fsdp_tests.tools.mutants.operators import Surroundings
 from torch_fsdp_tests.tools.mutants.statements import leaving_after
 from torch_fsdp_tests.tools.mutants.tokens import STREAMS
 from torch_fsdp_tests.tools.mutants.values import first_elements
@@ -47,7 +47,7 @@ def module_of(id: str) -> str:
 
 
 def function_of(id: str) -> str:
-    """Return the function, class or module of a mutant. Its tests can notice the mutant."""
+    """Return the function, class or module of a mutant. Its tests can kill the mutant."""
     module, name, *_ = id.split(":")
     return module if name == "<module>" else f"{module}.{name}"
 
@@ -85,7 +85,7 @@ class Mutant:
 
     id: str
     path: Path
-    function: str  # qualified name of the function, class or module whose tests can notice the change
+    function: str  # qualified name of the function, class or module whose tests can kill the mutant
     operator: str
     excluded: str | None  # why the change is not made
     line: int
@@ -114,8 +114,8 @@ class Mutant:
             lines = [*difflib.unified_diff(before, after, n=1, lineterm="")][2:]
             return "\n".join("..." if line.startswith("@@") else f"{line[0]} {line[1:]}" for line in lines[1:])
         gone = [line for line in before if line not in after]
-        come = [line for line in after if line not in before]
-        return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in come or after)])
+        added = [line for line in after if line not in before]
+        return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in added or after)])
 
     @functools.cached_property
     def change(self) -> tuple[str, str]:
@@ -163,7 +163,7 @@ def _header(node: ast.AST) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Around:
+class _Scope:
     """The surroundings of a node."""
 
     name: str  # name of the function, class or module
@@ -171,27 +171,27 @@ class _Around:
     statement: ast.stmt | None = None
     block: list[ast.stmt] = dataclasses.field(default_factory=list)
     excluded: str | None = None
-    place: Place = dataclasses.field(default_factory=Place)
+    place: Surroundings = dataclasses.field(default_factory=Surroundings)
 
 
 class Source:
     """A source file with all its mutants. They share one tree, so only one of them can be applied."""
 
     def __init__(
-        self, text: bytes | str, module: str, on_host: bool, only: str | None = None, path: Path = Path()
+        self, text: bytes | str, module: str, on_cpu: bool, only: str | None = None, path: Path = Path()
     ) -> None:
         """``only`` is the id of a mutant. Then only the mutants of its function are collected."""
         self.module, self._path = module, path
         self._only = None if only is None else function_of(only)
         self.tree = ast.parse(text)
-        self._exclusions = Exclusions(module, on_host)
+        self._exclusions = Exclusions(module, on_cpu)
         self._statements = {id(node): statement for node, statement in statements_in(self.tree, module)}
         self._numbers: collections.Counter[str] = collections.Counter()
-        place = Place(first_bound=_first_bound(self.tree), names=Names(self.tree))
-        around = _Around(module, f"{module}.", place=place)
+        place = Surroundings(first_bound=_first_bound(self.tree), names=Names(self.tree))
+        around = _Scope(module, f"{module}.", place=place)
         self.mutants = {each.id: each for each in self._visit(self.tree, around, _Slot(self.tree, "", None))}
 
-    def _visit(self, node: ast.AST, around: _Around, slot: _Slot) -> Iterator[Mutant]:
+    def _visit(self, node: ast.AST, around: _Scope, slot: _Slot) -> Iterator[Mutant]:
         around = self._enter(node, around, slot)
         if self._only is not None and not f"{self._only}.".startswith(f"{around.name}."):
             return
@@ -213,7 +213,7 @@ class Source:
                 if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
                     yield from self._visit(child, inside, _Slot(node, name, position))
 
-    def _of_block(self, block: list[ast.stmt], around: _Around, slot: _Slot) -> Iterator[Mutant]:
+    def _of_block(self, block: list[ast.stmt], around: _Scope, slot: _Slot) -> Iterator[Mutant]:
         for operator in OPERATORS:
             for splice in operator.variants(block, around.place):
                 reasons = (self._exclusions.of(each) or self._exclusions.of_header(each) for each in splice.touched)
@@ -222,7 +222,7 @@ class Source:
                 place = slot._replace(position=splice.start)
                 yield self._mutant(operator.name, block[splice.start : splice.end], splice.new, here, excluded, place)
 
-    def _enter(self, node: ast.AST, around: _Around, slot: _Slot) -> _Around:
+    def _enter(self, node: ast.AST, around: _Scope, slot: _Slot) -> _Scope:
         changes: dict[str, Any] = {"excluded": around.excluded or self._exclusions.of(node)}
         if isinstance(node, ast.stmt):
             changes |= {"statement": node, "block": getattr(slot.holder, slot.field)}
@@ -244,7 +244,7 @@ class Source:
         operator: str,
         old: ast.AST | list[ast.stmt],
         new: ast.AST | list[ast.stmt],
-        around: _Around,
+        around: _Scope,
         excluded: str | None,
         slot: _Slot,
     ) -> Mutant:
@@ -260,7 +260,7 @@ class Source:
         )  # fmt: skip
 
 
-def _place(node: ast.AST, field: str, outer: Place) -> Place:
+def _place(node: ast.AST, field: str, outer: Surroundings) -> Surroundings:
     """The surroundings of the children in a field of a node."""
     condition = field == "test" if isinstance(node, (ast.If, ast.While, ast.IfExp)) else field == "ifs"
     default = field in ("defaults", "kw_defaults") or isinstance(node, ast.ClassDef)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from torch_fsdp_tests.tools.mutants.names import bound, dotted, last_of, loaded
-from torch_fsdp_tests.tools.mutants.operators import Place, Splice, operator, replaced
+from torch_fsdp_tests.tools.mutants.operators import Splice, Surroundings, operator, replaced
 
 Block = list[ast.stmt]
 
@@ -37,7 +37,7 @@ def _is_generator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 @operator("finally", "no cleanup after an exception", list)
-def _finally(block: Block, place: Place) -> Iterator[Splice]:
+def _finally(block: Block, place: Surroundings) -> Iterator[Splice]:
     for position, statement in enumerate(block):
         if isinstance(statement, ast.Try) and statement.finalbody and (new := _without_finally(statement)):
             yield Splice(position, position + 1, new, [statement, *statement.finalbody])
@@ -77,7 +77,7 @@ def _without_finally(statement: ast.Try) -> Block:
 
 
 @operator("indent", "a statement moved out of a block or into one", list)
-def _indent(block: Block, place: Place) -> Iterator[Splice]:
+def _indent(block: Block, place: Surroundings) -> Iterator[Splice]:
     for position, statement in enumerate(block):
         if not isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):
             continue
@@ -113,7 +113,7 @@ def _is_same(statement: ast.stmt, holder: ast.stmt) -> bool:
     return not (isinstance(holder, ast.For) and bound(holder.target) & loaded(statement))
 
 
-def _new_names(statements: Block, place: Place) -> set[str]:
+def _new_names(statements: Block, place: Surroundings) -> set[str]:
     """The names that exist only after these statements."""
     names = set[str]().union(*map(bound, statements)) if statements else set[str]()
     return {name for name in names if place.first_bound.get(name, 0) >= statements[0].lineno}
@@ -123,7 +123,7 @@ _FIRST_CALL = re.compile(r"^_*(init|reset|clear|new)|^__|^set_")  # functions th
 
 
 @operator("once", "assigned only the first time", list)
-def _once(block: Block, place: Place) -> Iterator[Splice]:
+def _once(block: Block, place: Surroundings) -> Iterator[Splice]:
     if place.function is None or _FIRST_CALL.search(place.function.name):
         return
     for position, statement in enumerate(block):
@@ -144,8 +144,8 @@ def _once(block: Block, place: Place) -> Iterator[Splice]:
             yield Splice(position, position + 1, [new], [statement])
 
 
-def _is_first(holder: ast.expr, target: ast.Attribute, is_constant: bool, place: Place) -> ast.expr | None:
-    """The question whether this is the first time. None if it cannot be told from the module."""
+def _is_first(holder: ast.expr, target: ast.Attribute, is_constant: bool, place: Surroundings) -> ast.expr | None:
+    """The question whether this is the first time. None if the module does not show it."""
     name = target.attr
     if name in place.names.start_as_none:
         return ast.Compare(target, [ast.Is()], [ast.Constant(None)])
@@ -157,7 +157,7 @@ def _is_first(holder: ast.expr, target: ast.Attribute, is_constant: bool, place:
 
 
 @operator("leave", "the function is left before its last statements", list, ast.Break, ast.Continue)
-def _leave(node: Block | ast.AST, place: Place) -> Iterator[Splice | ast.AST]:
+def _leave(node: Block | ast.AST, place: Surroundings) -> Iterator[Splice | ast.AST]:
     if isinstance(node, ast.AST):
         if place.leaving is not None:
             yield place.leaving
@@ -204,7 +204,7 @@ def _looped_over(iterable: ast.expr) -> ast.expr | None:
 
 
 def _return_at_once(block: Block) -> Iterator[Splice]:
-    """Returns a value where it is computed, without the statements that came between."""
+    """Returns a value where it is computed, without the statements in between."""
     match block[-1]:
         case ast.Return(value=ast.Name(id=name)):
             for position in range(len(block) - 3, max(len(block) - 6, -1), -1):
@@ -226,7 +226,7 @@ _NOTED = re.compile(r"(^|\.|_)(log\w*|warn\w*|debug|super|enter_context|_?p?_?as
 
 
 @operator("order", "neighbouring statements exchanged", list)
-def _order(block: Block, place: Place) -> Iterator[Splice]:
+def _order(block: Block, place: Surroundings) -> Iterator[Splice]:
     """Only if other code may see the difference, and if the two share no name."""
     for position, (one, other) in enumerate(itertools.pairwise(block)):
         if not (_is_simple(one) and _is_simple(other) and not _share(_shown(one, place), _shown(other, place))):
@@ -253,7 +253,7 @@ def _stores_own(statement: ast.stmt) -> bool:
     return any(isinstance(each, ast.Attribute) and dotted(each.value) == "self" for each in targets)
 
 
-def _shown(statement: ast.stmt, place: Place) -> set[str]:
+def _shown(statement: ast.stmt, place: Surroundings) -> set[str]:
     """The names of a statement without those of imports. Attributes of ``self`` count as names."""
     names, attributes = set[str](), list[ast.AST]()
     for node in ast.walk(statement):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from torch_fsdp_tests.tools.mutants.names import dotted
-from torch_fsdp_tests.tools.mutants.operators import Place, operator, replaced
+from torch_fsdp_tests.tools.mutants.operators import Surroundings, operator, replaced
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -30,7 +30,7 @@ def _is_opposed(node: ast.AST) -> bool:
 
 
 @operator("negate", "condition negated", ast.expr)
-def _negate(node: ast.expr, place: Place) -> Iterator[ast.AST]:
+def _negate(node: ast.expr, place: Surroundings) -> Iterator[ast.AST]:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield node.operand
     elif place.is_condition and not _is_opposed(node):
@@ -38,19 +38,19 @@ def _negate(node: ast.expr, place: Place) -> Iterator[ast.AST]:
 
 
 @operator("compare", "comparison exchanged", ast.Compare)
-def _compare(node: ast.Compare, place: Place) -> Iterator[ast.AST]:
+def _compare(node: ast.Compare, place: Surroundings) -> Iterator[ast.AST]:
     for position, comparison in enumerate(node.ops):
         new = _COMPARISONS[type(comparison)]()
         yield replaced(node, ops=[*node.ops[:position], new, *node.ops[position + 1 :]])
 
 
 @operator("boolean", "and/or exchanged", ast.BoolOp)
-def _boolean(node: ast.BoolOp, place: Place) -> Iterator[ast.AST]:
+def _boolean(node: ast.BoolOp, place: Surroundings) -> Iterator[ast.AST]:
     yield replaced(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
 
 
 @operator("number", "off by one", ast.Constant)
-def _number(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+def _number(node: ast.Constant, place: Surroundings) -> Iterator[ast.AST]:
     if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         yield replaced(node, value=node.value + 1)
 
@@ -72,20 +72,20 @@ def _has_no_difference(node: ast.AST) -> bool:
 
 
 @operator("arithmetic", "arithmetic exchanged", ast.BinOp, ast.AugAssign)
-def _arithmetic(node: ast.BinOp | ast.AugAssign, place: Place) -> Iterator[ast.AST]:
+def _arithmetic(node: ast.BinOp | ast.AugAssign, place: Surroundings) -> Iterator[ast.AST]:
     operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     if type(node.op) in _ARITHMETIC and not any(map(_has_no_difference, operands)):
         yield replaced(node, op=_ARITHMETIC[type(node.op)]())
 
 
 @operator("default", "default flipped", ast.Constant)
-def _default(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+def _default(node: ast.Constant, place: Surroundings) -> Iterator[ast.AST]:
     if isinstance(node.value, bool) and place.is_default:
         yield replaced(node, value=not node.value)
 
 
 @operator("flip", "True/False exchanged", ast.Constant)
-def _flip(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+def _flip(node: ast.Constant, place: Surroundings) -> Iterator[ast.AST]:
     if isinstance(node.value, bool) and not place.is_default:
         yield replaced(node, value=not node.value)
 
@@ -101,7 +101,7 @@ def _orders(node: ast.AST) -> bool:
 
 
 @operator(STREAMS, "wait, record, synchronization or non_blocking left out", ast.Call)
-def _streams(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+def _streams(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
     """An event that a call returns is replaced by one of the same type that was never recorded."""
     if _orders(node) and dotted(node).endswith("record_event"):
         kind = ast.Call(ast.Name("type", ast.Load()), [node], [])
@@ -114,13 +114,13 @@ def _streams(node: ast.Call, place: Place) -> Iterator[ast.AST]:
 
 
 @operator("call", "call left out", ast.Expr)
-def _call(node: ast.Expr, place: Place) -> Iterator[ast.AST]:
+def _call(node: ast.Expr, place: Surroundings) -> Iterator[ast.AST]:
     if isinstance(node.value, (ast.Call, ast.Await)) and not _orders(node.value):
         yield ast.Pass()
 
 
 @operator("context", "context left out", ast.With)
-def _context(node: ast.With, place: Place) -> Iterator[ast.AST]:
+def _context(node: ast.With, place: Surroundings) -> Iterator[ast.AST]:
     if len(node.items) == 1 and node.items[0].optional_vars is None:
         yield ast.If(ast.Constant(True), node.body, [])
 
@@ -130,21 +130,21 @@ _DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache"
 
 
 @operator("decorator", "decorator left out", ast.Call)
-def _decorator(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+def _decorator(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
     """Replaces it by a decorator that does nothing."""
     if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
         yield ast.parse("lambda undecorated: undecorated", mode="eval").body
 
 
 @operator("assignment", "assignment left out", ast.Assign, ast.AugAssign, ast.AnnAssign)
-def _assignment(node: ast.Assign | ast.AugAssign | ast.AnnAssign, place: Place) -> Iterator[ast.AST]:
+def _assignment(node: ast.Assign | ast.AugAssign | ast.AnnAssign, place: Surroundings) -> Iterator[ast.AST]:
     """Skips the first binding of a name, because without it the first use is an error."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     if node.value is not None and all(_is_there_before(target, node.lineno, place) for target in targets):
         yield ast.Pass()
 
 
-def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
+def _is_there_before(target: ast.expr, line: int, place: Surroundings) -> bool:
     if isinstance(target, (ast.Tuple, ast.List)):
         return all(_is_there_before(each, line, place) for each in target.elts)
     if isinstance(target, ast.Name):
@@ -153,7 +153,7 @@ def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
 
 
 @operator("drop", "argument dropped", ast.Call)
-def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+def _drop(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
     """Drops each keyword argument, and the last positional one. The other arguments are rarely optional."""
     for position, keyword in enumerate(node.keywords):
         if keyword.arg not in (None, _NON_BLOCKING):
@@ -167,7 +167,7 @@ _ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast",
 
 
 @operator("exchange", "arguments exchanged", ast.Call)
-def _exchange(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+def _exchange(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
     if dotted(node).rpartition(".")[2] in _ORDERED:
         return
     for position, (one, other) in enumerate(zip(node.args, node.args[1:], strict=False)):
@@ -177,7 +177,7 @@ def _exchange(node: ast.Call, place: Place) -> Iterator[ast.AST]:
 
 
 @operator("return", "wrong value returned", ast.Return)
-def _return(node: ast.Return, place: Place) -> Iterator[ast.AST]:
+def _return(node: ast.Return, place: Surroundings) -> Iterator[ast.AST]:
     """Returns None instead, unless None is returned already or another operator changes the value."""
     if node.value is not None and not isinstance(node.value, (ast.Constant, ast.Compare, ast.BoolOp)):
         yield replaced(node, value=ast.Constant(None))

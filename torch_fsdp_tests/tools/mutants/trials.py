@@ -1,4 +1,4 @@
-"""Tries mutants, several at a time. Each one has its own processes, which run tests until one notices it."""
+"""Tries mutants, several at a time. Each one has its own processes, which run tests until one kills it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
-from torch_fsdp_tests.reach.order import FEW, MANY, batches, within
+from torch_fsdp_tests.reach.order import FIRST_BATCH, MAX_BATCH, batches, within
 from torch_fsdp_tests.tools.mutants import hook
-from torch_fsdp_tests.tools.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.tools.mutants.mutant import Tests
+from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 from torch_fsdp_tests.tools.mutants.sites import REIMPORTED, RELATED, Mutant, is_in, module_of
 from torch_fsdp_tests.verdict import Scope, State
 from torch_fsdp_tests.verdict.stream import TestResult
@@ -50,7 +50,7 @@ class Work:
         return self.tests[0].file
 
 
-Story = Generator[Work, Attempt, Finding]
+Story = Generator[Work, Attempt, MutantResult]
 
 
 class Trials:
@@ -61,7 +61,7 @@ class Trials:
         equivalent mutants, by id.
         """
         self._options, self._device, self._tests, self._argued = options, device, tests, argued
-        # The server has imported torch, so it can only forget packages that torch itself does not need.
+        # The server has imported torch, so it can only forget packages that ``import torch`` itself does not need.
         self._forgotten = [each for each in options.packages if each not in RELATED or each in REIMPORTED]
         self._run = RunTests(options.test_directory, options.test_directory, fail_fast=True)
         seed = {settings.SEED_VARIABLE: str(self._run.seed)}
@@ -69,11 +69,11 @@ class Trials:
         self._running: dict[int, tuple[TestProcess, Story]] = {}
         self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes without a change, by file and name
 
-    def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
+    def judge(self, mutants: Iterable[Mutant]) -> Generator[MutantResult]:
         """Yield each mutant's finding as soon as it is known. If the caller stops, all running processes are ended."""
         waiting = collections.deque(mutants)
         at_a_time = self._options.jobs
-        may_fork = self._device == devices.HOST and host.can_fork()
+        may_fork = self._device == devices.CPU and host.can_fork()
         with Children("mutants-") as self._children:
             if may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * at_a_time:
                 program = ("-m", "torch_fsdp_tests.tools.mutants.server", ",".join(self._forgotten))
@@ -84,7 +84,7 @@ class Trials:
                     yield from self._go_on(self._story(waiting.popleft()), None)
                 yield from self._wait()
 
-    def _go_on(self, story: Story, attempt: Attempt | None) -> Iterator[Finding]:
+    def _go_on(self, story: Story, attempt: Attempt | None) -> Iterator[MutantResult]:
         """Pass the result of the last work to a mutant's generator, and start its next work."""
         try:
             work = next(story) if attempt is None else story.send(attempt)
@@ -96,18 +96,20 @@ class Trials:
 
     def _story(self, mutant: Mutant) -> Story:
         """A generator that yields a mutant's work, and returns its finding."""
-        finding = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
+        finding = MutantResult(
+            mutant.id, mutant.module, mutant.family, mutant.operator, MutantOutcome.UNDECIDED, str(mutant.path)
+        )
         finding = dataclasses.replace(finding, line=mutant.line, change=mutant.diff)
         argued = self._argued.get(mutant.id)
         if argued is not None and argued["change"] == finding.change:
-            return dataclasses.replace(finding, outcome=Outcome.EQUIVALENT, why=argued["why"])
+            return dataclasses.replace(finding, outcome=MutantOutcome.EQUIVALENT, why=argued["why"])
         if not self._options.budget:
-            return dataclasses.replace(finding, outcome=Outcome.MISSED)
+            return dataclasses.replace(finding, outcome=MutantOutcome.SURVIVED)
         executed: list[str] = []
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
         chosen = within(self._options.budget, reaching)
-        for batch in batches(chosen, FEW if self._may_fork(mutant.id) else MANY):
+        for batch in batches(chosen, FIRST_BATCH if self._may_fork(mutant.id) else MAX_BATCH):
             while batch:
                 attempt = yield Work(mutant.id, batch)
                 seconds += attempt.seconds
@@ -121,22 +123,22 @@ class Trials:
                 if (yield from self._passes_unchanged(batch, bad)):
                     by = f"{batch[0].file}::{bad.name}"
                     how, why = bad.outcome.value, bad.reason
-                    return dataclasses.replace(finding, outcome=Outcome.NOTICED, by=by, how=how, why=why)
+                    return dataclasses.replace(finding, outcome=MutantOutcome.KILLED, by=by, how=how, why=why)
                 # The test says nothing about the change. The tests after it still have to run.
                 batch = _after(batch, bad, attempt)
             is_run = self._tests.has_statement(mutant) or self._reached(mutant.id).exists()
             if not is_run and len(executed) >= PROBED:
                 why = f"none of the first {len(executed)} tests of its function runs the statement"
-                return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
+                return dataclasses.replace(finding, outcome=MutantOutcome.NOT_REACHED, why=why, tests=tuple(executed))
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
             why = "no test runs the statement" if not reaching else "the tests of its function are skipped here"
-            return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why)
+            return dataclasses.replace(finding, outcome=MutantOutcome.NOT_REACHED, why=why)
         if not self._reached(mutant.id).exists():
             why = f"none of the tests runs the statement{left_out}"
-            return dataclasses.replace(finding, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
+            return dataclasses.replace(finding, outcome=MutantOutcome.NOT_REACHED, why=why, tests=tuple(executed))
         why = f"of {len(reaching)} tests the first {len(chosen)} ran" if left_out else ""
-        return dataclasses.replace(finding, outcome=Outcome.MISSED, why=why, tests=tuple(executed))
+        return dataclasses.replace(finding, outcome=MutantOutcome.SURVIVED, why=why, tests=tuple(executed))
 
     def _problem(self, mutant: Mutant, attempt: Attempt) -> str | None:
         """The reason why an attempt says nothing about the mutant, or None."""
@@ -180,7 +182,7 @@ class Trials:
         """Whether the server can fork a process of this mutant. Otherwise it is a new interpreter, which costs more."""
         return not id or any(is_in(package, module_of(id)) for package in self._forgotten)
 
-    def _wait(self) -> Iterator[Finding]:
+    def _wait(self) -> Iterator[MutantResult]:
         """Sleep until a process ends or reaches its limit, and continue with its mutant."""
         if not self._running:
             return

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 
 from torch_fsdp_tests.tools.mutants.names import dotted, last_of, loaded
-from torch_fsdp_tests.tools.mutants.operators import Place, operator, replaced
+from torch_fsdp_tests.tools.mutants.operators import Surroundings, operator, replaced
 
 _READING = {"numel", "size", "dim", "stride", "element_size", "is_contiguous", "storage_offset", "untyped_storage"}
 
 
 @operator("first", "read from the first element instead of each", ast.Attribute)
-def _first(node: ast.Attribute, place: Place) -> Iterator[ast.AST]:
+def _first(node: ast.Attribute, place: Surroundings) -> Iterator[ast.AST]:
     """Leaves out calls, except of what only reads: a loop that calls a method of the first element is no mistake."""
     if isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Load) and node.value.id in place.first:
         if not place.is_called or node.attr in _READING:
@@ -48,7 +48,7 @@ _LOOKED_UP = {"get", "pop", "setdefault", "add"}  # and not hash, since equality
 
 
 @operator("key", "a value of a key left out", ast.Subscript, ast.Assign, ast.Compare, ast.Call, ast.DictComp)
-def _key(node: ast.AST, place: Place) -> Iterator[ast.AST]:
+def _key(node: ast.AST, place: Surroundings) -> Iterator[ast.AST]:
     match node:
         case ast.Subscript(value=holder, slice=key):
             if not isinstance(key, ast.Tuple) or last_of(holder) in place.names.dicts:
@@ -91,7 +91,7 @@ _ARGUMENTS = re.compile(r"args$|inputs$")
 
 
 @operator("kwargs", "original arguments instead of converted ones", ast.Assign, ast.Name)
-def _kwargs(node: ast.AST, place: Place) -> Iterator[ast.AST]:
+def _kwargs(node: ast.AST, place: Surroundings) -> Iterator[ast.AST]:
     match node:
         case ast.Assign(targets=[ast.Tuple(elts=names) as target], value=ast.Tuple(elts=values) as value):
             for position, pair in enumerate(zip(names, values, strict=False)):
@@ -122,7 +122,7 @@ def _converts(target: ast.expr, value: ast.expr) -> bool:
 
 
 @operator("operand", "an operand of a condition left out", ast.BoolOp)
-def _operand(node: ast.BoolOp, place: Place) -> Iterator[ast.AST]:
+def _operand(node: ast.BoolOp, place: Surroundings) -> Iterator[ast.AST]:
     """``x or default`` is no condition, unless it is where one has to be."""
     answers = any(isinstance(each, (ast.Compare, ast.UnaryOp)) for each in node.values)
     if place.in_condition or isinstance(node.op, ast.And) or answers:
@@ -136,7 +136,7 @@ _COPIES = {"copy", "copy.copy", "deepcopy", "copy.deepcopy", "torch.clone", "lis
 
 
 @operator("alias", "the object instead of its copy", ast.Call, ast.List, ast.Dict, ast.Subscript)
-def _alias(node: ast.AST, place: Place) -> Iterator[ast.AST]:
+def _alias(node: ast.AST, place: Surroundings) -> Iterator[ast.AST]:
     """``list`` of a call is left alone, because it mostly makes a list of an iterator."""
     match node:
         case ast.Call(func=ast.Attribute(value=value, attr=name), args=[]) if name in _COPYING:

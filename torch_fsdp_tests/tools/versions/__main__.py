@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.runtests import REPORTS
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.tools.versions import environments, table
-from torch_fsdp_tests.tools.versions.environments import CannotBeMade, Maker, Refusal, Version
+from torch_fsdp_tests.tools.versions.environments import CannotBeMade, InvalidRequest, Maker, Version
 
 PAGE = "versions.md"
 EPILOG = """\
@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> ExitStatus:
     try:
         problems = _run_all(options, argv[cut + 1 :])
         return _tell(options, table.read(options.output, problems))
-    except Refusal as refusal:
-        _say(str(refusal))
-        return ExitStatus.REFUSED
+    except InvalidRequest as problem:
+        _say(str(problem))
+        return ExitStatus.USAGE_ERROR
     except Stopped as stopped:
         _say("stopped; to continue, name the versions that are left")
         return ExitStatus(128 + stopped.args[0])  # as shells count it
@@ -93,18 +93,18 @@ def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
     versions = [environments.parse(text) for text in given.versions]
     labels = [version.label for version in versions]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise Refusal(f"two versions are called {twice[0]}; give one of them a name: NAME=VERSION")
+        raise InvalidRequest(f"two versions are called {twice[0]}; give one of them a name: NAME=VERSION")
     options = {"-i": given.include, "-x": given.exclude, "-k": given.k}
     selection = [word for option, values in options.items() for value in values for word in (option, value)]
     if not versions:
         if selection or handed_on:
-            raise Refusal("no version is named, so nothing runs: leave out the selection of tests, or name versions")
+            raise InvalidRequest("no version is named, so nothing runs: name versions, or leave out the tests")
         return {}
     suite = [str(installation.ROOT / "run_test.py"), *selection, *handed_on]
     if any(version.python is None for version in versions):
         environments.uv()
     listed = subprocess.run([sys.executable, *suite, "--list"], stdout=subprocess.DEVNULL)
-    if listed.returncode:  # it has said why
+    if listed.returncode:  # it has printed why
         raise SystemExit(listed.returncode)
     problems = {}
     with Children("versions-", (signal.SIGINT, *host.ending_signals())) as children, _alone(given.output):
@@ -144,13 +144,13 @@ def _alone(output: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Refusal(f"another run is writing to {output}; name another folder with --output") from error
+            raise InvalidRequest(f"another run is writing to {output}; name another folder with --output") from error
         yield
 
 
 def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
     if not rows:
-        raise Refusal(f"no version is named, and there are no results in {options.output}")
+        raise InvalidRequest(f"no version is named, and there are no results in {options.output}")
     results = table.Table(rows)
     print("\n".join(results.lines()), file=sys.stderr, flush=True)
     if options.markdown:

@@ -20,7 +20,7 @@ _RELEASE = re.compile(r"\d+\.\d+(\.\d+)?((a|b|rc|\.post|\.dev)\d+)?(\+[\w.]+)?")
 _WHEEL = re.compile(r"torch-([^-]+)-.+\.whl")
 
 
-class Refusal(Exception):
+class InvalidRequest(Exception):
     """The arguments cannot be used. The message is one sentence."""
 
 
@@ -41,7 +41,7 @@ def parse(text: str) -> Version:
     """Parse ``2.15.0``, ``nightly``, a wheel, an environment, an interpreter, or ``LABEL=`` and one of these."""
     label, equals, target = text.rpartition("=")
     if equals and not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", label):
-        raise Refusal(f"{text!r}: the name before = may only have letters, digits and . _ + -")
+        raise InvalidRequest(f"{text!r}: the name before = may only have letters, digits and . _ + -")
     if target == "nightly":
         return Version(label or target, NEWEST)
     if _RELEASE.fullmatch(target):
@@ -54,7 +54,7 @@ def parse(text: str) -> Version:
         return Version(label or path.name, python=str(path / "bin" / "python"))
     elif path.is_file() and os.access(path, os.X_OK):
         return Version(label or path.parents[1].name, python=str(path))
-    raise Refusal(f"{target!r} is not a version such as 2.15.0, 'nightly', a wheel of torch, or an environment")
+    raise InvalidRequest(f"{target!r} is not a version such as 2.15.0, 'nightly', a wheel of torch, or an environment")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Maker:
 
 
 def uv() -> list[str]:
-    """The command that starts uv. Raises :class:`Refusal` if there is none."""
+    """The command that starts uv. Raises :class:`InvalidRequest` if there is none."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     if program := shutil.which("uv"):
         return [program]
-    raise Refusal("uv makes the environments and is not installed: pip install uv, or name existing environments")
+    raise InvalidRequest("uv makes the environments and is missing: pip install uv, or name existing environments")

@@ -33,21 +33,21 @@ def transformer(device: torch.device, **changes: Any) -> Transformer:
     return tiny_transformer(**{"n_layers": 2, "weight_tying": False} | changes).to(device)
 
 
-def drawn(draw: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
+def sampled(sample: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
     """Random numbers that depend only on ``seed`` and do not change the process's generator."""
-    return draw(generator=torch.Generator().manual_seed(seed)).to(device)
+    return sample(generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
     """(2, 16) tokens, different for each rank and step."""
     args = ModelArgs()
-    draw = functools.partial(torch.randint, args.vocab_size, (2, args.max_seq_len))
-    return drawn(draw, 100 * step + rank + 1, device)
+    sample = functools.partial(torch.randint, args.vocab_size, (2, args.max_seq_len))
+    return sampled(sample, 100 * step + rank + 1, device)
 
 
 def rows(rank: int, step: int, device: torch.device, *shape: int) -> torch.Tensor:
     """Normal numbers, different for each rank and step."""
-    return drawn(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
+    return sampled(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:

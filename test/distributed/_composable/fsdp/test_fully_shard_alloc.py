@@ -50,7 +50,7 @@ class TestFullyShardSymmMemBackend(FSDPTest):
     @needs(torch_facts.HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION)
     @skip_if_lt_x_gpu(2)
     def test_unknown_backend(self):
-        """A backend of symmetric memory that is not there is refused, and the model trains on without it."""
+        """A backend of symmetric memory that is not there is rejected, and the model trains on without it."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
         fully_shard(model)
         with self.assertRaisesRegex(RuntimeError, "does not find allocation backend no such backend"):

@@ -215,7 +215,7 @@ class TestFullyShardAutograd(FSDPTest):
         """Train ten steps towards outputs of one. Compare gradients before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model)
-        manual_seed(1)  # all ranks draw the same rows
+        manual_seed(1)  # all ranks use the same rows
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
             ref_loss, loss = to_one(ref_model(rows)), to_one(model(mine))
@@ -390,7 +390,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(output_dtype=[None, torch.float64], reshard_after_forward=[True, False])
     def test_forward_without_gradients(self, output_dtype, reshard_after_forward):
-        """Evaluation gives the output of the plain model, also between two training steps."""
+        """A forward in eval mode gives the output of the plain model, also between two training steps."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
         ref_model = self._replica(model)
@@ -466,7 +466,7 @@ class TestFullyShardAutograd(FSDPTest):
     def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters, in_own_thread):
         """A penalty on the gradient of the input, with and without parameters kept after backward.
 
-        A device computes gradients in a thread of its own. On the host that may be a thread of the caller.
+        A device computes gradients in a thread of its own. On the CPU that may be a thread of the caller.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).to(self.device)
@@ -929,7 +929,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
     def test_post_acc_grad_hook_sees_final_gradient(self, offload_policy, reshard_after_forward):
         """A hook gets the registered parameter with the final gradient.
 
-        With offload, the gradient must be on the host before the hook is called.
+        With offload, the gradient must be on the CPU before the hook is called.
         """
         ref_model, model = self._sharded_mlp(offload_policy=offload_policy, reshard_after_forward=reshard_after_forward)
         sharded = dict(model.named_parameters())

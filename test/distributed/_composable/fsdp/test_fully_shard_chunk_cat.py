@@ -98,7 +98,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_version_counter(self, dtypes):
-        """Writing the output bumps its version, so autograd refuses a backward that needs the old values."""
+        """Writing the output bumps its version, so autograd rejects a backward that needs the old values."""
         tensors, out = random_tensors(dtypes), empty_output(4, F32)
         versions = [tensor._version for tensor in tensors]
         factor = torch.ones_like(out, requires_grad=True)
@@ -112,7 +112,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=[(F32, F32), (F32, BF16)])
     def test_wrong_inputs(self, dtypes):
-        """Wrong inputs are refused before anything is written."""
+        """Wrong inputs are rejected before anything is written."""
         tensors = [torch.ones(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(((3, 2), (4,)), dtypes)]
         out = torch.full((2, 6), 7.0, device=get_devtype())
         no_rows = [tensors[0], tensors[1][:0]]

@@ -353,7 +353,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
         It adds one, a defect of torch seen with 2.13.0. Backward prefetches by the recorded order of the forward. FSDP
         records this order without gradients, too, and only a backward clears it. The first layer's backward then
-        prefetches the last layer of the evaluation. The result is not used, and the end of the backward frees it. This
+        prefetches the last layer of that forward. The result is not used, and the end of the backward frees it. This
         happens only if the root has no parameters of its own. Otherwise the root comes between the two, and it is
         already gathered. On two ranks::
 
@@ -365,7 +365,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             output = model(torch.ones(1, 4))
             with CommDebugMode() as communication:
                 output.sum().backward()
-            print(communication.get_comm_counts())  # 3 all-gathers, 2 without the evaluation
+            print(communication.get_comm_counts())  # 3 all-gathers, 2 without that forward
         """
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
@@ -722,14 +722,14 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             Ub 1.feed_forward.w1, Ub 0, R 1.feed_forward.w1, R 1,
             Ub 0.feed_forward.w1, Ub tok_embeddings+pos_embeddings, R 0.feed_forward.w1, R 0,
             R tok_embeddings+pos_embeddings"""
-        told = """Ub norm+output, Ub 2, R norm+output, Ub 1, Ub 1.feed_forward.w1, Uf 2.feed_forward.w1,
+        explicit_order = """Ub norm+output, Ub 2, R norm+output, Ub 1, Ub 1.feed_forward.w1, Uf 2.feed_forward.w1,
             R 2.feed_forward.w1, R 2, Ub 0, Ub 0.feed_forward.w1, R 1.feed_forward.w1, R 1,
             Ub tok_embeddings+pos_embeddings, R 0.feed_forward.w1, R 0, R tok_embeddings+pos_embeddings"""
         parts = [("tok_embeddings+pos_embeddings",), *((f"{i}", f"{i}.feed_forward.w1") for i in range(3))]
         forward = [f"Uf {name}, Rf {name}" for (name,) in parts[:1]]
         forward += [f"Uf {layer}, Uf {inner}, Rf {inner}, Rf {layer}" for layer, inner in parts[1:]]
         forward += ["Uf norm+output, Rf norm+output"]
-        backward = re.sub(r",\s+", ", ", told if explicit else default)
+        backward = re.sub(r",\s+", ", ", explicit_order if explicit else default)
         if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
         self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
@@ -739,7 +739,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_backward_prefetch(self):
         """Modules of one group are gathered together, before the first of them computes."""
-        args = {"n_layers": 5}  # no tied weights: FSDP refuses a parameter that is in two groups
+        args = {"n_layers": 5}  # no tied weights: FSDP rejects a parameter that is in two groups
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
         layers = list(model.layers)

@@ -1,7 +1,7 @@
 """Conversions of an FSDP2 model: ``to``, ``half``, ``cpu`` and the like convert shards as they convert a plain module.
 
 Before the first forward every conversion works. After it FSDP2 has buffers of one dtype. A later conversion either
-works or is refused, and no forward uses the parameters from before the conversion.
+works or is rejected, and no forward uses the parameters from before the conversion.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def sharded(model: Model, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def refusing(param: torch.Tensor) -> Iterator[None]:
+def rejecting(param: torch.Tensor) -> Iterator[None]:
     """Within the context, conversions of this parameter fail."""
     reference = weakref.ref(param)
     yield
@@ -161,9 +161,9 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         unsharded=[True, False],
     )
     def test_between_steps(self, conversion, param_dtype, keeps_gradients, unsharded):
-        """After a conversion the next step equals that of the converted plain model, or it is refused.
+        """After a conversion the next step equals that of the converted plain model, or it is rejected.
 
-        A refused model works again in the dtype of the first forward. It uses values written to the parameters since.
+        A rejected model works again in the dtype of the first forward. It uses values written to the parameters since.
         """
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=f32))
         self._backward(plain, model, param_dtype)
@@ -179,9 +179,9 @@ class TestFullyShardConversion(FSDPTestMultiThread):
                 local_of(param.detach()).mul_(1.5)
         try:
             self._backward(plain, model, param_dtype, seed=1)
-        except RuntimeError as refusal:
-            self.assertIn("dtype", str(refusal))
-            torch.get_device_module(self.device.type).synchronize()  # with what the refused forward has begun
+        except RuntimeError as error:
+            self.assertIn("dtype", str(error))
+            torch.get_device_module(self.device.type).synchronize()  # with what the rejected forward has begun
             if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
                 return  # the model is no longer usable
             model.reset_iter_state()
@@ -224,7 +224,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_integers_are_refused(self):
-        """A conversion to integers is refused and changes nothing. Training continues."""
+        """A conversion to integers is rejected and changes nothing. Training continues."""
         plain, model = self._pair()
         for step in range(2):
             for each in (plain, model):
@@ -241,7 +241,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         plain, model = self._pair()
         if trained:
             self._backward(plain, model)
-        with refusing(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
+        with rejecting(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
             model.half()
         self.assertEqual([model.second.weight.dtype, model.second.bias.dtype], [torch.float16, f32])
         self._convert("half", plain, model)
@@ -254,7 +254,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         """If a conversion raises halfway, the next forward uses the current parameters or raises."""
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=f32))
         self._backward(plain, model, bf16)
-        with refusing(model.second.bias), contextlib.suppress(RuntimeError):
+        with rejecting(model.second.bias), contextlib.suppress(RuntimeError):
             model.double()
         for each in (plain, model):
             for param in each.parameters():
@@ -276,7 +276,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
         before = {name: grad.to_local().clone() for name, grad in grads.items()}
         self.assertGreater(len(before), 0)
-        with refusing(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
+        with rejecting(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
             model.half()
         with torch_defect("fsdp2_failed_conversion_loses_gradients"):
             for name, grad in before.items():

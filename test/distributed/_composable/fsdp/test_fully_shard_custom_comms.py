@@ -161,10 +161,10 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
         """FSDP tells the backend which stream will read the memory of each gradient."""
-        told: dict[int, Any] = {}
+        streams: dict[int, Any] = {}
 
         def record(buffer: torch.Tensor, stream: Any) -> None:
-            told[internals.storage_id(buffer)] = stream
+            streams[internals.storage_id(buffer)] = stream
 
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(self.device)
         shard_each((*model, model), mesh=self._mesh(*shape), mp_policy=policy)
@@ -172,7 +172,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             model(rows(self.rank, 0, self.device, 2, 4)).sum().backward()
         current = torch.get_device_module(self.device.type).current_stream()
         for name, param in model.named_parameters():
-            self.assertEqual(told[internals.storage_id(param.grad.to_local())], current, name)
+            self.assertEqual(streams[internals.storage_id(param.grad.to_local())], current, name)
 
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(1)
@@ -187,17 +187,17 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
-        """A module with parameters on several meshes refuses a custom collective."""
+        """A module with parameters on several meshes rejects a custom collective."""
         linear = nn.Linear(8, 8, device=self.device)
         other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
         bias = linear.bias
         model: Any = fully_shard(linear, shard_placement_fn=lambda param: result if param is bias else None)
         self.assertEqual(len(internals.groups_in(model)), 2)
-        refused = "{} is not supported with multiple param groups"
-        with self.assertRaisesRegex(ValueError, refused.format("set_custom_all_gather")):
+        rejected = "{} is not supported with multiple param groups"
+        with self.assertRaisesRegex(ValueError, rejected.format("set_custom_all_gather")):
             model.set_custom_all_gather(ReusingAllGather(8))
-        with self.assertRaisesRegex(ValueError, refused.format("set_custom_reduce_scatter")):
+        with self.assertRaisesRegex(ValueError, rejected.format("set_custom_reduce_scatter")):
             model.set_custom_reduce_scatter(ReusingReduceScatter(8))
 
 

@@ -48,7 +48,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(forces_sum=[False, True], shape=[(4,), (2, 2)])
     def test_divide_factor_of_zero(self, forces_sum, shape):
-        """Backward refuses a factor of zero. After a forced sum it divides as for any other number."""
+        """Backward rejects a factor of zero. After a forced sum it divides as for any other number."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(*shape))
         model.set_gradient_divide_factor(0.0)

@@ -1,7 +1,7 @@
 """FSDP2 over some dimensions of a mesh on which the parameters are already DTensors (``dp_mesh_dims``).
 
 Training equals data parallelism over the named dimensions, whatever the other dimensions do. The sharded parameters
-have the right placements. Invalid combinations are refused.
+have the right placements. Invalid combinations are rejected.
 """
 
 from __future__ import annotations
@@ -514,7 +514,7 @@ class TestReductionOverTensorParallelism(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(on_whole_mesh=[False, True], accumulates=[False, True])
     def test_partial_gradients_are_added_in_reduce_dtype(self, on_whole_mesh, accumulates):
-        """A replicated weight of a split sequence has a gradient that is a sum over these ranks, too.
+        """A replicated weight of a split sequence has a gradient that is also a sum over these ranks.
 
         Gradients that are accumulated are cast before they are added.
         """

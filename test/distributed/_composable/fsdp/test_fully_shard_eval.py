@@ -43,7 +43,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         before_step=[True, False],
     )
     def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
-        """An evaluation and a reshard change neither gradients, parameters nor collectives."""
+        """A forward in eval mode and a reshard change neither gradients, parameters nor collectives."""
         ref_model, model = self._two_mlps(reshard_after_forward)
         counts: list[Counter[str]] = []
 
@@ -86,8 +86,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         """A model may be evaluated in inference mode before it is trained.
 
         It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
-        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The same
-        evaluation works after a step or under ``no_grad``.
+        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The
+        same forward works after a step or under ``no_grad``.
 
             model = fully_shard(nn.Linear(2, 2))
             with torch.inference_mode():
@@ -143,7 +143,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         evaluates=[True, False],
     )
     def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
-        """What is done with the parameters after an evaluation counts in the next steps, as in a plain model."""
+        """Changes of parameters after a forward in eval mode count in the next steps, as in a plain model."""
         ref_model, model = both = self._two_mlps(reshard_after_forward)
         batches = [self._inputs(2, 8) for _ in range(3)]
 
@@ -213,7 +213,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
                     self.assertEqual(model(inp), ref_model(inp))
                 with torch.no_grad():
                     for param in (*model.parameters(), *ref_model.parameters()):
-                        param.mul_(3)  # the second evaluation reads the new shards
+                        param.mul_(3)  # the second forward reads the new shards
 
 
 if __name__ == "__main__":

@@ -661,7 +661,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     def test_release_that_is_refused(self):
-        """The release hook is refused without the other hooks, if it returns no bool, or with an int
+        """The release hook is rejected without the other hooks, if it returns no bool, or with an int
         ``reshard_after_forward``.
         """
         name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -720,11 +720,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_no_smaller_mesh(self):
-        """After a reshard to a smaller mesh, backward refuses to gather a parameter with hooks."""
+        """After a reshard to a smaller mesh, backward raises for a parameter with hooks."""
         layer = fully_shard(positive(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
         (extension,) = extend(layer).values()
         loss = layer(self._input(8)).sum()
-        with self.assertRaisesRegex(NotImplementedError, "^$"):  # other refusals have a message
+        with self.assertRaisesRegex(NotImplementedError, "^$"):  # other errors have a message
             loss.backward()
         self.assertEqual(len(extension.pre_arguments), 1)
 

@@ -379,7 +379,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_reduce_dtype_after_frozen_forward(self):
-        """A layer that is frozen in its first forward and trained later reduces in that dtype, too.
+        """A layer that is frozen in its first forward and trained later also reduces in that dtype.
 
         It does not before 2.14, a defect seen with torch 2.13.0. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of
         gradients once, from the parameters that are trainable in the first forward. Without any it leaves them unset.

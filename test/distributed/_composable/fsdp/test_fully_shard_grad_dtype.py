@@ -349,7 +349,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, UNSET], reduce_dtype=[None, f32, bf16])
     def test_all_reduce_in_grad_dtype(self, grad_dtype, reduce_dtype):
-        """The all-reduce uses the dtype of the reduce-scatter. Partial reductions accumulate in that dtype, too."""
+        """The all-reduce uses the dtype of the reduce-scatter. Partial reductions also accumulate in that dtype."""
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         layer = self._layer(bf16, grad_dtype, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         wanted = bf16 if grad_dtype == UNSET else f32

@@ -227,7 +227,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             def __init__(self, trunk: nn.Module) -> None:
                 super().__init__()
                 self.trunk = trunk
-                self.left, self.right, self.nobody = (nn.Linear(8, 8) for _ in range(3))
+                self.left, self.right, self.unused = (nn.Linear(8, 8) for _ in range(3))
 
             def forward(self, x: torch.Tensor, outer: str, *inner: str) -> torch.Tensor:
                 return getattr(self, outer)(self.trunk(x, *inner))

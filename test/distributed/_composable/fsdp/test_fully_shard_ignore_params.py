@@ -71,13 +71,13 @@ def _append_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _drawn(seed: int) -> torch.Tensor:
+def _random_rows(seed: int) -> torch.Tensor:
     return torch.randn((DIM, DIM), generator=torch.Generator().manual_seed(seed))
 
 
 def _generate_model_and_input() -> tuple[A, torch.Tensor]:
     torch.manual_seed(21)
-    return A(DIM, addend=_drawn(42), subtrahend=_drawn(70)), _drawn(84)
+    return A(DIM, addend=_random_rows(42), subtrahend=_random_rows(70)), _random_rows(84)
 
 
 def _find_name_param_mappings(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, str]]:
@@ -214,7 +214,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_buffers_below_ignored_path(self):
-        """The search for ignored parameters refuses buffers, because nothing would sync them."""
+        """The search for ignored parameters rejects buffers, because nothing would sync them."""
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.assertEqual(_discover_fsdp_ignored_params(model, "1"), set(model[1].parameters()))
         with self.assertRaisesRegex(ValueError, "0 has buffers"):

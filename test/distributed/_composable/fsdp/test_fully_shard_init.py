@@ -50,7 +50,7 @@ RECURSING = [
     *("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),
     *("set_reshard_after_backward", "set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"),
     *("set_reduce_scatter_max_input_buffers", "set_keep_unsharded_storage"),
-]  # methods that do the same for all FSDP modules inside, unless told otherwise
+]  # methods that do the same for all FSDP modules inside, unless an argument says otherwise
 
 
 def three_layer_transformer() -> Transformer:
@@ -436,7 +436,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reset_sharded_param_in_lazy_init(self):
-        # With three rows over two ranks, the replacement must be padded like the original parameter.
+        # With three rows over two ranks, the replacement must be padded like the parameter itself.
         ref_model = filled(Magnitude().to(self.device))
         ref_model.set_magnitude()
         with META:
@@ -541,7 +541,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
             self.assertFalse((local == MARK).any().item(), name)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                if name.endswith("bias"):  # replicas draw different values on some devices
+                if name.endswith("bias"):  # replicas have different random values on some devices
                     param.zero_()
                 else:
                     param.abs_()  # so that every ReLU is active

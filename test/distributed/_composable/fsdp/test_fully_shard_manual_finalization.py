@@ -125,7 +125,7 @@ class ManualTest(TrainingMixin, FSDPTest):
     def _models(
         self, make: Callable[[], Any] = stack, wrap: Callable[[Any], list[Any]] | None = None, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """A plain model and its sharded copy with manual finalization. After this call each rank draws its own data."""
+        """A plain model and its sharded copy with manual finalization. After this call ranks have different data."""
         manual_seed(42)
         plain = make().to(self.device)
         model = self._replica(plain)
@@ -469,9 +469,9 @@ class TestFullyShardManualFinalization(ManualTest):
             self._check_gradients(plain, model)
             take_step(optims)
 
-    # --- Refused calls ---
+    # --- Rejected calls ---
 
-    def _check_refused(self, message: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _check_rejected(self, message: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """The call must raise an error with this message, without any collective."""
         with recorded() as calls, self.assertRaisesRegex(RuntimeError, message):
             function(*args, **kwargs)
@@ -485,10 +485,10 @@ class TestFullyShardManualFinalization(ManualTest):
         self._accumulate(plain, model)
         for mlp in model[1:]:
             message = "finalize_backward must be called on the root FSDP module"
-            self._check_refused(message, mlp.finalize_backward, async_op=async_op)
+            self._check_rejected(message, mlp.finalize_backward, async_op=async_op)
             for enabled in (True, False):
                 message = "set_manual_backward_finalization must be called on the root FSDP module"
-                self._check_refused(message, mlp.set_manual_backward_finalization, enabled)
+                self._check_rejected(message, mlp.set_manual_backward_finalization, enabled)
         finalize(model, async_op)
         self._check_gradients(plain, model)
 
@@ -498,39 +498,39 @@ class TestFullyShardManualFinalization(ManualTest):
         _, model = self._models()
         model[1].set_manual_backward_finalization(True)
         message = "set_manual_backward_finalization must be called on the root FSDP module"
-        self._check_refused(message, model, self._inputs(4, DIM))
+        self._check_rejected(message, model, self._inputs(4, DIM))
 
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_automatic(self, async_op):
-        """With automatic finalization the call is refused and changes nothing."""
+        """With automatic finalization the call is rejected and changes nothing."""
         plain, model = self._models()
         model.set_manual_backward_finalization(False)
         self._accumulate(plain, model)
         message = r"requires manual backward finalization. Call set_manual_backward_finalization\(True\) before forward"
-        self._check_refused(message, model.finalize_backward, async_op=async_op)
+        self._check_rejected(message, model.finalize_backward, async_op=async_op)
         self._check_gradients(plain, model)
 
     @skip_if_lt_x_gpu(2)
     @subtests(manual=[True, False])
     def test_within_backward(self, manual):
-        """During a backward, finalization and a change of the setting are refused. The same value is allowed."""
+        """During a backward, finalization and a change of the setting are rejected. The same value is allowed."""
         plain, model = self._models()
         model.set_manual_backward_finalization(manual)
-        refused = []
+        rejected = []
 
         def call(grad: torch.Tensor) -> None:
             message = "cannot change mode during backward"
-            self._check_refused(message, model.set_manual_backward_finalization, not manual)
+            self._check_rejected(message, model.set_manual_backward_finalization, not manual)
             model.set_manual_backward_finalization(manual)
             message = "must be called after backward completes" if manual else "requires manual backward finalization"
             for async_op in (True, False):
-                self._check_refused(message, model.finalize_backward, async_op=async_op)
-            refused.append(1)
+                self._check_rejected(message, model.finalize_backward, async_op=async_op)
+            rejected.append(1)
 
         handle = model[1].register_forward_hook(lambda module, args, output: output.register_hook(call) and None)
         self._accumulate(plain, model, num_microbatches=1)
-        self.assertEqual(refused, [1])
+        self.assertEqual(rejected, [1])
         handle.remove()
         if manual:
             finalize(model)
@@ -543,7 +543,7 @@ class TestFullyShardManualFinalization(ManualTest):
         plain, model = self._models()
         self._accumulate(model)
         message = "cannot change mode after backward starts"
-        self._check_refused(message, model.set_manual_backward_finalization, False)
+        self._check_rejected(message, model.set_manual_backward_finalization, False)
         model.set_manual_backward_finalization(True)
         if way_out == "finalize":
             finalize(model)
@@ -573,7 +573,7 @@ class TestFullyShardManualFinalization(ManualTest):
         with self.assertRaisesRegex(ZeroDivisionError, "on demand"):
             self._accumulate(model, num_microbatches=1)
         handle.remove()
-        self._check_refused("must be called after backward completes", model.finalize_backward)
+        self._check_rejected("must be called after backward completes", model.finalize_backward)
         model.reset_iter_state()
         self._check_trains(plain, model)
 
@@ -690,7 +690,7 @@ class TestFullyShardManualFinalizationOfSeveralRoots(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_one_at_a_time(self):
-        """While one root's reduction is pending, the other's forward, finalization and reset are refused."""
+        """While one root's reduction is pending, the other's forward, finalization and reset are rejected."""
         plain, model = self._roots()
         first, second = model
         for index in range(2):
@@ -713,7 +713,7 @@ class TestFullyShardManualFinalizationOfSeveralRoots(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_open_iteration_of_another(self):
-        """Asynchronous finalization is refused while the other root is not finalized."""
+        """Asynchronous finalization is rejected while the other root is not finalized."""
         plain, model = self._roots()
         first, second = model
         for index in range(2):
@@ -797,7 +797,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, which=["root", "mlp", "all"], async_op=[True, False])
     def test_finalization_without_all_reduce(self, which, async_op):
-        """Finalization without all-reduce is refused before any reduction. It works after all-reduce is enabled."""
+        """Finalization without all-reduce is rejected before any reduction. It works after all-reduce is enabled."""
         plain, model = self._models(mesh=self._mesh(2, 2))
         model.set_requires_gradient_sync(False)
         self._accumulate(plain, model)
@@ -816,7 +816,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, way_out=["backward", "reset"], async_op=[True, False])
     def test_finalization_after_partial_reduction(self, way_out, async_op):
-        """Finalization after a partial reduction is refused. Another backward with all-reduce completes the reduction,
+        """Finalization after a partial reduction is rejected. Another backward with all-reduce completes the reduction,
         or a reset drops it.
         """
         plain, model = self._models(mesh=self._mesh(2, 2))

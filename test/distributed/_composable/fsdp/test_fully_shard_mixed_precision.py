@@ -559,7 +559,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
             layer.detaches = detaches
         inp = torch.ones(2, 4, device=self.device) / 3 + self.rank
         self.assertEqual(model(inp), plain(inp))
-        # A torch that does not look into dataclasses copies all containers beside an input with a gradient.
+        # A version that does not look into dataclasses copies all containers beside an input with a gradient.
         is_copied = not (detaches and torch_facts.FINDS_TENSORS_IN_DATACLASSES) and isinstance(container, (list, dict))
         with torch_defect("fsdp2_writes_beside_gradients_are_lost", when=is_copied):
             self.assertEqual(model.container, plain.container)

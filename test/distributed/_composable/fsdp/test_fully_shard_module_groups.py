@@ -109,8 +109,8 @@ class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
         model = self._replica(ref_model)
         fully_shard([model.body, model.head], reshard_after_forward=reshard_after_forward)
         fully_shard(model)
-        misses = how == "called twice" or (reshard_after_forward and how != "in the loss")
-        with torch_defect("fsdp2_group_is_gathered_for_one_output", when=misses):
+        is_dropped = how == "called twice" or (reshard_after_forward and how != "in the loss")
+        with torch_defect("fsdp2_group_is_gathered_for_one_output", when=is_dropped):
             self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
 

@@ -301,7 +301,7 @@ class TestFullyShardOverlap(FSDPTest):
     def test_fully_shard_backward_comm_overlap(self):
         """If communication takes longer than compute, all-gathers and reduce-scatters overlap with each other.
 
-        They cannot overlap on one stream, which stands for one communicator.
+        They cannot overlap on one stream, which represents one communicator.
         """
         compute_ms, comm_ms = 5, 15
         with streams():

@@ -33,7 +33,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(before=[True, False, 2], after=[True, False], trains=[True, False])
     def test_reshard_after_forward_changes_between_steps(self, before, after, trains):
-        """The setter may come after a training step or an evaluation, wherever the parameters are then."""
+        """The setter may come after a training step or a forward in eval mode, wherever the parameters are then."""
         ref_model, model = both = [filled(nn.Linear(4, 3, device=self.device)) for _ in range(2)]
         fully_shard(model, reshard_after_forward=before)
         self._seed()

@@ -422,7 +422,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_errors(self):
-        """FSDP refuses types that it cannot store or restore. The message names the type and the axis."""
+        """FSDP rejects types that it cannot store or restore. The message names the type and the axis."""
         mesh, world = mesh_of(("dp", "tp"), (2, 2)), mesh_of(("world",), (4,))
         dp, tp, everyone = mesh.get_group("dp"), mesh.get_group("tp"), world.get_group("world")
         only_tp = frozenset([spmd.MeshAxis.of(tp)])

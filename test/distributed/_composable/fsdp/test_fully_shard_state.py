@@ -1,4 +1,4 @@
-"""The result of ``fully_shard`` on a module: its FSDP state, its generated class, and what that class refuses."""
+"""The result of ``fully_shard`` on a module: its FSDP state, its generated class, and what that class rejects."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_prefetch_setters(self):
-        """The setters accept only FSDP modules. A refused call does not change the earlier setting."""
+        """The setters accept only FSDP modules. A rejected call does not change the earlier setting."""
         model = self._two_wrapped_in_one()
         first, second = model
         for direction in ("forward", "backward"):
@@ -220,7 +220,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
-        """FSDP modules share the first one's context. Others are refused. A list may be empty."""
+        """FSDP modules share the first one's context. Others are rejected. A list may be empty."""
         share = internals.fsdp2.share_comm_ctx
         first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
         contexts = [internals.comm_context(module) for module in (first, second, third)]
@@ -295,7 +295,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_refused_root_can_become_a_part(self):
-        """A group cannot be the root. After it was refused, the whole model can be wrapped."""
+        """A group cannot be the root. After it was rejected, the whole model can be wrapped."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         fully_shard([*model])
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):

@@ -227,7 +227,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self.assertEqual(torch.equal(model.weight.to_local(), start), not has_rows)
 
     def _move_to_new_storage(self, model: nn.Module) -> None:
-        """Move to the host and back. If the device is the host, convert to another precision and back."""
+        """Move to the CPU and back. If the device is the CPU, convert to another precision and back."""
         if accelerator.current().has("device_memory"):
             model.to(HOST).to(self.device)
         else:
@@ -364,7 +364,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             for name, value in taken.items():
                 self.assertEqual(isinstance(value, DTensor), not full)
                 self.assertEqual(value.device.type, HOST.type if offload else self.device.type)
-                found = value.to(self.device)  # the backend may lack collectives on the host
+                found = value.to(self.device)  # the backend may lack collectives on the CPU
                 self.assertEqual(found if full else found.full_tensor(), whole[name], name)
 
         other = self._shard_two_linears(self._two_linears(dim, seed=43))

@@ -93,7 +93,7 @@ class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_root_move_forward_input_to_device(self):
-        """FSDP moves inputs from the host to the device. If the device is the host, it passes the tensors unchanged."""
+        """FSDP moves inputs from the CPU to the device. If the device is the CPU, it passes the tensors unchanged."""
         received: list[torch.Tensor] = []
 
         class ParamlessModule(nn.Module):
@@ -266,9 +266,14 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             self._check_dtypes(param.grad for param in model.parameters())
 
         generator = torch.Generator().manual_seed(42 + self.rank)
-        draw = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
+        sample = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
         self._check_training(
-            ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
+            ref_model,
+            model,
+            lambda: sample().to(self.device),
+            compare=compare,
+            optim_cls=torch.optim.Adam,
+            foreach=True,
         )
         dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
 
@@ -1077,7 +1082,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         check_sharded_parity(self, ref_model, model)
 
 
-# The ranks of tensor parallelism, the replicas, and how modules other than layers reshard after forward. With tensor
+# The TP ranks, the replicas, and how modules other than layers reshard after forward. With tensor
 # parallelism, resharding to a smaller mesh (2) is not supported.
 EXPERTS = [(1, 1, False), (1, 2, 2), (2, 1, True), (2, 2, True)]
 if TEST_WITH_SLOW:
@@ -1089,7 +1094,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_is_refused_with_tp(self):
-        """FSDP refuses to reshard DTensors to a smaller mesh, and refuses a 3D DTensor."""
+        """FSDP reshards no DTensors to a smaller mesh, and rejects a 3D DTensor."""
         mesh = self._mesh(self.world_size, 1, names=("dp", "tp"))
         model = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(self.device), mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
@@ -1163,7 +1168,7 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         use_activation_checkpointing=[False, True],
         mlp_dim=[3, 16, 17],
         sync_gradients_at_last_batch=[True, False],
-        # Pinned memory only changes how a gradient is copied to the host. Other tests cover it.
+        # Pinned memory only changes how a gradient is copied to the CPU. Other tests cover it.
         offload_policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)],
     )
     def test_train_parity_hsdp(

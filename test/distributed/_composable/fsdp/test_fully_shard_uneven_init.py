@@ -69,7 +69,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """If tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
 
         The all-gather works, but the reduction raises "_chunk_cat expects non-empty tensor" (seen with torch 2.13.0,
-        2.11.0 and 2.9.1). The operator refuses the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
+        2.11.0 and 2.9.1). The operator rejects the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
         On two ranks, without tensor parallelism::
 
             layer = nn.Linear(4, 4)

@@ -162,7 +162,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         param_dtype=[torch.float32, torch.bfloat16],
     )
     def test_inference(self, grad_mode, reshard_after_forward, offload_policy, param_dtype):
-        """The memory is kept without gradients, too. Outputs follow the shards, which change between forwards."""
+        """The memory is also kept without gradients. Outputs follow the shards, which change between forwards."""
         ref_model = self._plain().to(param_dtype)
         policies = {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype)}
         model = shard(self._plain(), reshard_after_forward=reshard_after_forward, **policies)

@@ -156,7 +156,7 @@ class Training:
 
 
 class LateWriter(FileSystemWriter):
-    """A writer that starts only when it is told to, as if all training until then had been faster."""
+    """A writer that starts only on a signal, as if all training until then had been faster."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -350,7 +350,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(cache_staged_state_dict=[False, True])
     def test_async_save_of_sharded_tensors(self, cache_staged_state_dict):
-        """The writer copies the states of FSDP1 to the host."""
+        """The writer copies the states of FSDP1 to the CPU."""
         path = os.path.join(self.temp_dir, str(cache_staged_state_dict))
         writer = FileSystemWriter(path, cache_staged_state_dict=cache_staged_state_dict)
         self._test_async_save_of_sharded_tensors(path, storage_writer=writer)
@@ -539,7 +539,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_save_while_gathered(self):
-        """An evaluation leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
+        """A forward in eval mode leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
 
         Training then continues.
         """

@@ -196,7 +196,7 @@ class TestFSDPWithEP(DTensorTestBase):
         self._train(model, optim, range(7, 8), idle)
         state = self._states(model, optim)
         dcp.load(state, checkpoint_id=path)
-        # An expert without an optimizer state would be refused.
+        # An expert without an optimizer state would be rejected.
         options = StateDictOptions(strict=idle is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
         set_state_dict(model, optim, **states, options=options)

@@ -131,11 +131,11 @@ class TestPipeline(FSDPTest):
     def test_layers_on_no_device(self):
         """If meta tensors are not left out, four ranks save each name, but only one has a value.
 
-        All ranks refuse this, and no checkpoint is left.
+        All ranks reject this, and no checkpoint is left.
         """
         msd, osd = get_state_dict(*self._stage())
         self.assertEqual(len(msd), 8)
-        # The writer copies tensors to the host, or expects that they are there if a stream copies those of the device.
+        # The writer copies tensors to the CPU, or expects that they are there if a stream copies those of the device.
         with self.assertRaisesRegex(CheckpointException, "Cannot copy out of meta tensor|Tensor must be on CPU"):
             dcp.save({"model": msd, "optim": osd}, checkpoint_id=self.temp_dir)
         self.assertFalse(os.path.exists(os.path.join(self.temp_dir, ".metadata")))

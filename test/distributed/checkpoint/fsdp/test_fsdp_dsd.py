@@ -187,7 +187,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         self._check(self._values(*loading.states()), self._reference(loading))
 
     def _is_fsdp1(self, pair: Pair) -> bool:
-        """Whether the pair uses FSDP1. Its full state dicts on the host have wrong states if the host is the device."""
+        """Whether the pair uses FSDP1. Its full state dicts on the CPU have wrong states if the CPU is the device."""
         return isinstance(pair.model, FSDP)
 
     def _state(self, pair: Pair, options: StateDictOptions) -> dict[str, Any]:

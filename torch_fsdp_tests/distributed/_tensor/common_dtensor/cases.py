@@ -37,7 +37,7 @@ def num_devices() -> int:
 
 
 def reduce_local_int(val: Any, func: Callable[[Mapping[int, int]], Result]) -> Result:
-    """Call ``func`` with the numbers by rank that a ``torch.SymInt`` of torch's local tensors stands for."""
+    """Call ``func`` with the numbers by rank that a ``torch.SymInt`` of torch's local tensors represents."""
     return func(val.node._local_ints)
 
 

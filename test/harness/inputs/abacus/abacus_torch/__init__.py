@@ -139,7 +139,7 @@ is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dyn
 
 
 def show_config() -> str:
-    """torch's description of itself. It starts the driver, as a torch that was built for CUDA does."""
+    """torch's description of itself. It starts the driver, as a version of PyTorch that was built for CUDA does."""
     _C.start_driver()
     return _show_config()
 
@@ -194,7 +194,7 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def _ledger(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    if os.environ.get("ABACUS_EXCLUSIVE"):  # refuse ranks that share a device, as some backends do
+    if os.environ.get("ABACUS_EXCLUSIVE"):  # reject ranks that share a device, as some backends do
         store.set(f"device of rank {rank}", str(_C.current_device()))
         taken = [int(store.get(f"device of rank {each}")) for each in range(size)]
         if len(set(taken)) < size:

@@ -1,8 +1,8 @@
-"""The dispatcher's side of a run under a launcher: its agents, which are the processes of all other ranks.
+"""The dispatcher's side of a run under a launcher: its workers, which are the processes of all other ranks.
 
 If a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher, as it would be alone. The processes of
-the other ranks are agents (:mod:`torch_fsdp_tests.dispatch.agent`). Files run one after the other. An agent starts its
-part of a file when one of the file's tests first needs the agent's rank, so unused ranks cost nothing.
+the other ranks are workers (:mod:`torch_fsdp_tests.dispatch.worker`). Files run one after the other. A worker starts
+its part of a file when one of the file's tests first needs the worker's rank, so unused ranks cost nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device.machine import LIMIT
-from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.dispatch import worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -31,31 +31,31 @@ from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.verdict import death, ranks_in_words, shown
 
-END_LIMIT = 20.0  # seconds for an agent to end its part of a file
-END_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
-ANSWER_LIMIT = 60.0  # seconds for an agent to describe its machine
-assert agent.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
+END_LIMIT = 20.0  # seconds for a worker to end its part of a file
+END_DELAY = 2.0  # seconds by which the end of rank 0's part may be seen later than the ends that it caused
+ANSWER_LIMIT = 60.0  # seconds for a worker to describe its machine
+assert worker.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
 
 
 @dataclasses.dataclass
 class _Part:
     """What is known about one rank's part of the running file."""
 
-    ended: agent.FileEnded | None = None
-    ended_at: float = 0.0  # when that was noticed
-    over: agent.FileOver | None = None
+    ended: worker.FileEnded | None = None
+    ended_at: float = 0.0  # when that was seen
+    over: worker.FileOver | None = None
 
 
-class Agents(Site):
+class Workers(Site):
     """The site of a launch: the processes of all other ranks, in order of rank."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.world_size = launch, launch.world_size
         self.signals: list[int] = []
-        self._peers = Peers(launch, agent.ANSWERS)
+        self._peers = Peers(launch, worker.ANSWERS)
         self._give_up = time.monotonic() + GATHER_LIMIT
         self._number = 0  # of the running file
-        self._order: agent.StartFile | None = None
+        self._order: worker.StartFile | None = None
         self._parts: dict[int, _Part] = {}
         self._gone: set[int] = set()  # ranks
         self._end_by: float | None = None  # when all parts must be over
@@ -69,7 +69,7 @@ class Agents(Site):
         self._compare(run, device)
 
     def wait_for_all(self) -> None:
-        """Wait for all agents. Raises :class:`LaunchFailure`."""
+        """Wait for all workers. Raises :class:`LaunchFailure`."""
         absent = self._peers.gather(range(1, self.launch.world_size), self._give_up)
         if absent:
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
@@ -82,13 +82,13 @@ class Agents(Site):
 
     def watch(self, children: Children) -> None:
         for rank, peer in self._peers.of_rank.items():
-            children.watch(peer.connection, functools.partial(self.hear, rank))
+            children.watch(peer.connection, functools.partial(self.on_message, rank))
 
     def _compare(self, run: RunTests, device: str) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         root, test_directory = run.default_directory.parent, run.test_directory
-        own = agent.describe(test_directory, device)
-        machines = self._ask(agent.Describe(_relative(root, test_directory), device, run.fixes))
+        own = worker.describe(test_directory, device)
+        machines = self._ask(worker.Describe(_relative(root, test_directory), device, run.fixes))
         self._machines = {rank: machine.facts for rank, machine in {0: own, **machines}.items()}
         differing: dict[str, list[int]] = {}
         for rank, machine in machines.items():
@@ -107,17 +107,17 @@ class Agents(Site):
             sentences = (f"\n  {ranks_in_words(ranks)}: {words}" for words, ranks in differing.items())
             raise LaunchFailure(f"the machines of the launch differ:{''.join(sentences)}")
 
-    def _ask(self, question: agent.Describe) -> dict[int, agent.Machine]:
-        """The answers of all agents, in order of rank."""
+    def _ask(self, question: worker.Describe) -> dict[int, worker.Machine]:
+        """The answers of all workers, in order of rank."""
         for peer in self._peers.of_rank.values():
             peer.connection.tell(question)
         give_up = time.monotonic() + ANSWER_LIMIT
-        answers: dict[int, agent.Machine] = {}
+        answers: dict[int, worker.Machine] = {}
         for rank, peer in sorted(self._peers.of_rank.items()):
             answer = _receive(peer.connection, give_up)
             if answer is None:
                 raise LaunchFailure(f"{peer} is gone, or did not answer within {ANSWER_LIMIT:g} s")
-            if isinstance(answer, agent.Signalled):
+            if isinstance(answer, worker.Signalled):
                 raise SystemExit(128 + answer.signal)
             answers[rank] = answer
         return answers
@@ -129,7 +129,7 @@ class Agents(Site):
         attempt = f"{self.launch.attempt}.{self._number}"
         self._parts, self._end_by = {}, None
         folder = _relative(run.default_directory.parent, run.test_directory)
-        self._order = agent.StartFile(self._number, folder, name, run.arguments, attempt, dict(variables))
+        self._order = worker.StartFile(self._number, folder, name, run.arguments, attempt, dict(variables))
         return self.launch.variables(attempt)
 
     def call(self, ranks: Collection[int]) -> None:
@@ -141,23 +141,23 @@ class Agents(Site):
         self._ended_at = time.monotonic()
         self._end_by = self._ended_at + END_LIMIT
         for rank in self._parts.keys() - self._gone:
-            self._peers.of_rank[rank].connection.tell(agent.EndFile(self._number))
+            self._peers.of_rank[rank].connection.tell(worker.EndFile(self._number))
 
     @property
     def busy(self) -> list[int]:
         return sorted(rank for rank, part in self._parts.items() if part.over is None and rank not in self._gone)
 
-    def hear(self, rank: int) -> bool:
-        """Process the messages of an agent. Returns False if the agent is gone."""
+    def on_message(self, rank: int) -> bool:
+        """Process the messages of a worker. Returns False if the worker is gone."""
         peer = self._peers.of_rank[rank]
         try:
             for message in peer.connection.arrived():
                 match message:
-                    case agent.Signalled():
+                    case worker.Signalled():
                         self.signals.append(message.signal)
-                    case agent.FileEnded(number=self._number) if rank in self._parts:
+                    case worker.FileEnded(number=self._number) if rank in self._parts:
                         self._parts[rank] = _Part(message, time.monotonic())
-                    case agent.FileOver(number=self._number) if rank in self._parts:
+                    case worker.FileOver(number=self._number) if rank in self._parts:
                         self._parts[rank].over = message
         except MessageError as error:
             self._lose(peer, f"sent an invalid message: {error}")
@@ -172,37 +172,37 @@ class Agents(Site):
             self.lost_host = peer.hello.host
 
     def due(self) -> float:
-        early = [part.ended_at + END_NEWS for part in self._parts.values() if part.ended is not None]
+        early = [part.ended_at + END_DELAY for part in self._parts.values() if part.ended is not None]
         if self._end_by is None:
             return min(early, default=math.inf)
         return self._end_by if self.busy else math.inf
 
     def check_time(self) -> str | None:
-        """Another rank's process may have left the file by itself. Also records lost agents."""
+        """Another rank's process may have left the file by itself. Also records lost workers."""
         now = time.monotonic()
         if self._end_by is not None:
             for rank in self.busy if now >= self._end_by else ():
                 self._lose(self._peers.of_rank[rank], f"did not finish its part of the file within {END_LIMIT:g} s")
             return None
         for rank, part in sorted(self._parts.items()):
-            if part.ended is not None and now >= part.ended_at + END_NEWS:
+            if part.ended is not None and now >= part.ended_at + END_DELAY:
                 return f"the file's process {self._where(rank)}, which {_death(part.ended)}"
         return None
 
     def _where(self, rank: int) -> str:
         return f"at rank {rank} on {self._peers.of_rank[rank].hello.host}"
 
-    def told(self) -> tuple[list[str], str]:
+    def report(self) -> tuple[list[str], str]:
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
-            over = part.over or agent.FileOver(self._number)
+            over = part.over or worker.FileOver(self._number)
             where = self._where(rank)
             notes += [f"the process {each} was left running {where}, and was killed" for each in over.leaks]
             if part.ended is None:
                 continue
-            early = part.ended_at + END_NEWS < self._ended_at
+            early = part.ended_at + END_DELAY < self._ended_at
             if over.was_killed:
-                limit = f"{agent.PATIENCE:g} s"
+                limit = f"{worker.PATIENCE:g} s"
                 notes.append(f"the file's process {where} did not exit within {limit}, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
                 notes.append(f"the file's process {where} ended early: it {_death(part.ended)}")
@@ -214,7 +214,7 @@ class Agents(Site):
     # --- at the end ---
 
     def dismiss(self, status: ExitStatus) -> None:
-        """Waits for agents that have not connected yet, unless the signal that stopped the run ends them as well."""
+        """Waits for workers that have not connected yet, unless the signal that stopped the run ends them as well."""
         if not status.is_from_signal:
             self._peers.gather(range(1, self.launch.world_size), self._give_up)
         self._peers.dismiss(status)
@@ -222,7 +222,7 @@ class Agents(Site):
 
 def _receive(connection: Connection, give_up: float) -> Any | None:
     """Return the next message, or None if the connection ends or no message comes in time."""
-    with selectors.DefaultSelector() as selector:  # select.select() refuses descriptors above 1023
+    with selectors.DefaultSelector() as selector:  # select.select() rejects descriptors above 1023
         selector.register(connection, selectors.EVENT_READ)
         while (left := give_up - time.monotonic()) > 0:
             for message in connection.arrived():
@@ -245,6 +245,6 @@ def _relative(root: Path, test_directory: Path) -> str:
     return str(test_directory.relative_to(root) if inside else test_directory)
 
 
-def _death(ended: agent.FileEnded) -> str:
+def _death(ended: worker.FileEnded) -> str:
     code = os.waitstatus_to_exitcode(ended.status)
     return death(code if code >= 0 else host.signal_name(-code))

@@ -13,54 +13,54 @@ from torch_fsdp_tests.dispatch.atomic import set_aside, write_text
 from torch_fsdp_tests.processes.messages import from_data
 
 
-class Outcome(str, enum.Enum):
-    NOTICED = "noticed"
-    MISSED = "missed"
+class MutantOutcome(str, enum.Enum):
+    KILLED = "killed"
+    SURVIVED = "survived"
     NOT_REACHED = "not reached"  # no test runs the changed statement
-    EQUIVALENT = "equivalent"  # the list says that no test can notice the change
+    EQUIVALENT = "equivalent"  # the list says that no test can kill it
     UNDECIDED = "undecided"  # the harness failed
 
     @property
     def counts(self) -> bool:
-        """Whether it counts in the share of noticed mutants."""
-        return self in (Outcome.NOTICED, Outcome.MISSED)
+        """Whether it counts in the share of killed mutants."""
+        return self in (MutantOutcome.KILLED, MutantOutcome.SURVIVED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class MutantResult:
     id: str
     module: str
     family: str
     operator: str
-    outcome: Outcome
+    outcome: MutantOutcome
     path: str = ""
     line: int = 0
     change: str = ""
-    by: str = ""  # the test that noticed it, as file::Class.test
+    by: str = ""  # the test that killed it, as file::Class.test
     how: str = ""  # its state: failed, error, crashed, timed out
     why: str = ""  # one line: the test's message, the argument, or why it was not reached
     seconds: float = 0.0
     executed: int = 0  # tests
-    tests: tuple[str, ...] = ()  # the tests that ran and did not notice it
+    tests: tuple[str, ...] = ()  # the tests that ran and did not kill it
 
     def as_json(self) -> dict[str, Any]:
         data = {**dataclasses.asdict(self), "outcome": self.outcome.value}
         return {key: value for key, value in data.items() if value not in ("", (), 0)}
 
 
-class Record:
+class ResultFile:
     """The file of findings. Its first line describes the selection. An incomplete line at the end is ignored."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path, self.facts = path, dict(facts)
 
-    def start(self) -> list[Finding]:
+    def start(self) -> list[MutantResult]:
         """Start a new file, and rename an old one. Returns the findings so far: none. Raises ``OSError``."""
         set_aside(self._path, self._path.with_suffix(".before.jsonl").name)
         write_text(self._path, json.dumps(self.facts) + "\n")
         return []
 
-    def resume(self) -> list[Finding]:
+    def resume(self) -> list[MutantResult]:
         """Return the findings so far. Raises ``ValueError`` if they belong to another selection."""
         if not self._path.exists():
             return self.start()
@@ -73,8 +73,8 @@ class Record:
                     f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume to start anew"
                 )
         write_text(self._path, "".join(whole))
-        return [from_data(Finding, json.loads(line)) for line in whole[1:]]
+        return [from_data(MutantResult, json.loads(line)) for line in whole[1:]]
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: MutantResult) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finding.as_json()) + "\n")

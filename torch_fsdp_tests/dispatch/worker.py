@@ -2,7 +2,7 @@
 
 It connects to rank 0's dispatcher. When the dispatcher says that a test of a file needs this rank, it starts one
 process for the file. That process follows the file's process at rank 0 (:mod:`torch_fsdp_tests.ranks.launched`). The
-agent cleans up after a file and reports how the file ended. It does not select, plan or print anything.
+worker cleans up after a file and reports how the file ended. It does not select, plan or print anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_fsdp_tests.processes.launcher import Launch
 
 PATIENCE = 3.0  # seconds for a file's process to leave by itself, after that of rank 0 is gone
 GRACE = 0.5  # seconds for it to write its stacks, before it is killed
-OUTPUT_TOLD = 1 << 16  # bytes of a process' output that are sent to rank 0; longer output is cut in the middle
+OUTPUT_SENT = 1 << 16  # bytes of a process' output that are sent to rank 0; longer output is cut in the middle
 
 # --- messages from rank 0 ---------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class Describe:
 
 @dataclasses.dataclass(frozen=True)
 class StartFile:
-    """Start the process of a test file, with these variables added to the agent's own."""
+    """Start the process of a test file, with these variables added to the worker's own."""
 
     number: int
     test_directory: str
@@ -65,7 +65,7 @@ class EndFile:
 
 ORDERS = (Describe, StartFile, EndFile, peers.Dismiss)
 
-# --- messages from an agent -------------------------------------------------------------------------------------------
+# --- messages from a worker -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +128,10 @@ def describe(test_directory: Path, device: str) -> Machine:
     )
 
 
-# --- the agent --------------------------------------------------------------------------------------------------------
+# --- the worker -------------------------------------------------------------------------------------------------------
 
 
-class Agent:
+class Worker:
     """Obeys rank 0's dispatcher. It runs the process of one file at a time."""
 
     def __init__(self, launch: Launch, root: Path, children: Children) -> None:
@@ -142,17 +142,17 @@ class Agent:
         self._is_ending = False
         self._status = ExitStatus.BROKEN  # if rank 0 leaves without a message
         handled = (signal.SIGINT, *host.ending_signals())
-        for number in handled:  # a signal ends this process while rank 0 does not know it, and may never do
+        for number in handled:  # until rank 0 knows this process, a signal ends it
             signal.signal(number, signal.SIG_DFL)
         self._rank_0, _ = peers.join(launch, ORDERS)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
             signal.signal(number, signal.SIG_IGN)
         children.note(handled)
-        children.watch(self._rank_0, self._receive)
+        children.watch(self._rank_0, self._on_message)
 
     def serve(self) -> ExitStatus:
-        """Do what rank 0 says until it lets go."""
+        """Follow rank 0's orders until it dismisses this worker."""
         while not self._rank_0.closed:
             self._wait()
             while self._children.signals:
@@ -162,7 +162,7 @@ class Agent:
             self._wait()
         return self._status
 
-    def _receive(self) -> bool:
+    def _on_message(self) -> bool:
         for order in self._rank_0.arrived():
             match order:
                 case Describe():
@@ -190,7 +190,7 @@ class Agent:
         self._number, self._is_ending = order.number, False
         self._file = self._children.start(
             ["-m", child.__name__],
-            [child.WORKER, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
+            [child.RANK_PROCESS, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
             self._children.make_directory(),
             cwd,
@@ -198,15 +198,15 @@ class Agent:
         )
 
     def _end_file(self) -> None:
-        """Give the process a moment to leave. It notices that rank 0 is gone, and ends its rank itself."""
+        """Give the process a moment to leave. It sees that rank 0 is gone, and ends its rank itself."""
         if self._file is not None and not self._is_ending:
             self._is_ending, self._file.due = True, time.monotonic() + PATIENCE
             self._clean_up()
 
     def _wait(self) -> None:
-        """Wait for news, and report the end of the file's process."""
+        """Wait for messages, and report the end of the file's process."""
         for ended, status in self._children.wait():
-            output = host.head_and_tail(ended.output, OUTPUT_TOLD)
+            output = host.head_and_tail(ended.output, OUTPUT_SENT)
             self._rank_0.tell(FileEnded(self._number, status, output.strip()))
         self._clean_up()
 
@@ -221,10 +221,10 @@ class Agent:
 
 
 def main(launch: Launch, root: Path) -> ExitStatus:
-    """Run the agent in the process that the launcher made, and each file's process as a child of it."""
+    """Run the worker in the process that the launcher made, and each file's process as a child of it."""
     try:
         with Children("run_test-") as children:
-            return Agent(launch, root, children).serve()
+            return Worker(launch, root, children).serve()
     except Exception as error:
         where = f"rank {launch.rank} on {platform.node()}"
         print(f"run_test.py: {where} cannot take part in the run: {error}", file=sys.stderr, flush=True)
