@@ -42,6 +42,7 @@ from torch_fsdp_tests.fsdp.compiling import (
 from torch_fsdp_tests.fsdp.references import mean_backward
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
+from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 16
 ITERATIONS = 5  # upstream has 10; nothing new is compiled after the second (test_no_recompiles)
@@ -202,6 +203,7 @@ class TestFullyShardCompileCompute(CompileTest):
         self.assertEqual(out, ref_model(inp))
 
 
+@unperturbed("it compares with what was compiled before")
 class TestFullyShardCompile(CompileTest):
     def test_dynamo_trace_use_training_state(self):
         torch._dynamo.reset()
