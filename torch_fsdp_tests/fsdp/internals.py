@@ -252,15 +252,6 @@ def sharded_state(group: Group) -> str:
     return attribute(group, "_sharded_state").name
 
 
-def gathered_bytes(group: Group) -> int:
-    """The bytes that a group holds for unsharded parameters. 0 if its shards are the whole."""
-    wholes = [getattr(each, "_unsharded_param", None) for each in attribute(group, "fsdp_params")]
-    if getattr(attribute(group, "mesh_info"), "shard_mesh_size", 1) == 1:
-        return 0
-    parts = (getattr(whole, "_local_tensor", whole) for whole in wholes if whole is not None)  # of tensor parallelism
-    return sum(local.untyped_storage().size() for local in parts)
-
-
 def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kwargs: Any) -> Any:
     """A pipeline schedule on one rank that runs these actions in order, such as "0UNSHARD" and "0F1"."""
     schedule = pipeline_schedules._PipelineScheduleRuntime(stages, num_microbatches, **kwargs)

@@ -217,7 +217,7 @@ class RankGroup:
         return list(self._reports(elapsed, self._collect()))
 
     def left(self, limit: float) -> float:
-        """Take the news, and return for how many seconds :meth:`wait` would wait at most. For an owner of many groups.
+        """Read what has arrived, and return how long :meth:`wait` would wait at most. For an owner of many groups.
 
         Raises :class:`HarnessError` like :meth:`wait`.
         """

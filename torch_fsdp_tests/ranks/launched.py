@@ -89,7 +89,7 @@ class Workers:
         return received
 
     def start_rank(self, task: protocol.Task, file_name: str, workers: Sequence[Peer]) -> protocol.StartRank:
-        """Return the order for the workers to start their ranks, with the changes to this process' environment."""
+        """Return the message by which workers start their ranks, with the changes to this process' environment."""
         now = dict(os.environ)
         return protocol.StartRank(
             task,

@@ -117,8 +117,8 @@ class LocalRanks:
             self.selector.register(process.last_words, selectors.EVENT_READ, index)
 
     def arrived(self) -> list[protocol.Event]:
-        """Read the server's messages first, because they may report the first death, but after the dead rank's
-        messages.
+        """Read the server's messages first, because they may report the first death. Before a death stand the
+        dead rank's own messages.
         """
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))

@@ -268,8 +268,8 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
 
     A collective times out before the test does. So an error of torch after that time is a consequence, if there is a
     rank that could be its cause: one that was still running, or that ended in another way. So is an error of torch
-    after another rank has skipped and left. A rank that was still running hung, unless another one explains it: one
-    that raised or died, or, if it had reported nothing, one that skipped.
+    after another rank has skipped and left. A rank that was still running counts as hung, unless another one
+    explains it: one that raised or died, or one that skipped if the running rank had reported nothing.
     """
     skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
     follows = {

@@ -162,7 +162,7 @@ class ServerHandle:
     def arrived(self, starts: Collection[int]) -> list[Any]:
         """The server's messages about these starts since the last call, in their order.
 
-        All at once: what is read and not returned wakes no wait for the connection.
+        Returns all of them: a message that was read but is kept here would not wake a wait for the connection.
         """
         mail = [*self._mail, *self.connection.arrived()]
         self._mail = [message for message in mail if message.start not in starts]

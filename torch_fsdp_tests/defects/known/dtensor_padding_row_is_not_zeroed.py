@@ -1,4 +1,4 @@
-"""Writes to a row or slice of an FSDP2 parameter are lost, so ``Embedding.reset_parameters`` leaves the padding row.
+"""Writes to a row or slice of an FSDP2 parameter are lost, so ``Embedding`` does not zero its padding row.
 
 An index into the sharded dimension needs all shards, so DTensor gathers the parameter first. The result is a view of
 this temporary copy, and not of the parameter. A write to it, such as ``weight[i].fill_(0)``, changes the copy alone.

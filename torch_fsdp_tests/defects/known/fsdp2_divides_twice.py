@@ -1,4 +1,4 @@
-"""``set_gradient_divide_factor`` divides twice with one rank per shard group and a forced sum or a float16 reduction.
+"""``set_gradient_divide_factor`` divides twice in shard groups of one rank, with forced sums or float16 reduction.
 
 Without a reduce-scatter, FSDP2 copies the gradient and divides the copy by the whole factor. With
 ``set_force_sum_reduction_for_comms(True)``, or if gradients are reduced in float16, it divides by the factor before or

@@ -1,4 +1,4 @@
-"""After a ``no_grad`` forward FSDP2's root stays unsharded: ``step()``, ``zero_grad()`` act on the wrong tensors.
+"""After a ``no_grad`` forward FSDP2's root stays unsharded: ``step()`` and ``zero_grad()`` act on wrong tensors.
 
 By default the root does not reshard after forward, because backward follows. Under ``no_grad`` none follows, and
 ``model.parameters()`` stay the unsharded parameters. These do not have the gradients of the last step, nor get those of

@@ -1,4 +1,4 @@
-"""With ``set_reduce_scatter_unused_params``, a parameter frozen since its module last ran gets a gradient of zeros.
+"""With ``set_reduce_scatter_unused_params``, a parameter frozen after its module's last run gets zeros as gradient.
 
 FSDP2 reduces zeros for trainable parameters that a backward does not use. It reads ``requires_grad`` from the unsharded
 parameter, which ``requires_grad_(False)`` reaches only when the module is unsharded the next time. An optimizer takes

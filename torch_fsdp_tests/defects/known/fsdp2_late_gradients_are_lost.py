@@ -1,4 +1,4 @@
-"""A gradient that comes after the gradient of the module's input is lost.
+"""A gradient that autograd computes after that of the module's input is lost.
 
 FSDP2 reduces the gradients of a module when autograd has computed the gradient of its input, and relies on those of the
 parameters being there. Autograd chooses among what is ready by numbers, and each thread counts from zero. With

@@ -1,4 +1,4 @@
-"""A loss of activations from inside a ``fully_shard`` module, but not of its outputs, loses gradients or raises.
+"""If a loss uses activations inside a ``fully_shard`` module but not its outputs, gradients are lost or it raises.
 
 ``fully_shard`` prepares backward in a hook on the module's output. A loss over activations that a forward hook has
 collected, or that ``forward()`` has stored on ``self``, reaches the module's parameters by another way. The gradients

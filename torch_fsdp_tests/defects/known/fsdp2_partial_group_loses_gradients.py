@@ -1,4 +1,4 @@
-"""A group of which only some modules run in the root's forward loses their gradients.
+"""Gradients are lost if only some modules of a ``fully_shard`` group run in the root's forward.
 
 ``fully_shard([norm, head])`` makes one group. With a chunked loss the root's forward runs the norm alone, and then the
 head runs once for each chunk. The group's forward never ends, so the hooks that gather and reduce in backward are not

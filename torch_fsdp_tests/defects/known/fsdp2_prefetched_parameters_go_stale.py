@@ -1,4 +1,4 @@
-"""After ``set_modules_to_forward_prefetch``, forward computes with old parameters if an earlier one did not use them.
+"""After ``set_modules_to_forward_prefetch``, a forward uses old parameters if the one before did not use them.
 
 An encoder that prefetches the decoder is an example. A forward of the encoder alone under ``no_grad``, as for
 embeddings, gathers the decoder's parameters and leaves them unused. After a backward FSDP2 drops such a gather. After a
