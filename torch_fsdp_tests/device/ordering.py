@@ -277,16 +277,6 @@ class Recording(TorchDispatchMode):
         for clock in self._clocks.values():
             _merge(self._host, clock)
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """What the host waits for in here orders nothing: only the test looks at values, and not what it tests."""
-        host, counts = dict(self._host), self.host_waits.copy()
-        yield
-        host[HOST] = self._host[HOST]
-        self._host.clear()
-        self._host.update(host)
-        self.host_waits = counts
-
     # Memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

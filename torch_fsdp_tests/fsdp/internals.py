@@ -247,11 +247,6 @@ def initialize_lazily(module: nn.Module) -> None:
     attribute(state_of(module), "_lazy_init")()
 
 
-def sharded_state(group: Group) -> str:
-    """The state of a group's parameters: ``SHARDED``, ``SHARDED_POST_FORWARD`` or ``UNSHARDED``."""
-    return attribute(group, "_sharded_state").name
-
-
 def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kwargs: Any) -> Any:
     """A pipeline schedule on one rank that runs these actions in order, such as "0UNSHARD" and "0F1"."""
     schedule = pipeline_schedules._PipelineScheduleRuntime(stages, num_microbatches, **kwargs)
