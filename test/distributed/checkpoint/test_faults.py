@@ -184,12 +184,14 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_altered_values(self, layout):
-        """One bit of one element is flipped in the file of one rank. The file has a checksum of the element."""
+        """A bit that is flipped in a file changes one element. DCP compares no checksums, nor does ``torch.load``."""
         run, good, bad = self._checkpoints(layout, "")
         of_each_rank = of_all_ranks(local_of(run.state_dict()["model"]["net1.bias"]))
         self._on_first_rank(lambda: turn_a_bit(Path(bad, shard_file(1)), of_each_rank[1]))
-        with torch_defect("dcp_altered_shards_are_loaded"):
-            self._check_rejected_or_right(run, bad, range(3))
+        run.load(bad)
+        loaded, saved = run.full(), plain_run(range(3))
+        differ = {name: int((~torch.isclose(loaded[name], value)).sum()) for name, value in saved.items()}
+        self.assertEqual({name: count for name, count in differ.items() if count}, {"net1.bias": 1})
         self._check_recovers(run, good)
 
     @with_comms

@@ -103,30 +103,6 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         with torch_defect("fsdp1_assigned_state_dict_is_lost", when=assign and not unflattened):
             self.assertEqual(output, wanted)
 
-    @skip_if_lt_x_gpu(2)
-    def test_lost_shard(self):
-        """It is an error if a rank lacks a shard that the tensor's metadata list.
-
-        FSDP assumes that the tensor ends there and silently fills the rows with zeros. Seen with torch 2.13.0, 2.11.0
-        and 2.9.1. In two ranks::
-
-            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-                state_dict = model.state_dict()
-                if rank == 1:
-                    state_dict["weight"].local_shards().clear()
-                model.load_state_dict(state_dict)  # the second half of the weight is now zero
-        """
-        model = FSDP(square().to(self.device))
-        before = summoned(model)
-        state_dict = self._save(model, "sharded_state_dict")
-        if self.rank == 1:
-            state_dict["weight"].local_shards().clear()
-        with contextlib.suppress(Exception):
-            self._load(model, "sharded_state_dict", state_dict)
-        found = summoned(model)
-        with torch_defect("fsdp1_lost_shard_becomes_zeros"):
-            self.assertEqual(found, before)
-
 
 if __name__ == "__main__":
     run_tests()
