@@ -1,7 +1,8 @@
-"""With a ``param_dtype``, a first forward with all parameters frozen makes backward raise after they are unfrozen.
+"""After a first forward with all parameters frozen, ``reduce_dtype`` is ignored, or backward raises.
 
 A parameter group determines the dtypes for its gradient reduction in its first forward, from the parameters that
-require gradients then. If there are none, the dtypes stay unset, and the first backward that has gradients raises.
+require gradients then. If there are none, the dtypes stay unset. With a ``param_dtype`` the first backward that has
+gradients raises. With only a ``reduce_dtype`` nothing raises, and gradients are reduced in the dtype of the parameters.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.FSDP2,
-    consequence=Consequence.ERROR,
+    consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
     features="fsdp2, frozen, mixed_precision",
@@ -24,25 +25,30 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/186998",
         "https://github.com/pytorch/pytorch/pull/187376",
     ),
+    documented="``MixedPrecisionPolicy.reduce_dtype``: 'specifies the dtype for gradient reduction'",
     fails_with=("RuntimeError", "AssertionError"),
 )
 
 
-def reproduce(rank, world_size, device, workaround=False):
+def gradient(policy, rank, world_size, device, workaround):
     model = nn.Linear(2, 2, bias=False, device=device)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
-    x = torch.ones(1, 2, device=device)
     if workaround:
         with torch.no_grad():
-            model(x)
+            model(torch.ones(1, 2, device=device))
     model.requires_grad_(False)
-    model(x)
+    model(torch.ones(1, 2, device=device))
     model.requires_grad_(True)
+    x = 1.0 if rank == 0 else 2.0**-8
     try:
-        model(x).sum().backward()
-        found = model.weight.grad.full_tensor()[0, 0].item()
+        model(torch.full((1, 2), x, device=device)).sum().backward()
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
-    right = 1.0  # the input
-    return found, right
+        return f"RuntimeError: {str(error).splitlines()[0]}"
+    return model.weight.grad.full_tensor()[0, 0].item()
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    policies = [MixedPrecisionPolicy(*dtypes) for dtypes in ((torch.bfloat16, torch.float32), (None, torch.bfloat16))]
+    found = [gradient(policy, rank, world_size, device, workaround) for policy in policies]
+    mean = (1 + 2**-8) / 2  # which is not a bfloat16 number; the nearest one is 0.5
+    return found, [mean, 0.5]

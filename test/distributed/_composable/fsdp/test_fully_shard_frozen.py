@@ -378,7 +378,8 @@ class TestFullyShardFrozen(FSDPTest):
         self._check_reduce_dtype_after(False, MixedPrecisionPolicy(*dtypes))
 
     @skip_if_lt_x_gpu(2)
-    def test_reduce_dtype_after_frozen_forward(self):
+    @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
+    def test_reduce_dtype_after_frozen_forward(self, dtypes):
         """A layer that is frozen in its first forward and trained later also reduces in that dtype.
 
         It does not before 2.14, a defect seen with torch 2.13.0. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of
@@ -395,9 +396,7 @@ class TestFullyShardFrozen(FSDPTest):
         Without a ``param_dtype`` nothing raises, and the gradient is reduced in the parameter's dtype.
         """
         with torch_defect("fsdp2_frozen_first_forward_breaks_training"):
-            self._check_reduce_dtype_after(True, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        with torch_defect("fsdp2_frozen_first_forward_ignores_reduce_dtype"):
-            self._check_reduce_dtype_after(True, MixedPrecisionPolicy(None, torch.bfloat16))
+            self._check_reduce_dtype_after(True, MixedPrecisionPolicy(*dtypes))
 
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_freezing_before_a_transform_raises")
