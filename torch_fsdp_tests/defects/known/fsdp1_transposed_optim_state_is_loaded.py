@@ -1,7 +1,8 @@
 """With ``use_orig_params=True``, ``optim_state_dict_to_load`` accepts a state whose shape is not that of its parameter.
 
-FSDP1 flattens the state and takes the local shard without a check of the shape. The elements of a transposed state are
-then loaded in the wrong order. With ``use_orig_params=False`` FSDP1 raises for such a state.
+FSDP1 flattens the state and takes the local shard without a check of the shape. A transposed state is then loaded in
+the wrong order, and the first rows of a state with more rows are. The optimizer steps with it. With
+``use_orig_params=False`` FSDP1 raises for such a state, and without FSDP ``step()`` raises.
 """
 
 import torch
@@ -18,7 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
     features="fsdp1, use_orig_params, optimizer_state",
     workaround="Compare the shapes of the states with those of the parameters before you load them.",
-    arguable="A state of a wrong shape is its caller's mistake, which torch does not have to find.",
+    arguable="A state of a wrong shape is its caller's mistake, and an optimizer's own ``load_state_dict`` loads it.",
 )
 
 

@@ -1,7 +1,7 @@
-"""The profiler's label of the root's wait for a reduce-scatter ends in empty parentheses.
+"""The profiler's label ``FSDP::post_backward_rs_wait`` ends in empty parentheses for the root.
 
 Labels of FSDP2 in a profiler's trace end in the name of the module in parentheses. For the root, which has no name,
-they have no parentheses, except for this label.
+the others have no parentheses: they take the suffix from ``FSDPParamGroup._with_fqn``.
 """
 
 import torch
