@@ -155,8 +155,6 @@ class TestValues(DTensorTestBase):
     def _save(self, state: dict[str, Any], path: str, **kwargs: Any) -> None:
         dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True, **kwargs))
 
-    # TODO judge: a save of other values raises no error, and makes the file unreadable.
-
     @with_comms
     @needs_package
     @skip_if_lt_x_gpu(2)
@@ -187,6 +185,23 @@ class TestValues(DTensorTestBase):
                 dcp.load(
                     state if name == "other" else {"deep": state}, storage_reader=dcp.HuggingFaceStorageReader(path)
                 )
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(kind=list(OTHERS))
+    def test_save_of_another_value(self, kind):
+        """A save raises for a value that is no tensor, or the tensors beside it can be read."""
+        path, found = self._path(kind), {"one": torch.zeros(2)}
+        with torch_defect("dcp_hf_writer_writes_unreadable_files"):
+            try:
+                self._save({"one": torch.ones(2), "other": OTHERS[kind]}, path)
+            except CheckpointException as error:
+                self.assertIn("other", str(error))
+            else:
+                dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(path))
+                self.assertEqual(found["one"], torch.ones(2), **EXACT)
 
     @with_comms
     @needs_package

@@ -650,6 +650,17 @@ class TestStateDictOptions(StateDictOptionsTest):
         self.assertEqual([param.grad.to_local() for param in pair.model.parameters()], before, **EXACT)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_optimizer_without_states(self, options):
+        """The settings of an optimizer are loaded that has nothing else."""
+        pair, other = (self._small(seed, torch.optim.SGD, trained=False) for seed in range(2))
+        pair.optims[0].param_groups[0]["lr"] = 0.25
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        with torch_defect("dsd_full_state_of_plain_sgd_is_not_loaded", when=options.full_state_dict):
+            set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
+            self.assertEqual(other.optims[0].state_dict(), pair.optims[0].state_dict(), may_be="empty")
+
+    @skip_if_lt_x_gpu(2)
     def test_flattened_full_optim_state(self):
         pair, other = self._small(0), self._small(1, trained=False)
         options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)

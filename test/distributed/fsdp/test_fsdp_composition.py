@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from unittest import mock
@@ -57,6 +58,51 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                     optim.zero_grad()
                 self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
                 check_losses(ref_losses)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+        earlier=["", "synchronized", "in no_sync"],
+        in_no_sync=[False, True],
+    )
+    def test_train_after_exception_in_backward(self, sharding_strategy, use_orig_params, earlier, in_no_sync):
+        """A model whose backward raised before its end, and whose gradients are then cleared, trains on."""
+        torch.manual_seed(0)
+        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
+        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        layers = copy.deepcopy(local)
+        model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # backward of the last unit succeeds
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
+        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+
+        def accumulate(use_no_sync: bool) -> None:
+            with model.no_sync() if use_no_sync else contextlib.nullcontext():
+                model(inp).square().sum().backward()
+
+        if earlier:
+            accumulate(earlier == "in no_sync")
+        hook = layers[1].register_full_backward_hook(mock.Mock(side_effect=ValueError("no gradient")))
+        self.assertRaisesRegex(ValueError, "no gradient", accumulate, in_no_sync)
+        hook.remove()
+        optims[1].zero_grad()
+        ref_losses = []
+        sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
+        keeps = sharded and (not in_no_sync or earlier == "synchronized")
+        with torch_defect("fsdp1_exception_in_backward_keeps_gradients", when=keeps):
+            for _ in range(3):
+                losses = [each(inp).square().sum() for each in (local, model)]
+                ref_losses.append(losses[0])
+                self.assertEqual(losses[1], losses[0])
+                for loss in losses:
+                    loss.backward()
+                average([param.grad for param in local.parameters()])
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad()
+                self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
+        if not keeps:
+            check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
     @subtests(transform=["vmap", "jvp", "vjp"], use_orig_params=[False, True])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 from pathlib import Path
 
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -19,7 +17,7 @@ from torch_fsdp_tests.fsdp.internals import clean_name
 from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import KINDS, StateDictMixin, square, summoned
+from distributed.fsdp.state_dicts import KINDS, StateDictMixin, summoned
 
 unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
 SUPPORTED = list(KINDS)

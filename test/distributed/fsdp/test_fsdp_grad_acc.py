@@ -326,6 +326,27 @@ class TestGradAcc(FSDPTest):
             self.assertIsNotNone(param.grad)
             self.assertEqual(param.grad.unique().tolist(), [1.5])
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        sharding_strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        first_in_no_sync=[False, True],
+        second_in_no_sync=[False, True],
+    )
+    def test_accumulation_that_is_dropped(self, first_in_no_sync, second_in_no_sync, **fsdp_kwargs):
+        """``zero_grad`` drops all gradients that were accumulated."""
+        model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), **fsdp_kwargs)
+        (param,) = model.parameters()
+        for use_no_sync in (first_in_no_sync, second_in_no_sync):
+            with model.no_sync() if use_no_sync else contextlib.nullcontext():
+                model(4 * self._mine(2)).sum().backward()
+        model.zero_grad()
+        model(self._mine(2)).sum().backward()
+        sharded = fsdp_kwargs["sharding_strategy"] is not ShardingStrategy.NO_SHARD
+        is_set_aside = sharded and second_in_no_sync and not first_in_no_sync
+        with torch_defect("fsdp1_zero_grad_after_no_sync_is_missed", when=is_set_aside):
+            self.assertEqual(param.grad.unique().tolist(), [1.5])
+
 
 instantiate_parametrized_tests(TestGradAcc)
 

@@ -707,8 +707,30 @@ class TestFSDPOptimState(OptimStateTest):
             FSDP.optim_state_dict_to_load(model, run.optim, saved, load_directly=True)
             self._check_same_osd(run.optim.state_dict(), original, rtol=0, atol=0)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+    )
+    def test_state_between_forward_and_backward(self, sharding_strategy, use_orig_params):
+        """The state of the last step is saved after a forward, and the backward then works."""
+        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        model = wrap(nn.Sequential(wrap(nn.Linear(2, 3)), nn.Linear(3, 2)).to(self.device))
+        optim = torch.optim.Adam(model.parameters())
+        set_state_dict_type(model, FULL_EVERYWHERE)
+        inp = torch.randn(4, 2, device=self.device)
+        model(inp).sum().backward()
+        optim.step()
+        expected = copy.deepcopy(FSDP.optim_state_dict(model, optim))
+        loss = model(inp).square().sum()
+        hides = use_orig_params and sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+        with torch_defect("fsdp1_optim_state_after_forward_raises", when=hides):
+            self._check_same_osd(FSDP.optim_state_dict(model, optim), expected, rtol=0, atol=0)
+        loss.backward()
+
 
 instantiate_parametrized_tests(TestFSDPOptimState)
+
 
 if __name__ == "__main__":
     run_tests()

@@ -2,8 +2,8 @@
 
 It first creates the optimizer's states with a step on zero gradients. It leaves that out if any parameter has a
 gradient, as after a backward. Then it looks for the device in the optimizer's states, finds none, and raises an
-``AssertionError``. For the same reason it always raises for an optimizer without states, such as SGD without momentum.
-It is the same with ``broadcast_from_rank0``, and for a model without FSDP. A sharded state dict is loaded.
+``AssertionError``. It is the same with ``broadcast_from_rank0``, and for a model without FSDP. A sharded state dict is
+loaded.
 """
 
 import torch
@@ -24,11 +24,9 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
     features="fsdp2, optimizer_state",
-    workaround="Call ``model.zero_grad()`` before the load. For an optimizer without states, use its own "
-    "``load_state_dict``.",
+    workaround="Call ``model.zero_grad()`` before the load.",
     error="in _load_optim_state_dict ... Expected device to be set",
-    arguable="The docstring warns that the function 'can only be called before ``backward()`` or after ``step()``', "
-    "which excuses the case with gradients, but not an optimizer without states.",
+    arguable="The docstring warns that the function 'can only be called before ``backward()`` or after ``step()``'.",
 )
 
 
