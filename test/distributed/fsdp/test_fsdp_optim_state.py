@@ -39,6 +39,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_fsdp_tests.common_distributed import requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
 from torch_fsdp_tests.fsdp.references import average, full_parameters
@@ -47,6 +48,7 @@ from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.optim_states import (
     FULL,
+    FULL_EVERYWHERE,
     FULL_ON_RANK_0,
     SCATTER_FULL,
     SHARD_FULL,
