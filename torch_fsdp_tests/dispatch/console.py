@@ -371,7 +371,7 @@ def _fixed_defects(results: Results) -> Iterator[str]:
     for defect in results.repaired_defects():
         places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
         tests = ", ".join(defect["tests"])
-        yield f"repaired in this torch: {defect['id']} ({defect['title']}), as shown by {tests}{places}"
+        yield f"fixed in this PyTorch: {defect['id']} ({defect['title']}), as shown by {tests}{places}"
 
 
 def _proves_too_little(results: Results) -> Iterator[str]:

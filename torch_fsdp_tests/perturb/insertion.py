@@ -7,7 +7,7 @@ checkpointed forward, into a model that only some ranks have, and in a test that
 calls forward leaves out models whose forward a test may watch.
 
 All ranks of a test choose alike, because the choice depends only on the name of the test and on how many insertions
-came before.
+were before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.perturb import is_paused
 from torch_fsdp_tests.perturb.invariants import Snapshot
-from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, Kind, Place, Subject, copied
+from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, Kind, InsertionPoint, Subject, copied
 
 _CLASSES = {FSDPModule: "fsdp2", FSDP: "fsdp1", DDP: "ddp"}
 
@@ -81,7 +81,7 @@ class Session:
             root.args, root.kwargs = copied((args, kwargs))
             root.has_run = True
             if not root.pending:
-                self._insert(Place.BEFORE_FORWARD, module)
+                self._insert(InsertionPoint.BEFORE_FORWARD, module)
         self._running.append(module)
         try:
             output = forward(*args, **kwargs)
@@ -90,7 +90,7 @@ class Session:
         root.calls += 1
         root.pending += trains
         if trains and self.may_insert():
-            self._insert(Place.AFTER_FORWARD, module)
+            self._insert(InsertionPoint.AFTER_FORWARD, module)
         return output
 
     def after_backward(self) -> None:
@@ -98,7 +98,7 @@ class Session:
             for root in self._roots.values():
                 root.pending = max(0, root.pending - 1)
 
-    def around_step(self, place: Place, optimizer: torch.optim.Optimizer) -> None:
+    def around_step(self, place: InsertionPoint, optimizer: torch.optim.Optimizer) -> None:
         if not self.may_insert():
             return
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -108,7 +108,7 @@ class Session:
                 self._roots[module].pending = 0
                 self._insert(place, module, optimizer)
 
-    def _insert(self, place: Place, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def _insert(self, place: InsertionPoint, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         root = self._roots[module]
         number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
         subject = Subject(root.api, module, optimizer, place, number, root)
@@ -186,8 +186,8 @@ def _install() -> None:
     """Once in a process. Without a session in the rank nothing changes."""
     for cls, api in _CLASSES.items():
         cls.__call__ = _wrapped(cls, api)
-    register_optimizer_step_pre_hook(functools.partial(_around_step, Place.BEFORE_STEP))
-    register_optimizer_step_post_hook(functools.partial(_around_step, Place.AFTER_STEP))
+    register_optimizer_step_pre_hook(functools.partial(_around_step, InsertionPoint.BEFORE_STEP))
+    register_optimizer_step_post_hook(functools.partial(_around_step, InsertionPoint.AFTER_STEP))
     torch.autograd.backward = _reporting(torch.autograd.backward)
     patch: Any = unittest.mock._patch
     patch.__enter__, patch.__exit__ = _counted(patch.__enter__, 1), _counted(patch.__exit__, -1)
@@ -202,7 +202,7 @@ def _wrapped(cls: Any, api: str) -> Callable[..., Any]:
     return __call__
 
 
-def _around_step(place: Place, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _around_step(place: InsertionPoint, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _current.session is not None and not torch.compiler.is_compiling():
         _current.session.around_step(place, optimizer)
 

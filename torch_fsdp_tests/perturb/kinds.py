@@ -33,16 +33,16 @@ SLEEP = 0.005  # seconds of a rank that sleeps
 FAR = 1e30  # a norm that no gradients have
 
 
-class Place(enum.Enum):
+class InsertionPoint(enum.Enum):
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
     BEFORE_STEP = "before the step after forward"
     AFTER_STEP = "after the step after forward"
 
 
-EVERYWHERE = frozenset(Place)
-BETWEEN = EVERYWHERE - {Place.AFTER_FORWARD}  # no graph of the training loop waits for its backward
-AROUND_STEP = frozenset({Place.BEFORE_STEP, Place.AFTER_STEP})
+EVERYWHERE = frozenset(InsertionPoint)
+BETWEEN = EVERYWHERE - {InsertionPoint.AFTER_FORWARD}  # no graph of the training loop waits for its backward
+AROUND_STEP = frozenset({InsertionPoint.BEFORE_STEP, InsertionPoint.AFTER_STEP})
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class Subject:
     api: str
     root: nn.Module
     optimizer: torch.optim.Optimizer | None
-    place: Place
+    place: InsertionPoint
     number: int  # the same on all ranks of the test, and different at each insertion
     forwards: Forwards
     # Whether the optimizer has a state of each parameter, on all ranks. Without them, DSD makes states by a step
@@ -139,7 +139,7 @@ class Taken:
 class Kind:
     name: str
     insert: Callable[[Subject], Taken | None]
-    places: frozenset[Place]
+    places: frozenset[InsertionPoint]
     documented: str
     applies: Callable[[Subject], bool]
 
@@ -160,7 +160,9 @@ def _size_of(unit: Any) -> int:
     return params[0].device_mesh.size() if params else dist.get_world_size()
 
 
-def _kind(places: frozenset[Place], documented: str, applies: Callable[[Subject], bool] = lambda subject: True) -> Any:
+def _kind(
+    places: frozenset[InsertionPoint], documented: str, applies: Callable[[Subject], bool] = lambda subject: True
+) -> Any:
     def register(function: Callable[[Subject], Taken | None]) -> Callable[[Subject], Taken | None]:
         name = function.__name__.strip("_")  # eval and dcp have other meanings here
         KINDS[name] = Kind(name, function, places, documented, applies)
@@ -191,7 +193,7 @@ def can_run(subject: Subject) -> bool:
     group of modules reshards when all of them have run. DDP's arguments may no longer fit at the step, because tests
     convert their references.
     """
-    if not subject.forwards.has_run or (subject.api == "ddp" and subject.place is not Place.BEFORE_FORWARD):
+    if not subject.forwards.has_run or (subject.api == "ddp" and subject.place is not InsertionPoint.BEFORE_FORWARD):
         return False
     groups = subject.groups()
     return all(map(_may_run, subject.root.modules())) and all(len(getattr(each, "modules", ())) == 1 for each in groups)
@@ -280,7 +282,11 @@ def _can_fail(subject: Subject) -> bool:
     return can_run(subject)
 
 
-@_kind(frozenset({Place.BEFORE_FORWARD}), "FSDPModule.reset_iter_state: 'run the next iteration normally'", _can_fail)
+@_kind(
+    frozenset({InsertionPoint.BEFORE_FORWARD}),
+    "FSDPModule.reset_iter_state: 'run the next iteration normally'",
+    _can_fail,
+)
 def exception(subject: Subject) -> None:
     leaves = [module for module in subject.root.modules() if not any(module.children())]
     left = subject.choose(3)  # leaves that run before the exception
@@ -445,7 +451,7 @@ def freeze(subject: Subject) -> None:
             param.requires_grad_(value)
 
 
-@_kind(frozenset({Place.BEFORE_STEP}), "clip_grad_norm_ scales only gradients whose norm exceeds the maximum")
+@_kind(frozenset({InsertionPoint.BEFORE_STEP}), "clip_grad_norm_ scales only gradients whose norm exceeds the maximum")
 def clip(subject: Subject) -> None:
     root: Any = subject.root
     if subject.api == "fsdp1":
@@ -462,7 +468,7 @@ def _is_first(subject: Subject) -> bool:
     return not subject.forwards.calls and all(param.grad is None for param in subject.root.parameters())
 
 
-@_kind(frozenset({Place.BEFORE_FORWARD}), "zero_grad resets gradients, of which there are none yet", _is_first)
+@_kind(frozenset({InsertionPoint.BEFORE_FORWARD}), "zero_grad resets gradients, of which there are none yet", _is_first)
 def zero_grad(subject: Subject) -> None:
     subject.root.zero_grad()
 

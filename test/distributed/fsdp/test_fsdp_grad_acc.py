@@ -160,7 +160,7 @@ class TestGradAcc(FSDPTest):
         )
 
     @unperturbed(
-        "fsdp1_evaluation_brings_back_offloaded_gradients: its fix does not cover no_sync with NO_SHARD",
+        "with NO_SHARD, a forward under no_grad inside no_sync brings back offloaded gradients",
         "eval",
         "inference",
     )

@@ -27,7 +27,7 @@ SUPPORTED = list(KINDS)
 UNFLATTENED = ["state_dict", "sharded_state_dict"]
 
 
-# Kinds of state dict, without and with original parameters. The local kind has no original parameters.
+# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
 FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 
 
