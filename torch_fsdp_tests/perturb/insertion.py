@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.perturb import is_paused
 from torch_fsdp_tests.perturb.invariants import Snapshot
-from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, Kind, InsertionPoint, Subject, copied
+from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, InsertionPoint, Kind, Subject, copied
 
 _CLASSES = {FSDPModule: "fsdp2", FSDP: "fsdp1", DDP: "ddp"}
 
