@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +115,8 @@ def _with_numbers(run: RunTests) -> Iterator[RunTests]:
     if not (run.record_numbers or run.against_numbers) or run.list_tests or run.list_files or run.dry_run:
         yield run
         return
+    import tempfile  # not at the top: a plan is fast
+
     with tempfile.TemporaryDirectory(prefix="run_test-") as folder:
         yield dataclasses.replace(run, numbers=Path(folder))
 
