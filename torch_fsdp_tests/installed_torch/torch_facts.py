@@ -240,9 +240,6 @@ HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION = _fsdp2_method("set_symm_mem_for_comm", 
 SKIPS_REDUCTION_OVER_ONE_RANK = Fact((2, 10), "copies a gradient instead of reducing it over a single rank")
 AVERAGES_OVER_SHARDS = Fact((2, 10), "averages when FSDP2's divide factor is the number of shards and not of all ranks")
 REDUCES_IN_PARAMETER_DTYPE = Fact((2, 15), "reduces in the parameters' dtype when no reduce_dtype is set")
-ADDS_NUMBERS_TO_NORMS_ONCE = Fact(
-    (2, 11), "adds the small number of clip_grad_norm_ to the norm of all ranks, and not to that of each rank"
-)
 HAS_GRAD_DTYPE = Fact((2, 10), "has Tensor.grad_dtype", _has("torch", "Tensor.grad_dtype"))
 ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
     (2, 15),
