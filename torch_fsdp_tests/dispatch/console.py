@@ -390,7 +390,7 @@ def _proves_too_little(results: Results) -> Iterator[str]:
 def _duration(results: Results) -> str:
     ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
     if (rounds := results.rounds) is None:
-        return f"{ran} ({seconds(sum(file.seconds for file in results.files))} one after the other)"
+        return f"{ran} ({seconds(sum(file.seconds for file in results.files))} of serial time)"
     cut = f", and part of round {rounds.number}" * (rounds.number > rounds.complete)
     failed = f"; {plural(rounds.failed, 'round')} failed" * bool(rounds.failed)
     return f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}"
