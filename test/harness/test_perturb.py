@@ -150,6 +150,10 @@ BUGS: dict[str, Bug] = {
 }
 
 
+# Without a reset, FSDP2 does not document how to train on after an exception.
+KINDS = [kind for kind in BUGS if kind != "exception" or hasattr(FSDPModule, "reset_iter_state")]
+
+
 def is_plain_evaluation(*args: Any) -> bool:
     return not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -181,7 +185,8 @@ class TestKinds(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_each_kind_shows_its_bug(self):
         self.assertEqual(sorted(BUGS), sorted(settings.PERTURBATIONS))
-        for kind, bug in BUGS.items():
+        for kind in KINDS:
+            bug = BUGS[kind]
             api = "fsdp1" if kind == "context" else "fsdp2"
             with self.subTest(kind=kind):
                 if kind != "sleep":  # on a busy machine a rank may be late without it
@@ -192,7 +197,7 @@ class TestKinds(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_nothing_changes_without_a_bug(self):
-        for kind in settings.PERTURBATIONS:
+        for kind in KINDS:
             api = "fsdp1" if kind == "context" else "fsdp2"
             known = torch_defect("fsdp2_inference_mode_breaks_training", when=kind == "inference")
             with self.subTest(kind=kind), known:

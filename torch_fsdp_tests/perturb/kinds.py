@@ -273,9 +273,11 @@ def _accumulates(group: Any) -> bool:
 
 
 def _can_fail(subject: Subject) -> bool:
-    """FSDP2 documents how to go on, but only for a step that begins anew."""
+    """FSDP2 documents how to go on, but only for a step that begins anew, because the reset drops gradients."""
     if subject.api == "fsdp2":
         if not (subject.forwards.calls and hasattr(subject.root, "reset_iter_state")):
+            return False
+        if any(param.grad is not None for param in subject.root.parameters()):
             return False
         if not subject.root._get_fsdp_state()._is_root or any(map(_accumulates, subject.groups())):
             return False
