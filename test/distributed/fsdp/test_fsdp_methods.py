@@ -213,9 +213,10 @@ BELOW = {
 }
 STILL_IN_FORWARD = {
     "state_dict_type": "Expects the handle training to be IDLE",
+    **dict.fromkeys(["apply", "clip_grad_norm_"], "expected to be in states"),
     **dict.fromkeys(["summon_full_params", "named_buffers", "named_parameters"], "Cannot manually unshard parameters"),
 }
-BUSY = ("apply", "no_sync", "clip_grad_norm_")
+BUSY = ("no_sync",)
 OF_STATES = tuple(method for method in METHODS if "optim" in method)
 OF_NO_INSTANCE = ("module", "fsdp_modules", "set_state_dict_type", "get_state_dict_type", "apply")
 
@@ -225,7 +226,8 @@ class TestMethods(FSDPTest):
 
     def test_each_public_method_is_in_the_table(self):
         public = {name for name in vars(FSDP) if not name.startswith("_")}
-        self.assertEqual(public - set(METHODS), set(), "give each a row in METHODS", may_be="empty")
+        others = {"state_dict", "load_state_dict"}  # nn.Module's, which fixes replace; test_fsdp_state_dict calls them
+        self.assertEqual(public - set(METHODS) - others, set(), "give each a row in METHODS", may_be="empty")
 
     def _sides(self, of: str, use_orig_params: bool) -> tuple[Side, Side]:
         plain = filled(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), -1.0, 1.0).to(self.device)
@@ -249,8 +251,9 @@ class TestMethods(FSDPTest):
         """The method gives what the plain side gives, or raises its own error."""
         try:
             found, wanted = METHODS[method](fsdp, plain)
-        except (AssertionError, RuntimeError) as error:
-            self.assertIn(method, errors, msg=error)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if method not in errors:
+                raise
             self.assertRegex(str(error), errors[method])
         else:
             self.assertEqual(found, wanted, may_be=("empty", "zero"), exact_device=False)
