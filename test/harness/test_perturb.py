@@ -27,7 +27,7 @@ from torch_fsdp_tests.common_utils import TestCase, manual_seed, run_tests
 from torch_fsdp_tests.defects.in_tests import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
-from torch_fsdp_tests.perturb import insertion, kinds, numbers
+from torch_fsdp_tests.perturb import insertion, invariants, kinds, numbers
 
 Bug = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
@@ -203,6 +203,36 @@ class TestKinds(TrainingMixin, FSDPTest):
             with self.subTest(kind=kind), known:
                 inserted = self._train(api, None, (kind,))
                 self.assertEqual({words.split()[0] for words in inserted}, {kind})
+
+    @skip_if_lt_x_gpu(2)
+    def test_what_is_taken(self):
+        """It may not share memory with the model, keep more than its elements, or be held by something else."""
+        model = fully_shard(nn.Linear(4, 4).to(self.device))
+        weight, plain = model.weight.to_local().detach(), torch.ones(2, device=self.device)
+        held: list[torch.Tensor] = []
+        subject = kinds.Subject(model, None, kinds.InsertionPoint.BEFORE_STEP, 0, kinds.Forwards("fsdp2"))
+        for value, may_share, words in (
+            ([weight], False, "shares memory with the model"),
+            ([torch.ones(1000, device=self.device)[:2]], True, "keep 4000 bytes alive"),
+            ([held], True, "1 of 1 tensors are alive"),
+        ):
+            with self.subTest(words), mock.patch.object(invariants, "RELEASE", 0.0):
+                if value[0] is held:
+                    held.append(plain + 1)
+                    value = list(held)
+                with self.assertRaisesRegex(AssertionError, words):
+                    invariants.check_taken(kinds.Taken(value, may_share), subject, "x")
+        invariants.check_taken(kinds.Taken([weight]), subject, "x")
+        invariants.check_taken(kinds.Taken([plain + 1], may_share=False), subject, "x")
+
+    @skip_if_lt_x_gpu(2)
+    def test_mock_that_cannot_begin(self):
+        """It does not end the perturbation of what follows."""
+        with insertion.perturbed(self.id(), ("collect",)) as session:
+            with self.assertRaises(AttributeError), mock.patch.object(kinds, "no_such_name"):
+                pass
+            self._train("fsdp2", None, ())
+            self.assertGreater(len(session.inserted), 0)
 
     @skip_if_lt_x_gpu(2)
     def test_where_nothing_is_inserted(self):

@@ -43,7 +43,7 @@ def conclude(folder: Path, record: Path | None, against: Numbers | None) -> tupl
     """
     first: Numbers = {}
     limits: dict[str, float] = {}
-    rounds = repeated = 0
+    repeated = 0
     unequal: list[str] = []
     lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
     for line in sorted(lines, key=lambda line: (line["at"], line["rank"])):
@@ -64,8 +64,7 @@ def conclude(folder: Path, record: Path | None, against: Numbers | None) -> tupl
     if against is not None:
         shared = [test for test in first if test in against]
         apart = [*_differences(against, {test: first[test] for test in shared}, limits)]
-        rounds = len(apart)
-        words.append(f"numbers of {plural(len(shared), 'test')} compared, {rounds or 'none'} different")
+        words.append(f"numbers of {plural(len(shared), 'test')} compared, {len(apart) or 'none'} different")
         words += apart[:5]
         unequal += apart
     return words, not unequal

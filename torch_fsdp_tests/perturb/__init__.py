@@ -11,9 +11,11 @@ not change beside the numbers is checked after each insertion (``invariants``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import unittest.mock
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_fsdp_tests import settings
 
@@ -44,13 +46,33 @@ def is_paused() -> bool:
     return _pauses.depth > 0
 
 
+@functools.cache
+def pause_under_mock() -> None:
+    """From now on nothing is inserted while something of ``mock`` is in force."""
+    patch: Any = unittest.mock._patch
+    enter, leave = patch.__enter__, patch.__exit__
+
+    @functools.wraps(enter)
+    def entering(self: Any) -> Any:
+        entered = enter(self)
+        _pauses.depth += 1
+        return entered
+
+    @functools.wraps(leave)
+    def leaving(self: Any, *error: Any) -> Any:
+        _pauses.depth -= 1
+        return leave(self, *error)
+
+    patch.__enter__, patch.__exit__ = entering, leaving
+
+
 def unperturbed(reason: str, *kinds: str) -> Callable[[_T], _T]:
     """Decorator of a test, or of a test class: insert nothing (of these kinds, by default of any), for this reason."""
     if not reason:
         raise ValueError("unperturbed needs a reason")
 
     def mark(test: _T) -> _T:
-        setattr(test, "unperturbed", frozenset(kinds or settings.PERTURBATIONS))  # noqa: B010 (a function has no such attribute)
+        test.unperturbed = frozenset(kinds or settings.PERTURBATIONS)  # type: ignore[attr-defined]
         return test
 
     return mark

@@ -6,8 +6,8 @@ mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a tr
 checkpointed forward, into a model that only some ranks have, and in a test that is declared as unperturbed. A kind that
 calls forward leaves out models whose forward a test may watch.
 
-All ranks of a test choose alike, because the choice depends only on the name of the test and on how many insertions
-were before.
+All ranks of a test choose alike: the choice depends on the name of the test, on how many insertions were before, and on
+what is possible in every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import functools
 import random
 import threading
-import unittest.mock
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.perturb import is_paused
+from torch_fsdp_tests.perturb import is_paused, pause_under_mock
 from torch_fsdp_tests.perturb.invariants import Snapshot
 from torch_fsdp_tests.perturb.kinds import KINDS, Forwards, InsertionPoint, Kind, Subject, copied
 
@@ -43,6 +42,7 @@ class Session:
 
     def __init__(self, test: str, kinds: Sequence[str]) -> None:
         self._kinds = [KINDS[name] for name in kinds]
+        self._takes_inner = "inner" in kinds
         self._test = test
         self._count = 0
         self._is_busy = False
@@ -67,13 +67,11 @@ class Session:
 
     def call(self, api: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward, with what is inserted around it if it is an outermost one."""
-        if self._is_busy:
-            return forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
-            return forward(*args, **kwargs)
-        if self._running:
-            if self.may_insert():
-                self._roots[self._running[0]].inner[_name_of(module, self._running[0])] = copied((args, kwargs))
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if self._running and self._takes_inner and self.may_insert():
+            outermost = self._running[0]
+            self._roots[outermost].inner[_name_of(module, outermost)] = copied((args, kwargs))
+        if self._is_busy or is_recomputed or self._running:
             return forward(*args, **kwargs)
         trains = module.training and self.may_insert()
         root = self._roots.setdefault(module, Forwards(api))
@@ -111,7 +109,7 @@ class Session:
     def _insert(self, place: InsertionPoint, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         root = self._roots[module]
         number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
-        subject = Subject(root.api, module, optimizer, place, number, root)
+        subject = Subject(module, optimizer, place, number, root)
         self._count += 1
         if not subject.spans_the_world():
             return
@@ -189,8 +187,7 @@ def _install() -> None:
     register_optimizer_step_pre_hook(functools.partial(_around_step, InsertionPoint.BEFORE_STEP))
     register_optimizer_step_post_hook(functools.partial(_around_step, InsertionPoint.AFTER_STEP))
     torch.autograd.backward = _reporting(torch.autograd.backward)
-    patch: Any = unittest.mock._patch
-    patch.__enter__, patch.__exit__ = _counted(patch.__enter__, 1), _counted(patch.__exit__, -1)
+    pause_under_mock()
 
 
 def _wrapped(cls: Any, api: str) -> Callable[..., Any]:
@@ -215,14 +212,3 @@ def _reporting(backward: Callable[..., None]) -> Callable[..., None]:
             _current.session.after_backward()
 
     return reporting
-
-
-def _counted(method: Callable[..., Any], change: int) -> Callable[..., Any]:
-    from torch_fsdp_tests.perturb import _pauses
-
-    @functools.wraps(method)
-    def counted(self: Any, *args: Any) -> Any:
-        _pauses.depth += change
-        return method(self, *args)
-
-    return counted

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._tensor import DTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests.perturb.kinds import Subject, Taken
@@ -27,11 +27,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit by bit, because NaN equals itself here."""
+def _same(left: Any, right: Any) -> bool:
+    """Whether two facts are equal. NaN equals itself."""
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return type(left) is type(right) and bool(left == right)
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
         return False
-    return bool(torch.equal(left, right)) or bool(((left == right) | ((left != left) & (right != right))).all())
+    return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 class Snapshot:
@@ -50,21 +52,14 @@ class Snapshot:
             after = dict(_facts(self._subject))
             for name in dict.fromkeys([*self._before, *after]):
                 was, now = (facts.get(name) for facts in (self._before, after))
-                same = (
-                    _same(was, now)
-                    if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor)
-                    else was is now
-                    if was is None or now is None
-                    else was == now
-                )
-                if not same:
+                if not _same(was, now):
                     raise AssertionError(f"{name} has changed from {_brief(was)} to {_brief(now)}: {words}")
             params = self._subject.params()
             for name, identity in self._objects.items():
                 if id(params.get(name)) != identity:
                     raise AssertionError(f"the parameter {name} is another object: {words}")
         if taken is not None:
-            _check_taken(taken, self._subject, words)
+            check_taken(taken, self._subject, words)
 
 
 def _brief(value: Any) -> str:
@@ -104,8 +99,7 @@ def _facts(subject: Subject) -> Iterator[tuple[str, Any]]:
         if subject.forwards.calls:  # before the first forward, any call may register what it needs
             hooks = Counter({each: len(getattr(module, each)) for each in _HOOKS})
             yield f"the number of hooks of {name or 'the root'}", +hooks
-            for owner in _states(module):
-                yield f"the training state of {name or 'the root'}", str(owner)
+            yield f"the training states of {name or 'the root'}", _states(module)
     optimizer = subject.optimizer
     if optimizer is None:
         return
@@ -123,15 +117,14 @@ def _facts(subject: Subject) -> Iterator[tuple[str, Any]]:
 
 def _states(module: nn.Module) -> list[str]:
     """The training states of FSDP1's handle or FSDP2's groups."""
+    owners: list[Any] = [getattr(module, "_handle", None)]
     if isinstance(module, FSDPModule):
         state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", ())
-        return [str(getattr(each, "_training_state", "")) for each in (state, *groups)]
-    handle = getattr(module, "_handle", None)
-    return [str(getattr(each, "_training_state", "")) for each in (handle,) if each is not None]
+        owners = [state, *getattr(state, "_fsdp_param_groups", ())]
+    return [str(getattr(each, "_training_state", "")) for each in owners if each is not None]
 
 
-def _check_taken(taken: Taken, subject: Subject, words: str) -> None:
+def check_taken(taken: Taken, subject: Subject, words: str) -> None:
     """What was taken lives no longer than it is held, and keeps nothing else alive."""
     live = {local(each).untyped_storage().data_ptr() for each in _live(subject)}
     tensors = [each for each in tree_leaves(taken.value) if type(each) in (torch.Tensor, nn.Parameter, DTensor)]

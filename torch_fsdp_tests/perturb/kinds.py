@@ -63,7 +63,6 @@ class Forwards:
 class Subject:
     """The model of a training loop, at the place of an insertion."""
 
-    api: str
     root: nn.Module
     optimizer: torch.optim.Optimizer | None
     place: InsertionPoint
@@ -77,6 +76,10 @@ class Subject:
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         states = self.optimizer.state if self.optimizer is not None else {}
         self.has_states = self.owns_optimizer and all(param in states for group in groups for param in group["params"])
+
+    @property
+    def api(self) -> str:
+        return self.forwards.api
 
     def run(self) -> None:
         """A forward of the root."""
@@ -253,7 +256,7 @@ def _can_drop(subject: Subject) -> bool:
 @_kind(AROUND_STEP, "FSDPModule.reshard frees what forward unsharded; a dropped graph computes no gradient", _can_drop)
 def dropped(subject: Subject) -> None:
     subject.run()
-    for unit in subject.units() if subject.api == "fsdp2" else ():
+    for unit in subject.units():
         unit.reshard()  # as documented where no backward follows
 
 
@@ -479,12 +482,14 @@ def zero_grad(subject: Subject) -> None:
 def full_tensor(subject: Subject) -> Taken:
     params = list(subject.root.parameters())
     tensors = [*params, *(param.grad for param in params if param.grad is not None)]
-    taken = {
-        i: each.full_tensor()
-        for i, each in enumerate(tensors)
-        if isinstance(each, DTensor) and each.is_floating_point()
-    }
-    return Taken(taken)
+    shards = [each for each in tensors if isinstance(each, DTensor) and each.is_floating_point()]
+    return Taken([each.full_tensor() for each in shards], may_share=any(map(_is_whole, shards)))
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    """Whether this rank's shard is the full tensor, so that nothing has to be gathered."""
+    sizes = [tensor.device_mesh.size(dim) for dim, each in enumerate(tensor.placements) if not each.is_replicate()]
+    return all(size == 1 for size in sizes)
 
 
 # --- Beside the model -------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class RankResult:
         return self.state is State.STILL_RUNNING, self.follows, self.state is State.SKIPPED, has_reported, self.at
 
 
-# What may be behind a signal that nobody here has sent.
+# What may be behind a signal that the suite has not sent.
 _HINTS = {
     "SIGKILL": "out of memory?",
     "SIGBUS": "shared memory full?",

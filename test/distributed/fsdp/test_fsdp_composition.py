@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,6 +24,31 @@ from torch_fsdp_tests.fsdp.references import average, full_parameters, named
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
 
+class TwoUnits:
+    """A model of two instances inside a third, and the same model without FSDP."""
+
+    def __init__(self, device: torch.device, rank: int, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(device)
+        self.layers = copy.deepcopy(self.local)
+        self.model = FSDP(nn.Sequential(FSDP(self.layers[:2], **kwargs), FSDP(self.layers[2], **kwargs)), **kwargs)
+        self.optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.local, self.model)]
+        self.inp = torch.sin(torch.arange(12.0, device=device)).view(4, 3) + rank
+
+    def step(self, test: FSDPTest) -> torch.Tensor:
+        """Train both for one step, and compare losses and parameters. Returns the loss without FSDP."""
+        losses = [each(self.inp).square().sum() for each in (self.local, self.model)]
+        test.assertEqual(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        average([param.grad for param in self.local.parameters()])
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad()
+        test.assertEqual(list(full_parameters(self.model).values()), list(named(self.local).values()))
+        return losses[0]
+
+
 class TestFSDPMiscMultiProcess(FSDPTest):
     @property
     def world_size(self) -> int:
@@ -33,30 +58,15 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD], use_orig_params=[False, True], fails_at=[0, 2])
     def test_train_after_exception_in_forward(self, sharding_strategy, use_orig_params, fails_at):
         """A model whose forward raised trains on like a model without FSDP."""
-        torch.manual_seed(0)
-        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
-        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
-        layers = copy.deepcopy(local)
-        model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # the first unit fails
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
-        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+        pair = TwoUnits(self.device, self.rank, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
         ref_losses = []
         loses = sharding_strategy is ShardingStrategy.NO_SHARD and use_orig_params
         for step in range(4):
             if step == fails_at:
                 with mock.patch.object(nn.Tanh, "forward", side_effect=ValueError("no output")):
-                    self.assertRaisesRegex(ValueError, "no output", model, inp)
+                    self.assertRaisesRegex(ValueError, "no output", pair.model, pair.inp)
             with torch_defect("fsdp1_exception_in_forward_replaces_parameters", when=loses and step >= fails_at):
-                losses = [each(inp).square().sum() for each in (local, model)]
-                ref_losses.append(losses[0])
-                self.assertEqual(losses[1], losses[0])
-                for loss in losses:
-                    loss.backward()
-                average([param.grad for param in local.parameters()])
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
-                self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
+                ref_losses.append(pair.step(self))
                 check_losses(ref_losses)
 
     @skip_if_lt_x_gpu(2)
@@ -68,39 +78,24 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     )
     def test_train_after_exception_in_backward(self, sharding_strategy, use_orig_params, earlier, in_no_sync):
         """A model whose backward raised before its end, and whose gradients are then cleared, trains on."""
-        torch.manual_seed(0)
-        local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
-        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
-        layers = copy.deepcopy(local)
-        model = wrap(nn.Sequential(wrap(layers[:2]), wrap(layers[2])))  # backward of the last unit succeeds
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (local, model)]
-        inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
+        pair = TwoUnits(self.device, self.rank, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
 
         def accumulate(use_no_sync: bool) -> None:
-            with model.no_sync() if use_no_sync else contextlib.nullcontext():
-                model(inp).square().sum().backward()
+            with pair.model.no_sync() if use_no_sync else contextlib.nullcontext():
+                pair.model(pair.inp).square().sum().backward()
 
         if earlier:
             accumulate(earlier == "in no_sync")
-        hook = layers[1].register_full_backward_hook(mock.Mock(side_effect=ValueError("no gradient")))
+        hook = pair.layers[1].register_full_backward_hook(mock.Mock(side_effect=ValueError("no gradient")))
         self.assertRaisesRegex(ValueError, "no gradient", accumulate, in_no_sync)
         hook.remove()
-        optims[1].zero_grad()
+        pair.optims[1].zero_grad()
         ref_losses = []
         sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
         keeps = sharded and (not in_no_sync or earlier == "synchronized")
         with torch_defect("fsdp1_exception_in_backward_keeps_gradients", when=keeps):
             for _ in range(3):
-                losses = [each(inp).square().sum() for each in (local, model)]
-                ref_losses.append(losses[0])
-                self.assertEqual(losses[1], losses[0])
-                for loss in losses:
-                    loss.backward()
-                average([param.grad for param in local.parameters()])
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
-                self.assertEqual(list(full_parameters(model).values()), list(named(local).values()))
+                ref_losses.append(pair.step(self))
         if not keeps:
             check_losses(ref_losses)
 

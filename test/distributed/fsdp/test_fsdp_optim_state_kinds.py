@@ -50,13 +50,6 @@ class StoredInBfloat16(torch.Tensor):
 
 
 class TestFSDPOptimState(OptimStateTest):
-    HALVED = {
-        "halve_world_size": True,
-        "use_multiple_param_groups": True,
-        "wrap_alt": True,
-        "use_diff_optim_inputs": True,
-    }
-
     @skip_if_lt_x_gpu(2)
     @subtests(without=["weight", "bias"])
     def test_flat_state_without_that_of_a_parameter(self, without):

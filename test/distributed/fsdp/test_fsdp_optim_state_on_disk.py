@@ -45,13 +45,6 @@ from distributed.fsdp.optim_states import (
 
 
 class TestFSDPOptimState(OptimStateTest):
-    HALVED = {
-        "halve_world_size": True,
-        "use_multiple_param_groups": True,
-        "wrap_alt": True,
-        "use_diff_optim_inputs": True,
-    }
-
     @skip_if_lt_x_gpu(2)
     def test_damaged_state_is_refused(self):
         """A damaged state raises an error that names the fault. The optimizer does not change."""

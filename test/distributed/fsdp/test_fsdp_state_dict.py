@@ -349,6 +349,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             return self._get_multibuffer_nested_model(mixed, cpu_offload=cpu_offload, use_orig_params=use_orig_params)
 
         model, model_new = build(), build()
+        self.assertEqual([len(list(each.buffers())) for each in (model, model_new)], [3, 3])
         make_nonzero(model)
         state_dict = self._save(model, state_dict_type, state_dict_rank0_and_offload)
         self._validate_state_dict_contents(model, state_dict, state_dict_rank0_and_offload)
