@@ -99,13 +99,29 @@ def dead_links(page: Path) -> list[str]:
 
 
 @functools.cache
+def known_names() -> frozenset[str]:
+    """The words of all code, of other data, and of the documents' own samples."""
+    files = [*ROOT.glob(".ci/*"), *ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("t*/**/*.*")]
+    texts = [read(file) for file in files if file.suffix in ("", ".py", ".toml", ".json", ".txt") and file.is_file()]
+    samples = [block.text for _, block in all_blocks() if block.language is not None]
+    return frozenset(name for text in texts + samples for name in re.findall(r"\w+", text))
+
+
+def unknown_names(text: str) -> list[str]:
+    """The identifiers in backticks with an underscore that nothing has. A name that ends in one is a prefix."""
+    spans = [span for block in blocks(text) if block.language is None for span in block.spans()]
+    names = [name for span in spans for name in re.findall(r"(?<![\w-])\w*_\w+(?![\w-])", span)]
+    return [name for name in names if name not in known_names()]
+
+
+@functools.cache
 def words_to_avoid() -> tuple[list[Path], str, dict[re.Pattern[str], str]]:
     """The files that are checked, a pattern of exceptions, and patterns of words with what to write instead."""
     _, files, allowed, words = re.split(r"^\[\w+\]$", read(INPUTS / "words.txt"), flags=re.MULTILINE)
     rows = (line.rsplit(" | ", 1) for line in words.splitlines() if line)
     patterns = {re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE): instead for pattern, instead in rows}
     return (
-        [path for glob in files.split() for path in sorted(ROOT.glob(glob))],
+        [path for glob in files.split() for path in sorted(ROOT.glob(glob)) if path.name != Path(__file__).name],
         "|".join(filter(None, allowed.splitlines())),
         patterns,
     )
@@ -157,6 +173,11 @@ class TestDocuments(TestCase):
         for page, made in (("README.md", figures), ("docs/benchmarks.md", figures), ("docs/benchmarks.md", gpu)):
             text = read(ROOT / page)
             self.assertEqual([text.count(made[mark]) for mark in ("BEGIN", "END")], [1, 1], page)
+
+    def test_names_in_documents_exist(self):
+        self.assertEqual({name(page): found for page in documents() if (found := unknown_names(read(page)))}, {})
+        absent = "_a_name" + "_that_is_gone"
+        self.assertEqual(unknown_names(f"Call `judge(x)`, `fsdp2_` and `{absent}` of `known_names`."), [absent])
 
     def test_words_are_the_usual_ones(self):
         files, _, patterns = words_to_avoid()

@@ -1,4 +1,4 @@
-"""Each kind of perturbation notices a bug that training alone does not show, and changes nothing without a bug."""
+"""Each kind of perturbation detects a bug that training alone does not show, and changes nothing without a bug."""
 
 from __future__ import annotations
 
@@ -119,9 +119,11 @@ def keeping(former: Any) -> Any:
 
 
 kept: list[torch.Tensor] = []
-# For each kind a bug that training alone does not show.
+# For each kind a bug that another kind, with the checks around it, does not show.
 BUGS: dict[str, Bug] = {
-    "eval": lambda model: drops(internals.fsdp2_param_group.FSDPParamGroup, "post_forward", is_plain_evaluation)(model),
+    "eval": lambda model: drops(
+        internals.fsdp2_param_group.FSDPParamGroup, "post_forward", is_plain_forward_in_eval_mode
+    )(model),
     "inference": lambda model: drops(
         internals.fsdp2_param_group.FSDPParamGroup, "post_forward", lambda *args: torch.is_inference_mode_enabled()
     )(model),
@@ -154,7 +156,7 @@ BUGS: dict[str, Bug] = {
 KINDS = [kind for kind in BUGS if kind != "exception" or hasattr(FSDPModule, "reset_iter_state")]
 
 
-def is_plain_evaluation(*args: Any) -> bool:
+def is_plain_forward_in_eval_mode(*args: Any) -> bool:
     return not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -190,7 +192,7 @@ class TestKinds(TrainingMixin, FSDPTest):
             api = "fsdp1" if kind == "context" else "fsdp2"
             with self.subTest(kind=kind):
                 if kind != "sleep":  # on a busy machine a rank may be late without it
-                    self._train(api, bug, ())
+                    self._train(api, bug, ("backward" if kind == "collect" else "collect",))
                 with self.assertRaises((AssertionError, RuntimeError)):
                     self._train(api, bug, (kind,))
                 kept.clear()
