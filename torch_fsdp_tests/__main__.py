@@ -8,7 +8,7 @@ from torch_fsdp_tests.processes import host
 
 def main() -> int:
     """Run the dispatcher with the arguments of this process, and return its exit status."""
-    host.refuse_unsupported()
+    host.exit_if_unsupported()
     from torch_fsdp_tests.dispatch.main import main as dispatch
 
     return dispatch(sys.argv[1:], installation.ROOT)

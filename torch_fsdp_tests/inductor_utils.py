@@ -52,7 +52,7 @@ def why_no_host_compiler() -> str | None:
 def why_no_device_compiler() -> str | None:
     """The reason why inductor cannot compile for the device under test, or None if it can."""
     device = device_under_test()
-    if device is None or device.is_host:
+    if device is None or device.is_cpu:
         return "the device under test is not an accelerator"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -65,7 +65,7 @@ def why_no_device_compiler() -> str | None:
 
 def why_no_inductor() -> str | None:
     """The reason why a test cannot compile with inductor for the device under test, or None."""
-    if not accelerator.current().is_host:
+    if not accelerator.current().is_cpu:
         return why_no_device_compiler()
     if not TEST_WITH_SLOW:
         words = "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"

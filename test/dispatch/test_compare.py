@@ -120,7 +120,7 @@ class TestComparison(unittest.TestCase):
             for name, data in (
                 ("before", old | {"version": 2}),
                 ("after", a_report(file)),
-                ("other", {"version": 7, "files": [{}]}),
+                ("other", {"version": 8, "files": [{}]}),
             ):
                 Path(folder, f"{name}.json").write_text(json.dumps(data))
             before, after, other = (f"{folder}/{name}.json" for name in ("before", "after", "other"))

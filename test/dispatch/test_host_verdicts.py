@@ -18,10 +18,10 @@ from torch_fsdp_tests.verdict import RankResult, State
 from torch_fsdp_tests.verdict.stream import TestResult
 
 MACHINE = {"cpu": "Beads", "instruction_sets": "AVX2", "memory": 8.0}
-PASSED = {"state": State.PASSED, "said": "passed"}
-RAISED = {"state": State.ERROR, "said": "error", "exception": "E"}
-FOLLOWS = {"state": State.ERROR, "said": "error", "exception": "RuntimeError", "follows": True}
-BROKEN = {"state": State.ERROR, "said": "error", "exception": "RuntimeError", "message": "bad", "may_follow": True}
+PASSED = {"state": State.PASSED, "reported": "passed"}
+RAISED = {"state": State.ERROR, "reported": "error", "exception": "E"}
+FOLLOWS = {"state": State.ERROR, "reported": "error", "exception": "RuntimeError", "follows": True}
+BROKEN = {"state": State.ERROR, "reported": "error", "exception": "RuntimeError", "message": "bad", "may_follow": True}
 GONE = {**BROKEN, "message": "the peer is gone", "at": 1.0}
 DIED = {"state": State.CRASHED, "signal": "SIGKILL"}
 SILENT = {"state": State.STILL_RUNNING, "killed": True}

@@ -756,7 +756,7 @@ class TestCommand(CommandCase):
         # What killed a mutant of the function before comes first.
         kept = self.root / "kills.jsonl"
         for _ in range(2):
-            again = self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 1, "--save-noticed", kept)
+            again = self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 1, "--save-killed", kept)
             self.assertEqual(again[id].executed, 1)
         self.assertEqual(kills_in(kept), {"vendor_fsdp.shard.first": {("test_shard", "TestShard.test_first")}})
         self.assertEqual(len(kept.read_text().splitlines()), 1)
@@ -778,7 +778,7 @@ class TestCommand(CommandCase):
             (["--map", empty], "is not a map of what tests reach"),
             (["--map", self.root / "gone"], "gone is not a file that can be read; name another one"),
             (["--equivalent", self.root], "--equivalent: "),
-            (["--save-noticed", empty / "x"], "empty.json cannot be written to"),
+            (["--save-killed", empty / "x"], "empty.json cannot be written to"),
             (["--module", "nothing"], "no mutant is selected"),
             (["--sample", "0"], "argument --sample: '0' is not a whole number from 1 to"),
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),

@@ -93,7 +93,7 @@ class TestKinds(OrderCase):
         self.assertEqual(self.names(source, changed, tests=["test_a", "test_b"])[0], "test_b")
         self.assertEqual(self.names(source, Edit(FUNCTION, "if x:"), tests=["test_a", "test_b"])[0], "test_a")
 
-    def test_what_noticed_an_earlier_change_comes_first(self):
+    def test_what_killed_an_earlier_mutant_comes_first(self):
         source = test_file(test_a="pass", test_b="pass")
         for killer in ("test_a", "test_b"):
             found = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], kills=[killer])

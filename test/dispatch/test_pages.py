@@ -38,7 +38,7 @@ LONG = "x" * 300  # without a place for a line break
 def varied() -> dict[str, Any]:
     """A report with a test of each kind, and with words that are too long for a line."""
     ranks = [
-        RankResult(0, State.PASSED, said="passed", at=1.0, host="host-a"),
+        RankResult(0, State.PASSED, reported="passed", at=1.0, host="host-a"),
         RankResult(1, State.CRASHED, signal="SIGKILL", text=f"stack {LONG}", at=2.5, host=f"host-b-{LONG}"),
     ]
     crashed = {"ranks": [rank.to_json() for rank in ranks], "reason": f"rank 1 died {LONG}", "repeat": f"python {LONG}"}

@@ -69,7 +69,7 @@ class TestFold(unittest.TestCase):
 
     def test_a_failure_of_one_round_is_kept(self):
         passed = TestResult("T.test_1", State.PASSED, seconds=1.0)
-        rank = RankResult(3, State.ERROR, said="error", exception="E", message="lost", at=1.0, host="host-b")
+        rank = RankResult(3, State.ERROR, reported="error", exception="E", message="lost", at=1.0, host="host-b")
         failed = TestResult("T.test_1", State.ERROR, seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
         for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
             kept, file = folded(*(file_of(test, output=test.outcome.value) for test in order))

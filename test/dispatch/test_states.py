@@ -75,7 +75,7 @@ class TestRanks(MultiProcessTestCase):
         self.skipTest("not here")
 
     def test_leaves_a_variable(self):
-        os.environ["LEFT_BEHIND"] = "1"
+        os.environ["LEAKED"] = "1"
 
     @unittest.expectedFailure
     def test_leaves_a_variable_unexpectedly(self):
@@ -98,7 +98,7 @@ class TestPlain(unittest.TestCase):
     test_1_leaves_a_variable = TestRanks.test_leaves_a_variable
 
     def test_2_finds_none(self):
-        self.assertNotIn("LEFT_BEHIND", os.environ)
+        self.assertNotIn("LEAKED", os.environ)
 
 if __name__ == "__main__":
     run_tests()
@@ -107,21 +107,22 @@ if __name__ == "__main__":
 Rank = tuple[str, str, dict[str, Any]]
 
 # For each test: its state, its phase, and for each rank the state, its actions, and the part in the rank's data.
-PASSED = ("passed", "passed", {"said": "passed", "exit_code": 0})
+PASSED = ("passed", "passed", {"reported": "passed", "exit_code": 0})
 STATES: dict[str, tuple[Any, ...]] = {
     "fails": ("failed", "body", PASSED,
               ("failed", "raised AssertionError: .*", {"exception": "AssertionError", "output": "printed by 1"})),
-    "fails_alike": ("failed", "body", *[("failed", "raised AssertionError: on every rank", {"said": "failed"})] * 2),
+    "fails_alike": ("failed", "body",
+                    *[("failed", "raised AssertionError: on every rank", {"reported": "failed"})] * 2),
     "errs": ("error", "body",
              ("error", "raised ValueError: raised by 0", {"exception": "ValueError", "message": "raised by 0"}),
-             ("error", "raised ValueError: raised by 1", {"said": "error", "exit_code": 0, "phase": "body"})),
+             ("error", "raised ValueError: raised by 1", {"reported": "error", "exit_code": 0, "phase": "body"})),
     "errs_in_a_clean_up": ("error", "fixture", PASSED,
-                           ("error", "raised FileNotFoundError: .*", {"said": "error", "phase": "fixture"})),
+                           ("error", "raised FileNotFoundError: .*", {"reported": "error", "phase": "fixture"})),
     "skips_alone": ("error", None, PASSED, ("skipped", "skipped: not here", {"message": "not here"})),
     "is_killed": ("crashed", "body",
                   ("still running", "was still running after .* s, and was killed", {"killed": True, "limit": None}),
                   ("crashed", r"was killed by SIGKILL .out of memory.. before .*",
-                   {"signal": "SIGKILL", "said": ""})),
+                   {"signal": "SIGKILL", "reported": ""})),
     "leaves": ("crashed", "body", PASSED,
                ("crashed", "exited with code 3 before reporting anything", {"exit_code": 3, "signal": None})),
     "times_out": ("timed out", "body", PASSED,
@@ -129,12 +130,12 @@ STATES: dict[str, tuple[Any, ...]] = {
                    {"limit": 3, "killed": True})),
     "passes_and_hangs": ("timed out", "fixture", PASSED,
                          ("timed out", "reported that it passed and then was still running after .* s "
-                                       ".the limit is 3 s., and was killed", {"said": "passed", "limit": 3})),
+                                       ".the limit is 3 s., and was killed", {"reported": "passed", "limit": 3})),
     "skips_and_hangs": ("timed out", "fixture", ("skipped", "skipped: not here", {}),
                         ("timed out", "reported that it skipped and then was still running after .* s "
-                                      ".the limit is 3 s., and was killed", {"said": "skipped", "limit": 3})),
-    "leaves_a_variable": ("left something behind", None),
-    "leaves_a_variable_unexpectedly": ("left something behind", None),
+                                      ".the limit is 3 s., and was killed", {"reported": "skipped", "limit": 3})),
+    "leaves_a_variable": ("leaked", None),
+    "leaves_a_variable_unexpectedly": ("leaked", None),
     "with_a_server_that_dies": ("harness error", "harness"),
 }  # fmt: skip
 
@@ -257,7 +258,7 @@ test_module::setUpModule: error, file, fixture: OSError: module
 test_module_skips::TestP.test_p: skipped: not in this module
 test_never::TestX.test_1: error, body: TypeError: the test did not run, because it is an `async def`: write ...
 test_never::TestX.test_2: error, body: TypeError: the test did not run, because it is a generator: remove its ...
-test_never::TestX.test_3: error, body: TypeError: the test returned a value of type int, which nobody checks: ...
+test_never::TestX.test_3: error, body: TypeError: the test returned a value of type int, which is not checked: ...
 test_never::TestX.test_4: error, body: TypeError: the test did not run, because it is an `async def`: write ...
 test_never::TestY.test_1: error, fixture: TypeError: setUp did not run, because it is an `async def`: write ...
 test_never::TestZ.test_1: failed, body: AssertionError: it ran
@@ -288,7 +289,7 @@ test_zero::TestX.test_1: crashed: did not finish: the process exited with code 0
 TAGS = {
     **dict.fromkeys(("passed", "expected failure"), None),
     **dict.fromkeys(("skipped", "not run", "known failure"), "skipped"),
-    **dict.fromkeys(("failed", "unexpected success", "left something behind"), "failure"),
+    **dict.fromkeys(("failed", "unexpected success", "leaked"), "failure"),
 }
 
 
@@ -332,8 +333,8 @@ class TestStatesOfRanks(StatesCase):
         why = tests["TestParent.test_lets_a_thread_fail"]["reason"]
         self.assertEqual(why, "let the thread 'failing' end with AssertionError: None")
         for name in ("TestParent.test_leaves_a_variable", "TestPlain.test_1_leaves_a_variable"):
-            self.assertEqual(tests[name]["outcome"], "left something behind")
-            self.assertEqual(tests[name]["reason"], "left the environment variable LEFT_BEHIND set")
+            self.assertEqual(tests[name]["outcome"], "leaked")
+            self.assertEqual(tests[name]["reason"], "left the environment variable LEAKED set")
         self.assertEqual(tests["TestPlain.test_2_finds_none"]["outcome"], "passed")
         self.assertEqual(tests["TestRanks.test_passes"]["ranks"], [])
         self.assertIsInstance(self.report["device_count"], int)
@@ -346,7 +347,7 @@ class TestStatesOfRanks(StatesCase):
                 if ranks:
                     (element,) = self.cases["test_x", f"TestRanks.test_{name}"]
                     self.check_table(str(element.text), ranks)
-        self.assertIn("\nfailed (left something behind: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
+        self.assertIn("\nfailed (leaked: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
         alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
         self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
         self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')

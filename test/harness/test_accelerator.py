@@ -52,7 +52,7 @@ class TestValue(TestCase):
 
     def test_host_has_no_index(self):
         self.assertEqual(HOST.device(3), torch.device("cpu"))
-        self.assertTrue(HOST.is_host)
+        self.assertTrue(HOST.is_cpu)
 
     def test_room(self):
         self.assertIsNone(CLUSTER.lacks_room_for(2))
@@ -316,7 +316,7 @@ class TestProbe(TestCase):
     def test_collectives_of_the_processor(self):
         """The known facts about gloo on the host equal the results of a probe."""
         capabilities = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
-        self.assertEqual(accelerator._OF_THE_HOST & set(capabilities), HOST.capabilities)
+        self.assertEqual(accelerator._OF_THE_CPU & set(capabilities), HOST.capabilities)
 
 
 class TestMachine(TestCase):

@@ -576,7 +576,7 @@ class SmallThingsTest(TestCase):
         with unittest.mock.patch("time.sleep") as slept:
             device_sleep("cpu", int(3 * get_cycles_per_ms("cpu")))  # the CPU is the subject
         slept.assert_called_once_with(0.003)
-        if not under_test.is_host:
+        if not under_test.is_cpu:
             device_sleep(under_test.type, 1)
 
     def test_swapping_is_put_back_by_the_last_of_several_threads(self):

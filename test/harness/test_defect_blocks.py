@@ -218,7 +218,7 @@ class TestInARun(TestCase):
         self.assertIn("3 known defects of torch shown (python -m torch_fsdp_tests.defects)\n", done.stdout)
         self.assertIn("Known defects", page)
 
-        (fixed,) = report["repaired_defects"]
+        (fixed,) = report["fixed_defects"]
         self.assertIn(f"fixed in this PyTorch: {SHOWN} ({registry.defect(SHOWN).title}", done.stdout)
         self.assertEqual({name.rpartition(".")[2] for name in fixed["tests"]}, NOT_SHOWN)
         self.assertEqual(sum(place.endswith(" (number=0)") for place in fixed["places"]), 3)

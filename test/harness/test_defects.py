@@ -59,7 +59,7 @@ class TestRegistry(TestCase):
         only_without_cuda = "fsdp1_empty_shard_asks_cuda_for_its_device"  # on an accelerator
         self.assertEqual({*registry.ids()} - named_in_tests(), {only_without_cuda})
 
-    def test_facts_name_the_defects_that_a_version_repaired(self):
+    def test_facts_name_the_defects_that_a_version_fixed(self):
         """A fact that is true since a fix names its defect, which the version before has and this one has not."""
         named = {name: fact for name, fact in torch_facts.facts().items() if fact.fixes}
         self.assertGreater(len(named), 5)
@@ -99,7 +99,7 @@ class TestRegistry(TestCase):
                 if defect.exposure in most:
                     self.assertLessEqual(len(options), most[defect.exposure], options)
                     self.assertLessEqual(len(features), most[defect.exposure], features)
-                needs_device = defect.place is registry.Place.APART_FROM_HOST
+                needs_device = defect.devices is registry.Devices.OTHER_THAN_CPU
                 watches = any(WATCHES.search(ast.unparse(part)) for part in code)
                 self.assertIs(needs_device or watches, defect.exposure is Exposure.HARDWARE)
 
@@ -209,7 +209,7 @@ class TestCommand(TestCase):
     def test_fail_on_present(self):
         self.assertEqual(self.printed(SHOWN, "--fail-on", "present")[0], 1)
 
-    def test_repaired_torch_is_reported(self):
+    def test_fixed_version_is_reported(self):
         """The command exits with 1 and names the defect."""
         status, out = self.printed(SHOWN, answer=Answer.ABSENT)
         self.assertEqual(status, 1)
@@ -294,7 +294,7 @@ class TestScripts(TestCase):
             with self.subTest(id):
                 defect = registry.defect(id)
                 expected = defect.expected(torch.__version__)
-                if expected is Answer.CANNOT_BE_TRIED or defect.place is registry.Place.APART_FROM_HOST:
+                if expected is Answer.CANNOT_BE_TRIED or defect.devices is registry.Devices.OTHER_THAN_CPU:
                     continue
                 if defect.package and importlib.util.find_spec(defect.package) is None:
                     continue

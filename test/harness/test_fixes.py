@@ -258,7 +258,7 @@ class TestInARun(TestCase):
                 outcomes = {test["test"].rpartition(".")[2]: test["outcome"] for test in report["files"][0]["tests"]}
                 wanted = dict.fromkeys(outcomes, "passed") | {"test_fixed_defect_that_shows": "failed"}
                 self.assertEqual(outcomes, wanted, done.stdout)
-                self.assertEqual((len(outcomes), report["known_defects"], report["repaired_defects"]), (4, [], []))
+                self.assertEqual((len(outcomes), report["known_defects"], report["fixed_defects"]), (4, [], []))
                 self.assertIn(f"--with-fixes {FIRST}", done.stdout)
 
     def test_id_that_has_no_fix(self):

@@ -1,4 +1,4 @@
-"""A group of ranks in a place without processes: it must handle events in any order."""
+"""A group of ranks whose transport has no processes: it must handle events in any order."""
 
 import collections
 import selectors
@@ -20,7 +20,7 @@ AT_ONCE = 20  # seconds, even on a busy machine
 
 
 class Nowhere:
-    """A place whose processes do what the test says. It records their orders."""
+    """A transport whose processes do what the test says. It records their orders."""
 
     file_name = "nowhere"
 
@@ -71,52 +71,52 @@ class Nowhere:
 class TestGroup(TestCase):
     """Without it, a rank could pass after its limit, or a rank that only suffered could be named as the cause."""
 
-    def group(self, world_size: int, place: Any, test: str | None = "test_x") -> RankGroup:
-        made = RankGroup(type(self), test, world_size, place=place)
+    def group(self, world_size: int, transport: Any, test: str | None = "test_x") -> RankGroup:
+        made = RankGroup(type(self), test, world_size, transport=transport)
         self.addCleanup(made.close)
         return made
 
     def test_ranks_continue_when_all_have_arrived(self):
-        place = Nowhere()
-        made = self.group(MANY, place)
-        place.events += [protocol.Waits(each) for each in range(1, MANY)]
+        transport = Nowhere()
+        made = self.group(MANY, transport)
+        transport.events += [protocol.Waits(each) for each in range(1, MANY)]
         made._receive(0)
-        self.assertEqual(dict(place.orders), {})
-        place.events.append(protocol.Waits(0))
+        self.assertEqual(dict(transport.orders), {})
+        transport.events.append(protocol.Waits(0))
         reports = made.wait(AT_ONCE)
-        self.assertEqual(dict(place.orders), {each: [protocol.Continue()] for each in range(MANY)})
+        self.assertEqual(dict(transport.orders), {each: [protocol.Continue()] for each in range(MANY)})
         self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
                          [(rank, Outcome(rank, State.PASSED), 0) for rank in range(MANY)])  # fmt: skip
-        self.assertEqual(place.requests, ["end"])
+        self.assertEqual(transport.requests, ["end"])
         made.close()
-        self.assertEqual(place.requests, ["end", "close"])
+        self.assertEqual(transport.requests, ["end", "close"])
 
     def test_no_rank_continues_after_the_limit(self):
         """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
-        place = Nowhere()
-        made = self.group(2, place)
-        place.events.append(protocol.Waits(0))
+        transport = Nowhere()
+        made = self.group(2, transport)
+        transport.events.append(protocol.Waits(0))
         made._receive(0)
-        send = place.send
+        send = transport.send
 
         def send_and_receive_of_rank_1(order, *index):
             send(order, *index)
             if isinstance(order, protocol.AskForStacks):
-                place.passes(1)
+                transport.passes(1)
 
-        with mock.patch.object(place, "send", send_and_receive_of_rank_1):
+        with mock.patch.object(transport, "send", send_and_receive_of_rank_1):
             first, second = made.wait(LIMIT)
-        self.assertEqual(dict(place.orders), {})
+        self.assertEqual(dict(transport.orders), {})
         self.assertEqual((first.outcome, first.ending.code), (Outcome(0, State.PASSED), 0))
         self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
     def test_causes_are_in_the_order_of_time(self):
         """The order is not that in which they were reported."""
-        place = Nowhere(starts=False)
-        made = self.group(2, place)
+        transport = Nowhere(starts=False)
+        made = self.group(2, transport)
         error = Outcome(0, State.ERROR, "consequence")
-        place.events = [
+        transport.events = [
             protocol.Reported(0, error, 15.0, False),
             protocol.Started(0, (0,), "here", (1000,), 10.0),
             protocol.Started(0, (1,), "there", (None,), 11.0),
@@ -129,10 +129,10 @@ class TestGroup(TestCase):
         self.assertEqual([each.host for each in reports], ["here", "there"])
 
     def test_the_limit_counts_from_the_start_of_the_last_rank(self):
-        place = Nowhere(starts=False)
-        made = self.group(2, place)
+        transport = Nowhere(starts=False)
+        made = self.group(2, transport)
         began = time.monotonic()
-        place.events = [
+        transport.events = [
             protocol.Started(0, (each,), "here", (1000 + each,), began - 10 * (1 - each)) for each in (0, 1)
         ]
         reports = made.wait(LIMIT)
@@ -141,29 +141,29 @@ class TestGroup(TestCase):
 
     @parametrize("ending", [0, 9])
     def test_ranks_that_stay(self, ending):
-        place = Nowhere()
-        made = self.group(2, place, test=None)
+        transport = Nowhere()
+        made = self.group(2, transport, test=None)
         for test in ("test_a", "test_b"):
             self.assertTrue(made.ready())
             made.begin(test)
-            place.events += [protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False) for each in (0, 1)]
+            transport.events += [protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False) for each in (0, 1)]
             self.assertEqual([each.ending.code for each in made.wait(LIMIT)], [0, 0])
-        place.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
+        transport.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
         self.assertEqual(made.ready(), not ending)
         made.close()
         words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL (out of memory?)"]
         self.assertEqual([each.reason for each in made.late_deaths], words if ending else [])
         run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
-        self.assertEqual(place.orders[0], run if ending else [*run, protocol.Leave()])
+        self.assertEqual(transport.orders[0], run if ending else [*run, protocol.Leave()])
 
     def test_broken_server_is_an_error_of_the_harness(self):
-        place = Nowhere()
-        made = self.group(2, place)
-        place.events += [protocol.Over(0, (0, 1)), protocol.Broken(0, "the server is gone")]
+        transport = Nowhere()
+        made = self.group(2, transport)
+        transport.events += [protocol.Over(0, (0, 1)), protocol.Broken(0, "the server is gone")]
         with self.assertRaisesRegex(HarnessError, "the server is gone"):
             made.wait(LIMIT)
         made.close()
-        self.assertEqual(place.requests, ["close"])  # nothing was left to end
+        self.assertEqual(transport.requests, ["close"])  # nothing was left to end
 
     def test_invalid_message_is_an_error_of_the_harness(self):
         made = self.group(1, Nowhere())
@@ -172,13 +172,13 @@ class TestGroup(TestCase):
                 made.wait(LIMIT)
 
     def test_rank_that_never_ends(self):
-        place = Nowhere(ends=False)
-        made = self.group(1, place)
-        place.passes(0)
+        transport = Nowhere(ends=False)
+        made = self.group(1, transport)
+        transport.passes(0)
         with mock.patch.multiple(group, KILL_LIMIT=LIMIT, GRACE=LIMIT):
             with self.assertRaisesRegex(HarnessError, "did not end the ranks in time"):
                 made.wait(LIMIT)
-        self.assertEqual(place.requests, ["end", "give up"])
+        self.assertEqual(transport.requests, ["end", "give up"])
 
     def test_stages_go_forward(self):
         back = {(a, b) for a in Stage for b in Stage if a > b and a.may_become(b)}
@@ -202,13 +202,13 @@ class TestServerMail(TestCase):
         connection = mock.Mock(closed=False, arrived=lambda: news.pop() if news else iter(()))
         handle = object.__new__(ServerHandle)
         handle.connection, handle._mail = connection, []
-        place = object.__new__(LocalRanks)
+        transport = object.__new__(LocalRanks)
         process = mock.Mock(**{"read_words.return_value": False, "channel.arrived.return_value": ()})
-        place._server, place._starts, place._processes = handle, {0, 1}, {0: process, 1: process}
-        place.selector = selectors.DefaultSelector()
-        self.addCleanup(place.selector.close)
-        self.assertEqual(place.arrived(), [])
-        self.assertEqual(place.arrived(), ended[:2])
+        transport._server, transport._starts, transport._processes = handle, {0, 1}, {0: process, 1: process}
+        transport.selector = selectors.DefaultSelector()
+        self.addCleanup(transport.selector.close)
+        self.assertEqual(transport.arrived(), [])
+        self.assertEqual(transport.arrived(), ended[:2])
         self.assertEqual(handle.arrived({2}), ended[2:])
 
 

@@ -91,8 +91,10 @@ class TestTwoHosts(TestCase):
         run = rounds()
         self.assertEqual(run.report["exit_code"], 4, run.text)
         hosts = run.report["hosts"]
-        told = {name: (host["verdict"], host["passed"], host["failed"], host["began"]) for name, host in hosts.items()}
-        self.assertEqual(told, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
+        reported = {
+            name: (host["verdict"], host["passed"], host["failed"], host["began"]) for name, host in hosts.items()
+        }
+        self.assertEqual(reported, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
         self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
         self.assertIn("hostb is suspect: 1 failure began there, and none on the other hosts", run.text)
         words = r"failed in 1 of 2 rounds \(round 2\): rank 1 on hostb raised RuntimeError: the weather is bad"

@@ -56,7 +56,7 @@ def interrupted_early() -> dict[str, SuiteRun]:
 
 
 class TestFaults(TestCase):
-    """Without it, a fault of one rank could stop the files after it, or be told without its cause."""
+    """Without it, a fault of one rank could stop the files after it, or be reported without its cause."""
 
     def test_all_files_run_and_every_verdict_is_reported(self):
         run = faults()

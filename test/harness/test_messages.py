@@ -127,7 +127,7 @@ class TestMessages(TestCase):
         [
             (b"garbage", "this is not a message: b'garbage'"),
             (b"[1, 2, 3]", "this is not a message"),
-            (b'["Nobody", {}]', r"type 'Nobody' was not expected here \(expected: Plain, Outer\)"),
+            (b'["Unknown", {}]', r"type 'Unknown' was not expected here \(expected: Plain, Outer\)"),
             (b'["Plain", {"text": 1}]', "not a valid message of the type Plain.*1 is not of the type str"),
             (b'["Plain", {}]', "not a valid message of the type Plain.*text"),
             (b'["Plain", {"text": "", "more": 1}]', "not a valid message of the type Plain.*more"),
@@ -144,7 +144,7 @@ class TestMessages(TestCase):
     def test_files_that_did_not_come_are_an_error(self):
         _, other = self.pair(Files)
         self.ends[0].sendall(messages.encode(Files((7,))) + b"\n")
-        with self.assertRaisesRegex(MessageError, "Files came without its descriptors"):
+        with self.assertRaisesRegex(MessageError, "Files arrived without its descriptors"):
             other.receive()
 
 

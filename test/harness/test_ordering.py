@@ -214,7 +214,7 @@ class TestChecked(FSDPTest):
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
-                with mock.patch.object(ordering, "_place", return_value=ordering.Place("file", 1, "reduce")):
+                with mock.patch.object(ordering, "_call_site", return_value=ordering.CallSite("file", 1, "reduce")):
                     work = dist.all_reduce(x, async_op=True)
                 if waits:
                     work.wait()
@@ -225,7 +225,7 @@ class TestChecked(FSDPTest):
     def test_function_that_waits_for_its_collectives(self):
         with ordering.recorded() as recording:
             x = torch.ones(4, device=self.device)
-            with mock.patch.object(ordering, "_place", return_value=ordering.Place("file", 1, "send")):
+            with mock.patch.object(ordering, "_call_site", return_value=ordering.CallSite("file", 1, "send")):
                 dist._broadcast_coalesced(dist.group.WORLD, [x], 64, 0)
             x.add_(1)
         self.assertEqual(recording.races, [])
@@ -233,11 +233,11 @@ class TestChecked(FSDPTest):
     def test_known_defect_explains_a_race(self):
         """It does so if the registry has its words, or if it shows in a block with the race."""
         known = "fsdp1_dropped_gradients_race_with_the_reduction"
-        place = ordering.Place("file", 1, registry.defect(known).races[0].rstrip(")"))
+        site = ordering.CallSite("file", 1, registry.defect(known).races[0].rstrip(")"))
         with defect_blocks.recorded() as blocks:
-            races.conclude([ordering.Race("this", "that", (place, None))])
+            races.conclude([ordering.Race("this", "that", (site, None))])
         self.assertEqual([block.defect["id"] for block in blocks], [known])
-        other = ordering.Race("this", "that", (ordering.Place("file", 1, "other"), None))
+        other = ordering.Race("this", "that", (ordering.CallSite("file", 1, "other"), None))
         with self.assertRaisesRegex(AssertionError, r"^this \(file.py:1, other\) and that are not ordered$"):
             races.conclude([other])
 

@@ -67,7 +67,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Words", "all_raise_differently", "ERROR", "ValueError: rank 0 says so", "ValueError: rank 1 says so"),
     ("Words", "is_async", "ERROR", "ranks 0-1 of 2 raised:", "the test did not run, because it is an `async def`"),
     ("Words", "yields", "ERROR", "ranks 0-1 of 2 raised:", "the test did not run, because it is a generator"),
-    ("Words", "returns", "ERROR", "the test returned a value of type bool, which nobody checks"),
+    ("Words", "returns", "ERROR", "the test returned a value of type bool, which is not checked"),
     ("Words", "interrupted", "ERROR", "rank 1 of 2 raised:", "KeyboardInterrupt"),
     ("Words", "element", "FAIL", "rank 1 of 2 raised:", "at ['weight']: ", "difference: 0.5 at index (2,)"),
     ("Words", "no_pickle", "ERROR", "Odd"),
@@ -271,9 +271,9 @@ class TestVerdict(TestCase):
     @parametrize("kind", KINDS)
     def test_output_belongs_to_its_test(self, kind):
         """A failing test shows its own output, and no other test's."""
-        self.assertNotIn("nobody asked", faults(kind).text)
+        self.assertNotIn("was not requested", faults(kind).text)
         if kind != "Staying":  # which was requested
-            self.assertNotIn("nobody asked", faults(kind).stdout)
+            self.assertNotIn("was not requested", faults(kind).stdout)
 
     @both_runs
     def test_time(self, kind, hanging):
@@ -361,7 +361,7 @@ class TestConfiguration(TestCase):
         [
             ("TORCH_FSDP_TESTS_DEVICE", "abacus", "unknown device 'abacus'"),
             ("TORCH_FSDP_TESTS_BACKEND", "fake", "moves no data between processes"),
-            ("TORCH_FSDP_TESTS_BACKEND", "abacus", "unknown backend 'abacus': this torch offers .*gloo.*--backend or "),
+            ("TORCH_FSDP_TESTS_BACKEND", "abacus", "unknown backend 'abacus': PyTorch offers .*gloo.*--backend or "),
             ("TORCH_FSDP_TESTS_RANKS", "0", "give a whole number from 1 to 65536"),
             ("TORCH_FSDP_TESTS_RANKS", "many", "give a whole number from 1 to 65536"),
             ("TORCH_FSDP_TESTS_RANKS", "1" * 9999, "is '1{40}': give a whole number from 1 to 65536"),

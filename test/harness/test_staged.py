@@ -54,7 +54,7 @@ class TestStaged(MultiProcessTestCase):
         self.over("staged", body)
 
     def test_ranks_that_send_to_each_other(self):
-        """Nobody waits before it has received."""
+        """No rank waits before it has received."""
 
         def body(rank: int, size: int) -> None:
             own, other = torch.full((3,), float(rank)), torch.zeros(3)

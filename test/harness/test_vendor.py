@@ -90,7 +90,7 @@ class TestNewDevice(TestCase):
         with installed(TORCH_FSDP_TESTS_DEVICE=NAME):
             device = accelerator.current()
         self.assertEqual((device.name, device.count, device.ranks, device.is_shared), (NAME, 2, 2, False))
-        self.assertFalse(device.is_host)
+        self.assertFalse(device.is_cpu)
         self.assertEqual(device.device(3), torch.device(device.type))
         self.assertIn(f"{NAME} with gloo does not have it", device.lacks("streams"))
 
@@ -115,7 +115,7 @@ class TestWishes(TestCase):
         self.assertEqual(self.of_dispatcher(**{variable: ""}), self.of_dispatcher())
 
     def test_the_dispatcher_tells_a_file(self):
-        requested = "cpu", "gloo", "3"  # the CPU is the subject: it needs no torch
+        requested = "cpu", "gloo", "3"  # the CPU is the subject: it works without torch
         options = [word for name, value in zip(REQUESTED, requested, strict=True) for word in (f"--{name}", value)]
         variables = [f"TORCH_FSDP_TESTS_{name.upper()}" for name in REQUESTED]
         with tempfile.TemporaryDirectory() as folder:

@@ -155,7 +155,7 @@ BLAMED = {
     "one_waits_for_one_that_passed": ([reported(0, GAVE_UP, LATE), passed(1)], State.ERROR, [0]),
     "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], State.TIMED_OUT, [1]),
     "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], State.CRASHED, [1, 0]),
-    "one_dies_and_another_notices": ([reported(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
+    "one_dies_and_another_sees_it": ([reported(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
     "one_dies_and_the_news_is_late": ([reported(0, 1.0, EARLY), died(1, 3.9)], State.CRASHED, [1, 0]),
     "one_passes_and_then_hangs": ([passed(0), stays(passed(1), LIMIT)], State.TIMED_OUT, [1]),
     "all_pass_and_then_hang": ([stays(passed(0), LIMIT), stays(passed(1), LIMIT)], State.TIMED_OUT, [0, 1]),
@@ -169,7 +169,7 @@ BLAMED = {
     "one_hangs_after_another_waited_for_it": (
         [reported(0, GAVE_UP, LATE), stays(passed(1), LIMIT)], State.TIMED_OUT, [1, 0],
     ),
-    "one_skips_and_another_notices": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
+    "one_skips_and_another_sees_it": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
     "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], State.ERROR, [1, 0]),
     "one_skips_and_another_fails": ([reported(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
     "one_errs_before_another_skips": ([reported(0, 1.0, EARLY), skipped(1, 1.1)], State.ERROR, [0, 1]),
@@ -220,6 +220,12 @@ class TestBlame(TestCase):
             ],
         )
 
+    def test_error_after_a_death_names_the_dead_rank(self):
+        """Only the errors that a missing rank can cause: otherwise a reader begins with the wrong one."""
+        ranks = [died(0, 1.0), reported(1, 1.1, RuntimeError("Connection closed")), reported(2, 1.2, ValueError())]
+        paragraphs = [text.partition("\n")[0] for text in judge(ranks, LIMIT, {}).text.split("\n\n")]
+        self.assertEqual(paragraphs[1:], ["rank 1 of 3 raised (possibly because rank 0 died):", "rank 2 of 3 raised:"])
+
 
 BODY = in_body(AssertionError("as expected"))
 BROKEN = in_body(RuntimeError("Connection closed by peer"))
@@ -227,7 +233,7 @@ BROKEN = in_body(RuntimeError("Connection closed by peer"))
 # The ends of two ranks, and whether the first may be an expected failure.
 EXPECTED = {
     "alone": (reported(0, 1.0, BODY), passed(1), True),
-    "and_another_notices": (reported(0, 1.0, BODY), reported(1, 1.1, BROKEN), True),
+    "and_another_sees_it": (reported(0, 1.0, BODY), reported(1, 1.1, BROKEN), True),
     "and_another_waits": (reported(0, 1.0, BODY), hung(1, 4.0), True),
     "and_its_process_is_killed_before_it_ends": (stays(reported(0, 1.0, BODY), 1.0), reported(1, 1.1, BROKEN), True),
     "and_another_is_killed_before_it_ends": (reported(0, 1.0, BODY), stays(passed(1), 4.0), True),

@@ -199,7 +199,7 @@ class RankTestCase(TestCase):
     rank: int = MAIN_RANK
     _spawner = ""  # the method that a test class calls in its setUp
     # Names that upstream's harness uses and this one does not, with what to do instead. A class that has one fails.
-    _refused_hooks: Mapping[str, str] = {
+    _unsupported_hooks: Mapping[str, str] = {
         "MAIN_PROCESS_RANK": "it is always -1",
         "MAIN_THREAD_RANK": "it is always -1",
         "_should_stop_test_suite": "run with -f, or `run_test.py` without --keep-going, to stop at a failure",
@@ -262,11 +262,10 @@ class RankTestCase(TestCase):
         size and for a hook that would not be called.
         """
         for owner in type(self).__mro__:
-            for name in self._refused_hooks.keys() & ({} if is_ours(owner) else vars(owner)).keys():
+            for name in self._unsupported_hooks.keys() & ({} if is_ours(owner) else vars(owner)).keys():
                 hook = f"{owner.__qualname__}.{name}"
-                words = (
-                    f"{hook} has no effect here, because only upstream's harness uses it: {self._refused_hooks[name]}"
-                )
+                instead = self._unsupported_hooks[name]
+                words = f"{hook} has no effect here, because only upstream's harness uses it: {instead}"
                 raise_verdict(Verdict(State.ERROR, words, Phase.FIXTURE))
         if world_size < 1:
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
@@ -314,7 +313,7 @@ class RankTestCase(TestCase):
         leaks = group.take_leaks()
         if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
             words = f"{'; '.join(leaks)} ({settings.STRICT_LEAKS_VARIABLE} makes this a failure)"
-            raise_verdict(Verdict(State.LEFT_BEHIND, words))
+            raise_verdict(Verdict(State.LEAKED, words))
         state.notes.add(self.id(), leaks)
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:

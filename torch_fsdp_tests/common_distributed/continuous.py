@@ -49,8 +49,8 @@ class MultiProcContinuousTest(RankTestCase):
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
-    _refused_hooks = {
-        **RankTestCase._refused_hooks,
+    _unsupported_hooks = {
+        **RankTestCase._unsupported_hooks,
         "_spawn_processes": "override _init_pg, which each rank calls when it starts",
         "_ensure_processes_spawned": "override _init_pg, which each rank calls when it starts",
         "_processes_spawned": "override _init_pg, which each rank calls when it starts",

@@ -187,7 +187,7 @@ class MultiProcessTestCase(RankTestCase):
             self._ask_requirements(world_size)
             is_ours = type(self)._start_processes is MultiProcessTestCase._start_processes
             if is_launched() and not is_ours:
-                self._refuse(
+                self._reject(
                     "_start_processes",
                     "cannot start the ranks of a launcher: run this file without the launcher, or set "
                     f"{settings.LAUNCHED_VARIABLE}=0",
@@ -212,7 +212,7 @@ class MultiProcessTestCase(RankTestCase):
             start_processes(make)
             started = sum(process.is_there for process in group.processes)
             if not is_launched() and started < world_size:
-                self._refuse(
+                self._reject(
                     "_start_processes",
                     f"started {started} of {world_size} ranks: call start() of one process that `proc` makes for "
                     "each rank",
@@ -220,7 +220,7 @@ class MultiProcessTestCase(RankTestCase):
 
         return start
 
-    def _refuse(self, hook: str, words: str) -> None:
+    def _reject(self, hook: str, words: str) -> None:
         owner = next(cls.__qualname__ for cls in type(self).__mro__ if hook in vars(cls))
         raise RanksErred(Verdict(State.ERROR, f"{owner}.{hook} {words}", Phase.FIXTURE))
 
@@ -418,7 +418,7 @@ class DistributedTestBase(MultiProcessTestCase):
         dist.init_process_group(
             self.backend(device), world_size=world_size, rank=self.rank, store=store, timeout=timeout
         )
-        if not accelerator.current().is_host and torch.device(device).type != "cpu":
+        if not accelerator.current().is_cpu and torch.device(device).type != "cpu":
             self._device_before = torch.get_default_device()
             torch.set_default_device(accelerator.current().bind(self.rank))
         return dist.distributed_c10d._get_default_group()
@@ -434,4 +434,4 @@ class DistributedTestBase(MultiProcessTestCase):
 
 
 class DynamoDistributedMultiProcTestCase(DistributedTestBase):
-    """Upstream's name for tests of compiled models. Its number of ranks is that of the device under test, too."""
+    """Upstream's name for tests of compiled models. Its number of ranks is also that of the device under test."""

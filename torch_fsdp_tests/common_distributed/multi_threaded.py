@@ -150,8 +150,8 @@ class MultiThreadedTestCase(RankTestCase):
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
     _spawner = "_spawn_threads"
-    _refused_hooks = {
-        **RankTestCase._refused_hooks,
+    _unsupported_hooks = {
+        **RankTestCase._unsupported_hooks,
         "_join_threads": "the threads are in another process; check in perThreadTearDown what each rank left",
         "_check_return_codes": "exceptions stay in the process of the threads; catch and check them in the test",
         "exception_queue": "let the test raise, and each rank reports its exception",
@@ -190,7 +190,7 @@ class MultiThreadedTestCase(RankTestCase):
         """Start the ranks of the current test. Raises the same exceptions as
         :meth:`MultiProcessTestCase._spawn_processes`.
         """
-        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) and not accelerator.current().is_host:
+        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) and not accelerator.current().is_cpu:
             reason = "ranks are threads, and the race detector cannot tell to which of them a backward belongs"
             raise Skipped(Reason(reason, SkipKind.DEVICE))
         world_size = int(self.world_size)

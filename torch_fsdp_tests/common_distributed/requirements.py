@@ -130,7 +130,7 @@ def at_least_x_gpu(x: int) -> bool:
     Upstream's counts devices of three types, regardless of the one under test.
     """
     device = accelerator.current()
-    return not device.is_host and device.count >= x
+    return not device.is_cpu and device.count >= x
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
@@ -144,7 +144,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
     def reason() -> str | None:
         device = accelerator.current()
-        if device.is_host and not allow_cpu:
+        if device.is_cpu and not allow_cpu:
             return f"needs {x} or more accelerators, but the device under test is the CPU"
         return device.lacks_room_for(x)
 
@@ -248,7 +248,7 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
 
     def reason() -> str | None:
         device = accelerator.current()
-        if device.is_host or (backends is not None and device.backend not in backends):
+        if device.is_cpu or (backends is not None and device.backend not in backends):
             accepted = " or ".join(backends or ["of an accelerator"])
             return f"needs the backend {accepted}, but {device.backend} is under test"
         return None

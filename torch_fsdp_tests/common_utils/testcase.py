@@ -177,7 +177,7 @@ class TestCase(expecttest.TestCase):
                 facts = not_shown.setdefault(block.defect["id"], {**block.defect, "places": []})
                 facts["places"] += [block.place] * bool(block.place)
         if known or not_shown:
-            events.record(known_defects=list(known.values()), repaired_defects=list(not_shown.values()))
+            events.record(known_defects=list(known.values()), fixed_defects=list(not_shown.values()))
         if not_shown and not self._known_defects and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
             words = "; ".join(f"{id} did not show at {', '.join(facts['places'])}" for id, facts in not_shown.items())
             error = self.failureException(words)

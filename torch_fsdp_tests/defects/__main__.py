@@ -105,7 +105,7 @@ def _some_of(kind: type[enum.Enum]) -> Callable[[str], Collection[enum.Enum]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    host.refuse_unsupported()
+    host.exit_if_unsupported()
     host.exit_on_signals()
     try:
         return _answer(parse(argv))

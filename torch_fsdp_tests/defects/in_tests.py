@@ -12,7 +12,7 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.registry import Answer, Defect, Place
+from torch_fsdp_tests.defects.registry import Answer, Defect, Devices
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.verdict import DefectBlock, in_one_line
 
@@ -37,9 +37,9 @@ class KnownDefect:
         """
         if self._defect.expected_here() not in (Answer.PRESENT, Answer.UNDECIDED):
             return False
-        if self._defect.place is Place.ANYWHERE:
+        if self._defect.devices is Devices.ANY:
             return True
-        return accelerator.current().is_host is (self._defect.place is Place.HOST)
+        return accelerator.current().is_cpu is (self._defect.devices is Devices.CPU)
 
     def explains(self, exception: str) -> bool:
         """Whether a test that shows the defect fails with this type of exception."""

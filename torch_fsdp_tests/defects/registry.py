@@ -71,12 +71,12 @@ class Component(_Ordered):
     FSDP1 = "FSDP1"
 
 
-class Place(enum.Enum):
+class Devices(enum.Enum):
     """The devices on which a defect can show."""
 
-    ANYWHERE = "any device"
-    HOST = "the CPU"
-    APART_FROM_HOST = "a device other than the CPU"
+    ANY = "any device"
+    CPU = "the CPU"
+    OTHER_THAN_CPU = "a device other than the CPU"
 
 
 class Answer(enum.Enum):
@@ -114,7 +114,7 @@ class Defect:
     error: str = ""
     world_size: int = 2
     since: str = "2.9"
-    place: Place = Place.ANYWHERE
+    devices: Devices = Devices.ANY
     needs: str = ""  # a capability of the device, as in ``accelerator.CAPABILITIES``
     package: str = ""  # what Python imports
     upstream: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.defects import launch, registry
-from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Place
+from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Devices
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -117,9 +117,9 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
     """The reason why the defect cannot be tried here, or an empty string."""
     if defect.expected_here() is Answer.CANNOT_BE_TRIED:
         return f"torch {torch.__version__} does not have the broken feature, which {defect.since} has"
-    if defect.place is Place.HOST and not device.is_host:
+    if defect.devices is Devices.CPU and not device.is_cpu:
         return f"it shows only on the CPU, and {device.name} is under test"
-    if defect.place is Place.APART_FROM_HOST and device.is_host:
+    if defect.devices is Devices.OTHER_THAN_CPU and device.is_cpu:
         return "it needs a device other than the CPU"
     if defect.needs and device.lacks(defect.needs):
         return device.lacks(defect.needs) or ""

@@ -38,13 +38,13 @@ _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}
 class Accelerator:
     """One kind of device, with the backend that connects its ranks.
 
-    ``count`` is the number of visible devices (0 for the CPU, which has room for any number of ranks). ``ranks`` is the
-    default world size of a test. ``capabilities`` has the names in ``CAPABILITIES`` that were found. ``type`` is
+    ``count`` is the number of visible devices (0 for the CPU, which has room for any number of ranks). ``ranks`` is
+    the default world size of a test. ``capabilities`` has the names in ``CAPABILITIES`` that were found. ``type`` is
     torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs. ``machine``
-    has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing``
-    describes the same devices for tests with more ranks than devices, if only another backend lets ranks share them.
-    ``tolerances`` has relative errors by dtype, such as ``{"float32": 1e-4}``, if the device's numbers may differ more
-    from those of another device than rounding explains; ``--against-numbers`` allows them.
+    has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing`` is
+    for tests with more ranks than devices: the same device with a backend over which ranks can share it.
+    ``tolerances`` has the relative errors by dtype, such as ``{"float32": 1e-4}``, that ``--against-numbers`` allows
+    between two devices; by default none.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """
@@ -69,20 +69,20 @@ class Accelerator:
         return self.vendor_name or self.type
 
     @property
-    def is_host(self) -> bool:
+    def is_cpu(self) -> bool:
         """Whether the device under test is the CPU."""
         return self.name == "cpu"
 
     @property
     def backend_with_host(self) -> str:
         """The backend, and gloo for tensors in host memory if the device is not the host."""
-        alone = self.is_host or self.backend == STAGED
+        alone = self.is_cpu or self.backend == STAGED
         return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
     def few_ranks(self) -> int:
         """The world size of a test for which a few ranks are enough: 2 on the host, where every rank costs time."""
-        return settings.FEW_RANKS if self.is_host else self.ranks
+        return settings.FEW_RANKS if self.is_cpu else self.ranks
 
     @property
     def is_shared(self) -> bool:
@@ -125,9 +125,9 @@ class Accelerator:
         """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
 
         On the host that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if
-        there are fewer than ``least``, or than the user asked for.
+        there are fewer devices than ``least`` or than the requested ranks.
         """
-        limit = _asked_ranks() if self.is_host else max(self.count, self.ranks)
+        limit = _asked_ranks() if self.is_cpu else max(self.count, self.ranks)
         largest = most if limit is None else min(most, limit)
         return next((size for size in range(largest, least, -1) if self.lacks_room_for(size) is None), least)
 
@@ -140,7 +140,7 @@ class Accelerator:
         if launch is not None:
             made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
             return made if world_size > launch.world_size else None
-        if self.is_host or world_size <= self.count or (self.count and self.has("shared_device")):
+        if self.is_cpu or world_size <= self.count or (self.count and self.has("shared_device")):
             return None
         if self.sharing is not None:
             return None
@@ -165,13 +165,13 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     requested_backend, backend = backend, _checked_backend(device_type, backend)
     if device_type == "cpu":
         # What gloo can do is known, so that no file pays for a probe.
-        able = _OF_GLOO if backend == "gloo" else frozenset(_probe("cpu", backend)["capabilities"]) & _OF_THE_HOST
+        able = _OF_GLOO if backend == "gloo" else frozenset(_probe("cpu", backend)["capabilities"]) & _OF_THE_CPU
         return Accelerator("cpu", backend, 0, ranks or settings.default_ranks(0), able)
     facts = _probe(device_type, backend)
     count = int(facts["count"])
     if count == 0:
         raise ConfigurationError(
-            f"the device {device_type!r} was requested, but this torch ({torch.__version__}) sees none: "
+            f"the device {device_type!r} was requested, but PyTorch ({torch.__version__}) sees none: "
             "check the driver and the variable that restricts visibility, or name another device with --device or "
             f"{DEVICE_VARIABLE}"
         )
@@ -192,14 +192,14 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
 
 def _on_several_machines() -> bool:
-    """Whether a launcher may have made the ranks on several machines, so that each of them has a device there."""
+    """Whether a launcher may have spread the ranks over several machines, each with devices of its own."""
     launch = launcher.current()
     return launch is not None and not launch.one_host
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
 _OF_GLOO = frozenset({"asynchronous_collectives", "bf16_collectives", "fp16_collectives", "fork"})
-_OF_THE_HOST = _OF_GLOO | {"premul_sum"}
+_OF_THE_CPU = _OF_GLOO | {"premul_sum"}
 
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
@@ -220,7 +220,7 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
             backend = vendor.backend
         if backend is None:
             raise ConfigurationError(
-                f"no backend is known for the device {device_type!r}: this torch ({torch.__version__}) knows "
+                f"no backend is known for the device {device_type!r}: PyTorch ({torch.__version__}) knows "
                 f"{', '.join(sorted(known))}; name one with --backend or {BACKEND_VARIABLE}, or install the "
                 "vendor's extension"
             )
@@ -231,19 +231,19 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
         )
     if backend not in dist.Backend.backend_list:
         raise ConfigurationError(
-            f"unknown backend {backend!r}: this torch offers {', '.join(_usable_backends())}; "
+            f"unknown backend {backend!r}: PyTorch offers {', '.join(_usable_backends())}; "
             f"name one of these with --backend or {BACKEND_VARIABLE}"
         )
     if not dist.is_backend_available(backend):
         raise ConfigurationError(
-            f"the device {device_type!r} with the backend {backend!r} cannot be tested: this torch "
+            f"the device {device_type!r} with the backend {backend!r} cannot be tested: PyTorch "
             f"({torch.__version__}) was built without {backend!r}"
         )
     return backend
 
 
 def _usable_backends() -> list[str]:
-    """The backends of this torch that move data between processes."""
+    """The backends of the installed PyTorch that move data between processes."""
     known = sorted(set(dist.Backend.backend_list) - _HOLLOW_BACKENDS)
     return [backend for backend in known if dist.is_backend_available(backend)]
 

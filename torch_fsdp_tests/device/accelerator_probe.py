@@ -75,7 +75,7 @@ def describe(device_type: str, backend: str) -> dict:
     try:
         module = torch.get_device_module(device_type)
     except RuntimeError as error:
-        raise SystemExit(f"this torch ({torch.__version__}) has no device type {device_type!r}") from error
+        raise SystemExit(f"PyTorch ({torch.__version__}) has no device type {device_type!r}") from error
     count = module.device_count()
     if count == 0:
         return {"count": 0, "capabilities": []}

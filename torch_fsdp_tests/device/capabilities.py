@@ -1,4 +1,4 @@
-"""The names of what a device may be able to do, each with the words for it, and of a backend. Imports no torch."""
+"""The names of what a device may be able to do, each with the words for it, and of a backend. Does not import torch."""
 
 from collections.abc import Mapping
 

@@ -46,7 +46,7 @@ _NEAREST = 16  # callers; beyond them, an operator is the user's, although FSDP 
 _SWEEP = 256  # operators, after which all memory that nothing refers to is forgotten
 STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
-HOST = -1  # in place of the number of a stream: the operator ran on the host
+HOST = -1  # instead of the number of a stream: the operator ran on the CPU
 COLLECTIVES = -2  # the stream of the backend, on which asynchronous collectives run
 
 _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
@@ -64,7 +64,7 @@ _optimizer = torch_names.module("torch.optim.optimizer")
 _RECORDING_MODULES = tuple(map(torch_names.module, sorted(_FSDP1_MOVES)))
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """The line of FSDP that called an operator."""
 
     module: str
@@ -84,20 +84,18 @@ class Access(NamedTuple):
     start: int
     end: int
     writes: bool
-    place: Place | None  # None if FSDP did not call it
+    site: CallSite | None  # None if FSDP did not call it
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders, each with its stream, and the places in FSDP that made them, if any."""
+    """Two accesses that nothing orders, each with its stream, and the lines of FSDP that made them, if any."""
 
     earlier: str
     later: str
-    places: tuple[Place | None, Place | None] = (None, None)
+    sites: tuple[CallSite | None, CallSite | None] = (None, None)
 
     def __str__(self) -> str:
-        earlier, later = (
-            f"{what} ({place})" if place else what for what, place in zip(self[:2], self.places, strict=True)
-        )
+        earlier, later = (f"{what} ({site})" if site else what for what, site in zip(self[:2], self.sites, strict=True))
         return f"{earlier} and {later} are not ordered"
 
 
@@ -160,20 +158,20 @@ class _Call(NamedTuple):
     read: list[torch.Tensor]
     written: list[torch.Tensor]
     storages: set[int]  # of both, before the operator runs
-    place: Place | None
+    site: CallSite | None
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> _Call:
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: CallSite | None) -> _Call:
         operator = _operator(func)
         given = dict(zip(operator.defaults, args, strict=False)) | dict(kwargs)
         read = _tensors(value for name, value in given.items() if name not in operator.only_written)
         written = _tensors(value for name, value in given.items() if name in operator.written)
-        return cls(operator, given, read, written, {*map(_key, read), *map(_key, written)}, place)
+        return cls(operator, given, read, written, {*map(_key, read), *map(_key, written)}, site)
 
     @property
     def may_move(self) -> bool:
         """Whether it may replace a copy between host and device."""
-        by_mover = self.place is not None and self.place.module in _MOVES
+        by_mover = self.site is not None and self.site.module in _MOVES
         return self.operator.copies or self.operator.is_collective or by_mover
 
     def argument(self, name: str) -> Any:
@@ -284,7 +282,7 @@ class Recording(TorchDispatchMode):
             return NotImplemented  # a DTensor's operators on local tensors come here too
         kwargs = kwargs or {}
         self._free()
-        call = _Call.of(func, args, kwargs, _place())
+        call = _Call.of(func, args, kwargs, _call_site())
         operator = call.operator
         sides = self._sides(call)
         result = func(*args, **kwargs)
@@ -295,7 +293,7 @@ class Recording(TorchDispatchMode):
             made_in_host = [self.is_in_host(tensor) for tensor in made]
             sides.update(map(_side, made_in_host))
         stream = self._stream_of(call, sides)
-        if call.place is None and not self._is_cpu:
+        if call.site is None and not self._is_cpu:
             self._follow_autograd(stream)
         for tensor, is_in_host in zip(made, made_in_host, strict=True):
             self.allocate(tensor.untyped_storage(), operator.name, HOST if is_in_host else stream)
@@ -305,7 +303,7 @@ class Recording(TorchDispatchMode):
             clock[stream] += 1
             for tensors, writes in ((call.read, False), (call.written, True), (made, True)):
                 for tensor in tensors:
-                    self._access(tensor, stream, operator.name, writes, call.place)
+                    self._access(tensor, stream, operator.name, writes, call.site)
         if operator.copies and len(sides) == len(_Side) and not call.argument("non_blocking"):
             self.synchronize_stream(None, "copy")
         elif operator.returns_value and not self._is_cpu and stream != HOST:
@@ -318,7 +316,7 @@ class Recording(TorchDispatchMode):
             return HOST
         stream = self.stream()
         # The host waits for other asynchronous collectives in C++, such as those of DDP, where no recording sees it.
-        by_fsdp = call.place is not None and not _here.coalesces
+        by_fsdp = call.site is not None and not _here.coalesces
         if call.operator.is_collective and by_fsdp and call.argument("async_op"):
             _merge(self._clocks[COLLECTIVES], self._clocks[stream])
             return COLLECTIVES
@@ -385,27 +383,27 @@ class Recording(TorchDispatchMode):
             self._memory[key] = _Memory(StorageWeakRef(storage), self.stream() if stream is None else stream)
         return self._memory[key]
 
-    def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool, place: Place | None) -> None:
+    def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool, site: CallSite | None) -> None:
         if not tensor.numel() or tensor.untyped_storage().size() == 0:
             return
         memory = self._of(tensor.untyped_storage())
         start = tensor.storage_offset() * tensor.itemsize
         strides = zip(tensor.size(), tensor.stride(), strict=True)
         end = start + (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.itemsize
-        access = Access(stream, self._clocks[stream][stream], operator, start, end, writes, place)
+        access = Access(stream, self._clocks[stream][stream], operator, start, end, writes, site)
         for other in memory.accesses:
             if (writes or other.writes) and other.start < end and start < other.end:
-                self._compare(other, stream, operator, place)
+                self._compare(other, stream, operator, site)
         kept = [other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))]
         memory.accesses = [*kept, access]
         if stream != memory.stream:
             self._shared.add(memory.storage.cdata)
 
-    def _compare(self, earlier: Access, stream: int, operator: str, place: Place | None) -> None:
+    def _compare(self, earlier: Access, stream: int, operator: str, site: CallSite | None) -> None:
         if earlier.stream != stream and self._clocks[stream].get(earlier.stream, 0) < earlier.number:
             names = self._names
             operators = f"{earlier.operator} on {names[earlier.stream]}", f"{operator} on {names[stream]}"
-            race = Race(*operators, (earlier.place, place))
+            race = Race(*operators, (earlier.site, site))
             if race not in self.races:
                 self.races.append(race)
 
@@ -437,7 +435,7 @@ class Recording(TorchDispatchMode):
             self._host_memory.add(storage._cdata)
         _merge(self._clocks[stream], self._host)
         for access in self._freed.pop(stream, []):
-            self._compare(access, stream, f"the memory's next owner, {operator},", _place())
+            self._compare(access, stream, f"the memory's next owner, {operator},", _call_site())
 
     def _free(self) -> None:
         """Free what nothing refers to any more. Memory of one stream may wait, because its next owner comes later."""
@@ -466,7 +464,7 @@ def _is_within(inner: Access, outer: Access) -> bool:
     return inner.stream == outer.stream and outer.start <= inner.start and inner.end <= outer.end
 
 
-def _place() -> Place | None:
+def _call_site() -> CallSite | None:
     """The innermost function of FSDP among the nearest callers."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_NEAREST):
@@ -474,7 +472,7 @@ def _place() -> Place | None:
             return None
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_FSDP):
-            return Place(module, frame.f_lineno, frame.f_code.co_name)
+            return CallSite(module, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
 
@@ -551,7 +549,7 @@ def recorded() -> Iterator[Recording]:
             _patch(_patches)
     before = _here.recordings, _here.stream
     _here.recordings = (*_here.recordings, recording)
-    if not accelerator.current().is_host:  # backward has threads of its own there
+    if not accelerator.current().is_cpu:  # backward has threads of its own there
         _Here.recordings = _here.recordings
     try:
         with recording:
@@ -559,7 +557,7 @@ def recorded() -> Iterator[Recording]:
             yield recording
     finally:
         _here.recordings, _here.stream = before
-        _Here.recordings = () if accelerator.current().is_host else before[0]
+        _Here.recordings = () if accelerator.current().is_cpu else before[0]
         with _lock:
             _patched -= 1
             if not _patched:
@@ -614,7 +612,7 @@ def _patch(patches: contextlib.ExitStack) -> None:
 
     original_broadcast = replace(dist, "_broadcast_coalesced", broadcast)
     original_compile = replace(torch, "compile", compile_nothing)
-    if accelerator.current().is_host:
+    if accelerator.current().is_cpu:
         _patch_host(patch, replace)
     patch(module.Stream, "wait_stream", lambda recording, _, *args: recording.wait_stream(*args))
     patch(module.Stream, "wait_event", lambda recording, _, *args: recording.wait_event(*args))

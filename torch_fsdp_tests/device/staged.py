@@ -44,7 +44,7 @@ class StagedWork(dist.Work):
                 self._work.wait(timeout)
                 with torch.no_grad(), _dispatch._disable_current_modes():
                     for output, copy in self._outputs:
-                        # A backend writes below autograd: neither views nor saved tensors may notice.
+                        # A backend writes below autograd: neither views nor saved tensors may see it.
                         output.data.copy_(copy.div_(self._divisor) if self._divisor > 1 else copy)
                 self._filled = True
         return True
@@ -130,7 +130,7 @@ class StagedGroup(dist.ProcessGroup):
         device = torch.accelerator.current_accelerator(check_available=True)
         kind = dist.ProcessGroup.BackendType.GLOO
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        # This group has a backend, too: torch asks it for the group's name, and for the type of its devices.
+        # This group also has a backend: torch asks it for the group's name, and for the type of its devices.
         for group, type in ((self.host_group, "cpu"), (self, "cpu" if device is None else device.type)):
             group._set_default_backend(kind)
             group._register_backend(torch.device(type), kind, gloo)

@@ -8,10 +8,10 @@ All substitutes are here, so that no test repeats them. Each one depends on a ca
   each test: sharding, communication and schedule are FSDP's own. What FSDP does without a ``device_id`` is not tested.
 - ``device_memory``, again: ``FlatParamHandle.prepare_gradient_for_backward`` drops an offloaded gradient of an earlier
   step, but keeps a gradient to accumulate with. It compares their devices to tell them apart. If the devices are the
-  same, FSDP would always accumulate, even into gradients that ``zero_grad`` has released (FULL_SHARD with the original
-  parameters writes them back). So the offloaded gradient is dropped before FSDP looks. If low precision gradients are
-  kept, the memory for the next gradient gets the dtype of the parameters again, as in FSDP. This proves that the rest
-  of the step is right, but not that FSDP tells the two gradients apart.
+  same, FSDP would always accumulate, even into gradients that ``zero_grad`` has released (FULL_SHARD with
+  ``use_orig_params=True`` writes them back). So the offloaded gradient is dropped before FSDP looks. If low precision
+  gradients are kept, the memory for the next gradient gets the dtype of the parameters again, as in FSDP. This proves
+  that the rest of the step is right, but not that FSDP tells the two gradients apart.
 - ``pinned_memory``: offloaded parameters are pinned (``_flat_param``, ``_fsdp_param``), which needs an accelerator.
   ``Tensor.pin_memory`` returns a copy, as it does with an accelerator, and ``Tensor.is_pinned`` recognizes its memory.
   This proves what FSDP asks to pin, where it keeps parameters and gradients, and when it asks for copies. It does not
@@ -60,7 +60,7 @@ def install(device: Accelerator) -> None:
                     try:
                         substitute(device, _installed)
                     except torch_names.NameIsGone as gone:
-                        _refuse_fsdp1(gone, _installed)
+                        _skip_fsdp1(gone, _installed)
 
 
 def uninstall() -> None:
@@ -72,13 +72,13 @@ def uninstall() -> None:
             _installed = None
 
 
-def _refuse_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:
-    """Skip tests that make an FSDP1 model, because the substitute for it cannot be made with this torch."""
+def _skip_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:
+    """Skip tests that make an FSDP1 model, because the substitute for it does not work with the installed PyTorch."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def skip(*args: Any, **kwargs: Any) -> None:
         raise gone
 
-    undo.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", refuse))
+    undo.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", skip))
 
 
 def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:

@@ -368,7 +368,7 @@ def _left_out(results: Results, not_run: int) -> Iterator[str]:
 
 
 def _fixed_defects(results: Results) -> Iterator[str]:
-    for defect in results.repaired_defects():
+    for defect in results.fixed_defects():
         places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
         tests = ", ".join(defect["tests"])
         yield f"fixed in this PyTorch: {defect['id']} ({defect['title']}), as shown by {tests}{places}"

@@ -563,7 +563,7 @@ def render(data: Mapping[str, Any]) -> str:
     parts = [
         Section("Features", _features(data)),
         Section("Capabilities", _capabilities(data)),
-        Section("Fixed defects", defects_table(data["repaired_defects"]), has_items=True),
+        Section("Fixed defects", defects_table(data["fixed_defects"]), has_items=True),
         Section("Failures", _failures(data), present["failed"], has_items=True),
         Section("Hosts", _hosts(data)),
         Section("Rounds", _rounds(data), has_items=True),

@@ -94,7 +94,7 @@ def _tag(outcome: State) -> str | None:
     """
     if not outcome.is_bad:
         return None if outcome.counted_as is State.PASSED else "skipped"
-    if outcome in (State.FAILED, State.UNEXPECTED_SUCCESS, State.LEFT_BEHIND):
+    if outcome in (State.FAILED, State.UNEXPECTED_SUCCESS, State.LEAKED):
         return "failure"
     return "error"
 

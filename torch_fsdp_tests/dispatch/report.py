@@ -23,7 +23,7 @@ from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State, skip_rows
 from torch_fsdp_tests.verdict.stream import TestResult
 
-VERSION = 7
+VERSION = 8
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
@@ -66,7 +66,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "not_started": results.not_started,
         "known_failures": results.known_failures(),
         "known_defects": results.known_defects(),
-        "repaired_defects": results.repaired_defects(),
+        "fixed_defects": results.fixed_defects(),
         "unlike_release": results.unlike_release(),
         "features": features.summary(files),
         "skips": skip_rows(test for file in files for test in file["tests"]),

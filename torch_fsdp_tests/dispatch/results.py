@@ -86,9 +86,9 @@ class Results:
         """The defects of torch that tests have shown, each with the names of those tests."""
         return self._by_defect("known_defects", State.KNOWN_DEFECT)
 
-    def repaired_defects(self) -> list[dict[str, Any]]:
+    def fixed_defects(self) -> list[dict[str, Any]]:
         """The expected defects that did not show, each with the tests that passed and the places in them."""
-        return self._by_defect("repaired_defects", State.PASSED, State.KNOWN_DEFECT)
+        return self._by_defect("fixed_defects", State.PASSED, State.KNOWN_DEFECT)
 
     def _by_defect(self, fact: str, *outcomes: State) -> list[dict[str, Any]]:
         rows: dict[str, dict[str, Any]] = {}

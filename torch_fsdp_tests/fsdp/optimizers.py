@@ -22,7 +22,7 @@ def fused_on_host() -> dict[str, bool]:
 
     The first step of the fused kind takes a quarter of the default's time. Not every accelerator has it.
     """
-    return {"fused": True} if accelerator.current().is_host else {}
+    return {"fused": True} if accelerator.current().is_cpu else {}
 
 
 class OnShards(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """Perturbation: operations that must not change anything, inserted into the training loops of tests.
 
-``run_test.py --perturb KIND[,KIND...]|all`` inserts them, and the references of the tests judge. What an operation must
-not change beside the numbers is checked after each insertion (``invariants``).
+``run_test.py --perturb KIND[,KIND...]|all`` inserts them, and the tests' references check the result. ``invariants``
+checks after each insertion what else must not have changed.
 
 - ``kinds``: the operations, each with the place in torch's documentation that says that it is neutral;
 - ``insertion``: where they are inserted, and where they are not;
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class _Pauses(threading.local):
-    """Ranks may be threads, and each decides from its own program. So all ranks of a test decide alike."""
+    """It is per thread: ranks may be threads, and the pause of another rank would make them decide differently."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -48,7 +48,7 @@ def is_paused() -> bool:
 
 @functools.cache
 def pause_under_mock() -> None:
-    """From now on nothing is inserted while something of ``mock`` is in force."""
+    """From now on, an active ``mock.patch`` pauses the insertions of its rank."""
     patch: Any = unittest.mock._patch
     enter, leave = patch.__enter__, patch.__exit__
 
@@ -67,7 +67,7 @@ def pause_under_mock() -> None:
 
 
 def unperturbed(reason: str, *kinds: str) -> Callable[[_T], _T]:
-    """Decorator of a test, or of a test class: insert nothing (of these kinds, by default of any), for this reason."""
+    """Decorator of a test or of a test class: insert none of these kinds (by default no kind), for this reason."""
     if not reason:
         raise ValueError("unperturbed needs a reason")
 

@@ -1,4 +1,4 @@
-"""The children of a program, in one thread: starts them, hears of their ends, and ends them.
+"""The children of a program, in one thread: starts them, waits for their ends, and ends them.
 
 Each child leads a process group. Whatever it leaves behind becomes a child of this process, where the system has such a
 service, and is named and killed. If this process is killed, its :mod:`reaper <torch_fsdp_tests.processes.reaper>` does
@@ -182,9 +182,9 @@ class Children:
 
     # --- news ---
 
-    def watch(self, source: Any, hear: Callable[[], bool]) -> None:
-        """Call ``hear`` in :meth:`wait` when this can be read. It returns False if nothing more will come."""
-        self._selector.register(source, selectors.EVENT_READ, hear)
+    def watch(self, source: Any, on_readable: Callable[[], bool]) -> None:
+        """Call ``on_readable`` in :meth:`wait` when this can be read. It returns False if nothing more will come."""
+        self._selector.register(source, selectors.EVENT_READ, on_readable)
 
     def ignore(self, source: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -234,7 +234,7 @@ class Children:
         self.end_all()
         if self._server is not None:
             self._server.close()
-            if not host.has_ended(self._server.pid):  # it may still import, and would notice only later
+            if not host.has_ended(self._server.pid):  # it may still import, and would see it only later
                 host.kill_group(self._server.pid)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._server.pid, 0)

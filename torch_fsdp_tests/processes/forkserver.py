@@ -71,10 +71,10 @@ def preload(modules: Iterable[str], if_present: Iterable[str] = ()) -> list[str]
 
 
 class ForkServer:
-    """The server's end of the control connection. Create it before anything else, so that it cannot miss the
+    """The server's end of the control connection. Create it before anything else, so that it cannot overlook the
     requester's death.
 
-    The server ends with its requester. It usually notices the requester's death because the connection closes. If a
+    The server ends with its requester. It usually sees the requester's death because the connection closes. If a
     process that the requester forked still holds the connection, a signal from the kernel reports the death.
     """
 
@@ -83,9 +83,9 @@ class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self.control = Connection(control, self.requests)
         self._requester = os.getppid()
-        self._brought: tuple[int, ...] = ()  # descriptors that came with the request
+        self._brought: tuple[int, ...] = ()  # descriptors that were sent with the request
         self.wakeup = Wakeup([signal.SIGHUP])  # no signal asks for anything
-        host.hear_of_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process id counts
+        host.signal_on_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process id counts
 
     def serve(self) -> Any:
         """Serve one request after the other. Returns None when the requester is gone.
@@ -118,7 +118,7 @@ class ForkServer:
     def fork(self, keep: Iterable[int]) -> int:
         """Like :func:`os.fork`. The child closes the server's files, and keeps only these files of the request.
 
-        If a child kept a copy of a connection, no process would notice that the connection was closed.
+        If a child kept a copy of a connection, no process would see that the connection was closed.
         """
         pid = os.fork()
         if pid == 0:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 LINUX = sys.platform.startswith("linux")
 
-REFUSAL = "torch_fsdp_tests does not run on Windows: use Linux, WSL 2, or macOS (CPU only)"
+NOT_SUPPORTED = "torch_fsdp_tests does not run on Windows: use Linux, WSL 2, or macOS (CPU only)"
 
 LOOPBACK = "127.0.0.1"  # not "localhost", which some containers cannot resolve
 
@@ -32,10 +32,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFADDR = 0x8915  # ioctl(2) request, from <linux/sockios.h>
 
 
-def refuse_unsupported() -> None:
+def exit_if_unsupported() -> None:
     """Exit with one sentence and status 2 if the suite cannot run on this system."""
     if sys.platform == "win32":
-        print(REFUSAL, file=sys.stderr)
+        print(NOT_SUPPORTED, file=sys.stderr)
         sys.exit(2)
 
 
@@ -90,7 +90,7 @@ def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 def stacks_signal() -> signal.Signals:
     """The signal that asks a rank for its stacks. Windows does not have it, so Windows is rejected here."""
-    refuse_unsupported()
+    exit_if_unsupported()
     return signal.SIGUSR1
 
 
@@ -164,7 +164,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def hear_of_parents_death(number: int) -> None:
+def signal_on_parents_death(number: int) -> None:
     """On Linux, let the kernel send this process a signal when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
@@ -196,7 +196,7 @@ def children() -> list[int]:
     """The process ids of this process' living children, including adopted ones. Empty if they cannot be read.
 
     The kernel lists children by the thread that forked them. When a thread ends, another one gets its children, and
-    that one's list may have been read before. So one reading can miss them, but two equal readings cannot.
+    that one's list may have been read before. So one reading may lack them, but two equal readings cannot.
     """
     pids, before = _children_by_thread(), None
     while pids != before:

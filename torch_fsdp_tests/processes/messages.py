@@ -118,7 +118,7 @@ class Connection:
         self._end.sendall(line[sent:])
 
     def tell(self, message: Any) -> None:
-        """Like :meth:`send`, but does nothing if the other side is gone. Its reader will notice that."""
+        """Like :meth:`send`, but does nothing if the other side is gone. Its reader will find that out."""
         with contextlib.suppress(OSError):
             self.send(message)
 
@@ -169,7 +169,7 @@ class Connection:
             return message
         own, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
         if len(own) < count:
-            raise MessageError(f"a message of the type {type(message).__name__} came without its descriptors")
+            raise MessageError(f"a message of the type {type(message).__name__} arrived without its descriptors")
         return dataclasses.replace(message, descriptors=own)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_fsdp_tests.ranks import rank
 
-_received: Sequence[int] = ()  # the open files that came with the call of this process
+_received: Sequence[int] = ()  # the open files that arrived with the call of this process
 
 
 @dataclasses.dataclass(frozen=True)

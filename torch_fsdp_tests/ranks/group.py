@@ -1,6 +1,6 @@
 """The ranks of one test, as the test process sees them.
 
-The test process waits for events from its ranks' places, and not only for a time to pass, so it notices a death at
+The test process waits for events from its ranks, and not only for a time to pass, so it learns of a death at
 once. The limits follow each other: first collectives time out, then the ranks write their stacks, then the group is
 killed, and last the file reaches the dispatcher's limit.
 """
@@ -41,14 +41,14 @@ STACKS_QUIET = 0.05  # seconds without another line after which the stacks count
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_TIMEOUT_FRACTION < 1
 
 
-class Place(Protocol):
-    """Where the processes of a group run: on this machine, or where a launcher has put them."""
+class Transport(Protocol):
+    """How a group reaches its processes: on this machine, or where a launcher started them."""
 
     file_name: str  # where the ranks meet
     selector: selectors.DefaultSelector  # readable when something may have arrived
 
     def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
-        """Start the processes. A ``call`` is for a single one on this machine. Raises :class:`HarnessError` if the
+        """Start the processes. ``call`` is for one process on this machine only. Raises :class:`HarnessError` if the
         request cannot be sent.
         """
 
@@ -59,7 +59,7 @@ class Place(Protocol):
         """Send an order to one process or to all. Nothing happens to those that are gone."""
 
     def give_up(self) -> None:
-        """Give up waiting for the end, because it did not come in time."""
+        """Stop waiting for processes that did not end in time."""
 
     def collect(self, close: bool = False) -> protocol.Collected:
         """Return the output and leftovers of the processes. ``close`` also removes their files and connections."""
@@ -132,7 +132,7 @@ class RankGroup:
         world_size: int,
         *,
         threads: bool = False,
-        place: Place | None = None,
+        transport: Transport | None = None,
         at_once: bool = True,
     ) -> None:
         """If not ``at_once``, :meth:`start` must be called once for each process."""
@@ -143,18 +143,18 @@ class RankGroup:
         self.processes = [Process(index, range(index * share, (index + 1) * share)) for index in range(count)]
         self._stage = Stage.NEW
         self._stays = test is None
-        self._place: Place = LocalRanks() if place is None else place
-        self.file_name = self._place.file_name
+        self._transport: Transport = LocalRanks() if transport is None else transport
+        self.file_name = self._transport.file_name
         self._arrived: list[protocol.Event] = []  # events that have not been processed yet
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
         self.late_deaths: list[Verdict] = []  # what went wrong in ranks that stay after they passed their last test
         self._started: list[float] = []  # the times at which processes, or their next test, started
-        self._bad_since: float | None = None  # the time at which the first problem of a rank was noticed
+        self._bad_since: float | None = None  # the time at which the first problem of a rank was found
         active.append(self)  # this comes first, because a signal may end this process at any moment
         if at_once:
             try:
-                self._place.start(self._task, range(count))
+                self._transport.start(self._task, range(count))
             except BaseException:
                 self._release()
                 raise
@@ -172,7 +172,7 @@ class RankGroup:
         process = next((each for each in self.processes if not each.is_there), None)
         if process is None:
             raise RuntimeError(f"all {len(self.processes)} ranks have been started: start one for each rank")
-        self._place.start(self._task, [process.index], call=call)
+        self._transport.start(self._task, [process.index], call=call)
         process.is_over = False
         self._start_began = time.monotonic()
         self._enter(Stage.STARTING)
@@ -196,7 +196,7 @@ class RankGroup:
         for process in self.processes:
             process.reports.clear()
             process.waits = False
-        self._place.send(protocol.RunTest(test))
+        self._transport.send(protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
         """Wait until every rank has reported, or until ``limit`` seconds after the start. Returns reports in order of
@@ -231,7 +231,7 @@ class RankGroup:
 
     def fileno(self) -> int:
         """A descriptor that can be read when there is news."""
-        return self._place.selector.fileno()
+        return self._transport.selector.fileno()
 
     def take_leaks(self) -> list[str]:
         """Return the leaks of tests since the last call. Each is listed once, with its ranks."""
@@ -284,7 +284,7 @@ class RankGroup:
     def _dismiss(self) -> None:
         """Order ranks that stay to exit, and give them time for it."""
         self._enter(Stage.LEAVING)
-        self._place.send(protocol.Leave())
+        self._transport.send(protocol.Leave())
         self._receive_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
@@ -328,10 +328,10 @@ class RankGroup:
     def _receive(self, timeout: float) -> bool:
         """Process the events that have arrived, or wait up to ``timeout`` for one. Returns whether there was one."""
         try:
-            self._arrived += self._place.arrived()
+            self._arrived += self._transport.arrived()
             if not self._arrived and timeout > 0:
-                self._place.selector.select(timeout)
-                self._arrived += self._place.arrived()
+                self._transport.selector.select(timeout)
+                self._arrived += self._transport.arrived()
         except MessageError as error:
             raise HarnessError(f"a message of the ranks or of their server cannot be understood: {error}") from error
         received = bool(self._arrived)
@@ -347,7 +347,7 @@ class RankGroup:
             # From LATE on, a rank's reports do not count. So keep its state: it has passed, and waits.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
-                self._place.send(protocol.Continue(), process.index)
+                self._transport.send(protocol.Continue(), process.index)
 
     def _take(self, event: protocol.Event) -> None:
         too_late = self._stage >= Stage.LATE
@@ -409,7 +409,7 @@ class RankGroup:
             return
         if self._stage < Stage.LATE:
             self._enter(Stage.LATE)
-        self._place.send(protocol.AskForStacks())
+        self._transport.send(protocol.AskForStacks())
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
             complete = all(process.wrote_stacks or process.ending for process in running)
@@ -422,17 +422,17 @@ class RankGroup:
             return
         before = [process for process in self.processes if process.ending is None]
         self._enter(Stage.ENDING)
-        self._place.send(protocol.EndRanks())
+        self._transport.send(protocol.EndRanks())
         self._receive_until(lambda: self._stage is Stage.OVER, time.monotonic() + KILL_LIMIT + GRACE)
         if self._stage is not Stage.OVER:
             self._enter(Stage.OVER)
-            self._place.give_up()
+            self._transport.give_up()
             raise HarnessError("the rank server did not end the ranks in time and was killed")
         for process in before:
             process.ending = Ending(signal=9, stopped=process.stopped, ours=True)
 
     def _collect(self, close: bool = False) -> Sequence[protocol.Remains]:
-        collected = self._place.collect(close)
+        collected = self._transport.collect(close)
         self._leaks += collected.leaks
         return collected.remains
 
@@ -458,7 +458,7 @@ class RankGroup:
         return RankReport(rank, outcome, ending, at, host=process.host)
 
     def _should_have_exited(self, process: Process) -> bool:
-        """Whether nothing keeps a process: it does not stay for another test, or wait for a rank elsewhere or in it."""
+        """Whether a process had nothing left to do: no further test to run, and no rank to wait for."""
         return process.reported and not process.waits and not self._stays
 
     def _release(self) -> None:

@@ -127,7 +127,7 @@ def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, 
 
 
 class LaunchedRanks:
-    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 is here, the others have workers."""
+    """A :class:`~torch_fsdp_tests.ranks.group.Transport`: rank 0 is here, the others have workers."""
 
     def __init__(self, workers: Workers) -> None:
         self._all = workers
@@ -335,5 +335,5 @@ def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool =
 
     If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a launcher always start at once.
     """
-    place = None if _workers is None else LaunchedRanks(_workers)
-    return RankGroup(cls, test, world_size, place=place, at_once=at_once or _workers is not None)
+    transport = None if _workers is None else LaunchedRanks(_workers)
+    return RankGroup(cls, test, world_size, transport=transport, at_once=at_once or _workers is not None)

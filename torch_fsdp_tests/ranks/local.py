@@ -50,7 +50,7 @@ class _Process:
 
 
 class LocalRanks:
-    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): processes on this machine.
+    """A :class:`~torch_fsdp_tests.ranks.group.Transport`: processes on this machine.
 
     They share a directory, which is made by :meth:`start` and removed by :meth:`collect` with ``close``.
     """

@@ -37,7 +37,7 @@ TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; th
 
 COLLECTIVE_TIMEOUT_FRACTION = 0.75  # of a test's limit, after which its collectives time out
 
-BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
+BODY_MARK = "__from_body__"  # the attribute of an exception that was raised by a test method
 THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that its test raised after it
 
 
@@ -53,7 +53,7 @@ class Outcome:
     seconds: float = 0.0
     subtests: int = 0
     skipped_subtests: tuple[str, ...] = ()
-    from_body: bool = False  # the exception came from the test method, and not from a fixture
+    from_body: bool = False  # the exception was raised by the test method, and not by a fixture
     exception: str = ""  # type of the exception
     message: str = ""  # first line of its message
     defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
@@ -109,7 +109,7 @@ class RankReport:
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     def with_any_ending(self) -> RankReport:
-        """Return the report with a normal exit, and as passed unless the rank said otherwise.
+        """Return the report with a normal exit, and as passed unless the rank reported otherwise.
 
         The report of a killed rank is unchanged.
         """
@@ -281,7 +281,7 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
     ended = {rank.state for rank in others if rank.state is not State.STILL_RUNNING}
 
     def hung(rank: RankResult) -> bool:
-        return rank.state is State.STILL_RUNNING and ended <= ({State.SKIPPED} if rank.said else set())
+        return rank.state is State.STILL_RUNNING and ended <= ({State.SKIPPED} if rank.reported else set())
 
     return tuple(
         dataclasses.replace(
@@ -317,7 +317,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
         rank=report.rank,
         state=state,
         phase=phase,
-        said="" if outcome is None else outcome.state.value,
+        reported="" if outcome is None else outcome.state.value,
         exception="" if outcome is None else outcome.exception,
         message=message,
         text=text,

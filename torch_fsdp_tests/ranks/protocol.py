@@ -81,7 +81,7 @@ class Waits:
 
 @dataclasses.dataclass(frozen=True)
 class Leaked:
-    """A test has left something behind in a process. The leak has been cleaned up."""
+    """A test has leaked something in a process. The leak has been cleaned up."""
 
     process: int
     what: str

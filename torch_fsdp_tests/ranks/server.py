@@ -277,7 +277,7 @@ def forks_work() -> bool:
     device = accelerator.current()
     if not host.can_fork() or not device.has("fork"):
         return False
-    works = device.is_host or accelerator_probe.computes_after_fork(device.type)
+    works = device.is_cpu or accelerator_probe.computes_after_fork(device.type)
     if not works:
         print(f"torch_fsdp_tests: {_NO_FORKS.format(device.name)}", file=sys.stderr, flush=True)
     return works

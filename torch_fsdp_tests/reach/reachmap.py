@@ -54,8 +54,8 @@ class Module:
 class ReachMap:
     """Maps functions to the tests that enter them, and statements by their numbers to the tests that run them.
 
-    A set of tests is an integer: test N is in it if bit N is set. A statement that all tests of its function run is not
-    listed.
+    A set of tests is an integer: test N is in it if bit N is set. Omitted are statements that every test of their
+    function runs.
     """
 
     torch: str
@@ -158,7 +158,7 @@ class ReachMap:
         return [module for each in _enclosing(name) if (module := self.modules.get(each)) is not None]
 
     def enclosing(self, name: str) -> str | None:
-        """The innermost scope around a name that tests reach, or None if it is in no module of the map."""
+        """Of a name and the scopes around it, the innermost that tests reach, or None if there is none in the map."""
         known = (each for each in _enclosing(name) if self._around(each))
         return next((each for each in known if self.bits_of(each)), None)
 
@@ -168,9 +168,9 @@ class ReachMap:
         return [*((test.file, test.test) for test in self.tests), *skipped]
 
     def unknown(self, declared: Mapping[str, Iterable[str]], with_skipped: bool = False) -> list[Reached]:
-        """Of the tests that files declare, those that the map does not have, with neither seconds nor functions.
+        """The declared tests that the map does not have, each with zero seconds and no functions.
 
-        A declared name means the tests that begin with it. Those that were skipped count ``with_skipped``.
+        A declared name means the tests that begin with it. ``with_skipped`` also returns those that were skipped.
         """
         names: dict[str, list[str]] = {}
         for file, test in ((test.file, test.test) for test in self.tests) if with_skipped else self.keys():
@@ -268,7 +268,7 @@ def by_file(tests: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def declared_as(test: str, stems: Iterable[str]) -> str | None:
-    """The declared ``Class.test`` from which a test is made: that with the longest beginnings of both its names."""
+    """The declared ``Class.test`` from which a test is made: the longest prefix of its class, then of its name."""
     cls, _, name = test.partition(".")
     pairs = (stem.partition(".")[::2] for stem in stems)
     fitting = [(len(c), len(n), f"{c}.{n}") for c, n in pairs if cls.startswith(c) and name.startswith(n)]
@@ -289,7 +289,7 @@ def _enclosing(name: str) -> Iterator[str]:
 
 
 def _by_tests(statements: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
-    """Each function's statements that the same tests run under one name, such as ``torch.f#3,4``."""
+    """Statements of a function that the same tests run, joined as one name: ``torch.f#3,4``."""
     rows: dict[str, int] = {}
     for function, tests in statements.items():
         for same in dict.fromkeys(tests.values()):

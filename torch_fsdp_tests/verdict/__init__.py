@@ -1,7 +1,7 @@
 """The outcome of a test and of each of its ranks, as plain values with their descriptions. Standard library only.
 
-A verdict travels from the ranks to unittest on an exception, from there over the event stream to the dispatcher, and
-into every report. No step parses text to find out what happened.
+A verdict goes from the ranks to unittest as an attribute of an exception, then over the event stream to the dispatcher
+and into every report. No step parses text to find out what happened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class State(str, enum.Enum):
     NOT_RUN = "not run"
     STILL_RUNNING = "still running"  # never a test, but a rank that was killed because another one had failed
     UNEXPECTED_SUCCESS = "unexpected success"
-    LEFT_BEHIND = "left something behind"  # a leak, where leaks are failures
+    LEAKED = "leaked"  # a leak, where leaks are failures
     FAILED = "failed"  # an assertion of the test did not hold
     ERROR = "error"  # anything else was raised
     TIMED_OUT = "timed out"
@@ -44,12 +44,12 @@ class State(str, enum.Enum):
 
     @property
     def may_be_known(self) -> bool:
-        """Whether a list of known failures can explain it. A pass is news, and an error of the harness is ours."""
+        """Whether a list of known failures can explain it: not an unexpected pass, nor an error of the harness."""
         return self.is_bad and self not in (State.UNEXPECTED_SUCCESS, State.HARNESS_ERROR)
 
     @property
     def counted_as(self) -> State:
-        """The one of ``COUNTED`` as which every report counts a test with this outcome."""
+        """The state in ``COUNTED`` under which reports count this outcome."""
         if self.is_bad:
             return State.FAILED
         return State.PASSED if self is State.EXPECTED_FAILURE else self
@@ -120,8 +120,8 @@ def tally(outcomes: Iterable[State | str]) -> dict[State, int]:
 
 
 def skip_rows(tests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every reason to skip with its kind, the number of tests that skipped for it, and that of subtests of tests that
-    ran. The most frequent comes first. The tests have the fields of ``report.json``; older ones have no kinds.
+    """Each reason to skip: its kind, the number of tests that it skipped, and the number of subtests of other tests.
+    The most frequent comes first. The tests have the fields of ``report.json``; older ones have no kinds.
     """
     whole: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
@@ -200,7 +200,7 @@ class RankResult:
     rank: int
     state: State
     phase: Phase | None = None  # of what it raised
-    said: str = ""  # the outcome that the rank reported; empty if it reported none
+    reported: str = ""  # the outcome that the rank reported; empty if it reported none
     exception: str = ""  # type of what it raised
     message: str = ""  # the first line of the exception's message, or the reason of a skip
     text: str = ""  # the traceback, or the stacks of a rank that died or was killed
@@ -223,14 +223,14 @@ class RankResult:
     @property
     def is_silent(self) -> bool:
         """Whether it reported nothing until the harness killed it."""
-        return self.killed and not self.said
+        return self.killed and not self.reported
 
     @property
     def raised(self) -> bool:
-        return self.said in (State.FAILED.value, State.ERROR.value)
+        return self.reported in (State.FAILED.value, State.ERROR.value)
 
     def headline(self, plural: bool = False) -> str:
-        """What the rank did, to follow ``rank 1``, or ``ranks 0 and 1`` if both did the same."""
+        """What the rank did, in the words after ``rank 1`` or (``plural``) ``ranks 0 and 1``."""
         expected = "" if self.expected_code is None else f"; exit code {self.expected_code} was expected"
         return self._deed("were" if plural else "was", "they" if plural else "it") + expected
 
@@ -239,12 +239,14 @@ class RankResult:
             return f"{self.state.value}: {self.message}" if self.message else self.state.value
         if self.raised:
             return "raised"
-        report = f"reported that {it} {self.said} and then " if self.said else ""
+        report = f"reported that {it} {self.reported} and then " if self.reported else ""
         if self.killed:
             end_state = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
             limit = "" if self.limit is None else f" (the limit is {self.limit:g} s)"
             return f"{report}{end_state} after {self.at:.1f} s{limit}, and {was} killed"
-        return report + death(self.signal or self.exit_code, was) + ("" if self.said else " before reporting anything")
+        return (
+            report + death(self.signal or self.exit_code, was) + ("" if self.reported else " before reporting anything")
+        )
 
     def in_one_line(self, plural: bool = False) -> str:
         """What the rank did, with the first line of its exception."""
@@ -255,9 +257,9 @@ class RankResult:
         """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains
         little.
 
-        A death comes before everything that was raised, whenever it became known: other ranks may notice it first.
+        A death without a report precedes any exception, even an earlier one: other ranks may see it first.
         """
-        has_reported = bool(self.said) or self.killed
+        has_reported = bool(self.reported) or self.killed
         return self.state is State.STILL_RUNNING, self.follows, self.state is State.SKIPPED, has_reported, self.at
 
 
@@ -293,7 +295,7 @@ def rank_rows(ranks: Sequence[RankResult]) -> list[tuple[str, ...]]:
 
 
 def describe(ranks: Sequence[RankResult], text: str = "") -> str:
-    """The reports of all ranks of a test, and below them what was raised around them."""
+    """The reports of a test's ranks, and below them ``text``, from the test process itself."""
     return "\n\n".join([*_paragraphs(ranks), *[text] * bool(text)])
 
 
@@ -308,9 +310,11 @@ def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
         text = rank.text or "no Python stack is available" * (rank.killed and not rank.raised)
         text = "" if rank.state is State.PASSED else text
         same.setdefault((rank.headline(), text), []).append(rank)
+    dead = [rank.rank for rank in bad if rank.state is State.CRASHED and not rank.may_follow]
     for (_, text), alike in same.items():
-        who = ranks_in_words([rank.rank for rank in alike])
-        yield f"{who} of {len(ranks)} {alike[0].headline(len(alike) > 1)}" + (f":\n{text}" if text else "")
+        who = f"{ranks_in_words([rank.rank for rank in alike])} of {len(ranks)}"
+        cause = f" (possibly because {ranks_in_words(dead)} died)" if dead and alike[0].may_follow else ""
+        yield f"{who} {alike[0].headline(len(alike) > 1)}{cause}" + (f":\n{text}" if text else "")
     if any(rank.state is State.SKIPPED for rank in bad):
         yield "a skip counts only when every rank skips"
     for rank in bad:
@@ -356,7 +360,7 @@ class Verdict:
 
     @property
     def is_from_body(self) -> bool:
-        """Whether an exception of the test's body is the cause, and no rank died, or failed around its body."""
+        """Whether the test's body raised the cause, and no rank died or failed outside its body."""
         in_bodies = all(rank.phase is Phase.BODY for rank in self.ranks if rank.raised and not rank.may_follow)
         died = any(rank.state is State.CRASHED for rank in self.ranks)
         return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and in_bodies and not died

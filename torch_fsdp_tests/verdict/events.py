@@ -119,7 +119,7 @@ def check_returned(value: object) -> None:
     check_ran(value)
     if value is not None:
         what = f"a value of type {type(value).__qualname__}"
-        raise TypeError(f"the test returned {what}, which nobody checks: assert what should hold, and return nothing")
+        raise TypeError(f"the test returned {what}, which is not checked: assert what should hold, and return nothing")
 
 
 _ASYNC = "write `def`, and run the coroutine with asyncio.run()"

@@ -154,7 +154,7 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """A test runner of the file came to its end."""
+    """A test runner of the file ended."""
 
 
 Message = Announced | Started | Ended | Note | Facts | NeedsRanks | Broken | Over

@@ -87,7 +87,7 @@ class TestFSDPFineTune(FSDPTest):
     @property
     def num_iters(self) -> int:
         """Enough for the optimizer's state to matter. Half as many on the CPU, which computes for all ranks."""
-        return 3 if accelerator.current().is_host else 6
+        return 3 if accelerator.current().is_cpu else 6
 
     def _init_seq_module(self, device: str) -> nn.Sequential:
         torch.manual_seed(42)

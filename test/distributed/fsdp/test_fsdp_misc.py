@@ -220,7 +220,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 self.assertEqual(found, device_id)
             self.assertIsNone(internals.fsdp1_init._get_device_from_device_id(None, self.rank, _stub_handle(current)))
 
-    @requires(lambda: None if accelerator.current().is_host else "needs a host without an accelerator")
+    @requires(lambda: None if accelerator.current().is_cpu else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
         """Without an accelerator, an accelerator index is rejected, and so is an index for the CPU."""
         # A torch build for an accelerator reports a missing driver.
@@ -495,7 +495,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
         torch.manual_seed(self.rank)
         with _without_default_device_id():
-            if accelerator.current().is_host:
+            if accelerator.current().is_cpu:
                 rejected = self.assertRaisesRegex(RuntimeError, "FSDP needs a non-CPU accelerator device")
                 for module in (nn.Linear(2, 2), nn.Linear(2, 2, device=META), nn.ReLU()):
                     with rejected:
@@ -536,7 +536,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             return model
 
         with contextlib.ExitStack() as stack:
-            if not accelerator.current().is_host:
+            if not accelerator.current().is_cpu:
                 stack.enter_context(_without_default_device_id())
             message = "The module has CPU parameters or buffers when `sync_module_states=True`"
             for module in (build(), nn.BatchNorm1d(2, affine=False)):  # the second one has only buffers

@@ -366,7 +366,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     def _residual_network(self) -> tuple[nn.Module, torch.Tensor]:
         """torchvision's ResNet-50 on an accelerator if it is installed, otherwise a small residual network."""
-        if not accelerator.current().is_host and importlib.util.find_spec("torchvision") is not None:
+        if not accelerator.current().is_cpu and importlib.util.find_spec("torchvision") is not None:
             resnet50 = importlib.import_module("torchvision.models").resnet50
             return resnet50(), torch.ones(1, 3, 1000, 1000, device=self.device)
         return ResidualNetwork(), torch.ones(2, 3, 8, 8, device=self.device)
@@ -378,7 +378,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         SyncBatchNorm does not run on the CPU, so the plain batch norm is tested there.
         """
         network, x = self._residual_network()
-        if not accelerator.current().is_host:
+        if not accelerator.current().is_cpu:
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
         norms = sum(isinstance(module, batchnorm._BatchNorm) for module in network.modules())
         synced = sum(isinstance(module, nn.SyncBatchNorm) for module in network.modules())
@@ -488,7 +488,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             norm.register_forward_hook(lambda module, args, output: seen.extend((args[0].dtype, module.weight.dtype)))
 
         x = torch.randn((1, 2), device=self.device)
-        if convert_sync_bn and accelerator.current().is_host:
+        if convert_sync_bn and accelerator.current().is_cpu:
             with self.assertRaisesRegex(ValueError, "SyncBatchNorm expected input tensor to be on"):
                 model(x)
             return

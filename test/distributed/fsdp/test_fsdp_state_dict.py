@@ -84,7 +84,7 @@ def _is_unsupported(parameters: dict[str, Any]) -> bool:
 
 
 skip_unsupported = unittest.skip(
-    "rank 0 alone has only whole state dicts, and flat shards go without the original parameters"
+    "only full state dicts can be on rank 0 alone, and flat shards need use_orig_params=False"
 )
 only_supported = decorateIf(skip_unsupported, _is_unsupported)
 

@@ -108,7 +108,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
         """A compiled FSDP model trains as the uncompiled model does."""
         # Inductor's C++ compiler is not under test, and it takes minutes. So the CPU does not use it.
-        backend = "inductor" if triton.has_triton() and not accelerator.current().is_host else "aot_eager"
+        backend = "inductor" if triton.has_triton() and not accelerator.current().is_cpu else "aot_eager"
         counter = dynamo_testing.CompileCounterWithBackend(backend)
         torch.manual_seed(0)
         plain = nn.Sequential(MLP(4), MLP(4))

@@ -22,7 +22,7 @@ utils = torch_names.module("torch.distributed.utils")
 
 HOST = "cpu"  # the CPU is the subject
 # If there is only the CPU, the meta device, which computes nothing, represents a second device.
-OTHER = "meta" if accelerator.current().is_host else accelerator.current().type
+OTHER = "meta" if accelerator.current().is_cpu else accelerator.current().type
 
 
 @dataclasses.dataclass

@@ -205,11 +205,11 @@ class Words(Case):
         self.fail("alike")
 
     async def test_is_async(self):
-        self.fail("nobody runs this")
+        self.fail("this does not run")
 
     @unittest.expectedFailure
     def test_yields(self):
-        yield self.fail("nobody runs this")
+        yield self.fail("this does not run")
 
     def test_returns(self):
         return self.rank == 5
@@ -243,7 +243,7 @@ class Words(Case):
         self.fail("so that it is shown")
 
     def test_quiet(self):
-        print("nobody asked for this")
+        print("this was not requested")
 
     def test_shapes(self):
         self.connect()

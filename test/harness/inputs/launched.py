@@ -86,21 +86,21 @@ class TestHeardAtTheLimit(FSDPTest):
 start, send = LocalRanks.start, LaunchedRanks.send
 
 
-def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
-    start(place, task, *arguments)
-    place.cls = task.qualname
-    if place.cls == "TestHeardLate" and RANK == "1":
+def start_and_be_late(transport: Any, task: Task, *arguments: Any) -> None:
+    start(transport, task, *arguments)
+    transport.cls = task.qualname
+    if transport.cls == "TestHeardLate" and RANK == "1":
         time.sleep(2)
 
 
-def send_and_receive_an_end(place: Any, order: Any, index: int | None = None) -> None:
-    send(place, order, index)
-    if isinstance(order, AskForStacks) and place._here.cls == "TestHeardAtTheLimit":
-        rank_1 = place._workers[0]
+def send_and_receive_an_end(transport: Any, order: Any, index: int | None = None) -> None:
+    send(transport, order, index)
+    if isinstance(order, AskForStacks) and transport._here.cls == "TestHeardAtTheLimit":
+        rank_1 = transport._workers[0]
         rank_1.connection.tell(EndRanks())
-        while rank_1.rank in place._running:
-            place.selector.select()
-            place._events = place.arrived()
+        while rank_1.rank in transport._running:
+            transport.selector.select()
+            transport._events = transport.arrived()
 
 
 mock.patch.object(LocalRanks, "start", start_and_be_late).start()

@@ -1,8 +1,8 @@
 """``dcp.load`` of FSDP1's sharded optimizer state raises if a rank has no rows of a parameter.
 
 ``DefaultLoadPlanner`` leaves out a sharded tensor without a local shard on its rank. Because its name is then missing,
-the planner assumes that torch 2.3 wrote the checkpoint, and reports the names that torch 2.3 gave to ``param_groups``
-as missing.
+the planner assumes that PyTorch 2.3 wrote the checkpoint, and reports the names that PyTorch 2.3 gave to
+``param_groups`` as missing.
 """
 
 import tempfile

@@ -50,7 +50,7 @@ def reproduce(rank, world_size, device):
             dcp.save(model.state_dict(), storage_writer=writer)
             found = "saved"
         except dcp.CheckpointException:
-            found = "refused"
+            found = "raised"
         dist.barrier()
     threading.excepthook = threading.__excepthook__
-    return found, "refused"
+    return found, "raised"

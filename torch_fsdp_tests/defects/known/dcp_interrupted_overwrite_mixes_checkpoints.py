@@ -53,6 +53,6 @@ def reproduce(rank, world_size, device):
             dcp.load(model.state_dict(), checkpoint_id=path)
             found = model.weight.full_tensor().flatten().tolist()
         except dcp.CheckpointException:
-            found = "refused"
+            found = "raised"
         dist.barrier()
-    return found, "refused" if found == "refused" else [1.0, 1.0, 1.0, 1.0]
+    return found, "raised" if found == "raised" else [1.0, 1.0, 1.0, 1.0]

@@ -1,9 +1,8 @@
 """``get_optimizer_state_dict`` before the first step counts as a step, so the optimizer's later steps differ.
 
 To create states, it lets a new optimizer take a step with zero gradients and a learning rate of zero. The step is
-counted, so the first real step of ``AdamW`` is a quarter smaller. A weight decay that is added to the gradients goes
-into the moments. So a training that saves before its first step ends with other parameters than a training that does
-not.
+counted, so the first real step of ``AdamW`` is a quarter smaller. Weight decay that is added to the gradients enters
+the moments. So a run that saves before its first step ends with different parameters than a run that does not.
 """
 
 import torch

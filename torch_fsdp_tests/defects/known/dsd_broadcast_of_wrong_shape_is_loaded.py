@@ -32,5 +32,5 @@ def reproduce(rank, world_size, device):
         set_model_state_dict(model, state_dict, options=options)
         found = model.bias.full_tensor().tolist()
     except RuntimeError:
-        found = "refused"
-    return found, "refused"
+        found = "raised"
+    return found, "raised"

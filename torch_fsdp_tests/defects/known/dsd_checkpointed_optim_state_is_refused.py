@@ -1,7 +1,7 @@
 """If ``checkpoint_wrapper`` is applied before FSDP1, DSD cannot load its own optimizer state dict.
 
 ``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` uses other names
-for them, and raises because it misses their states. In a flat parameter, these names still have the name of the
+for them, and raises because their states are missing. In a flat parameter, these names still have the name of the
 checkpoint wrapper in them. Below a checkpoint wrapper around an FSDP1 instance, they have FSDP1's. Checkpointing that
 is applied after FSDP1, to the modules inside, is not affected.
 """

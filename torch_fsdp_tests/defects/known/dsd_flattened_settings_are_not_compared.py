@@ -40,5 +40,5 @@ def reproduce(rank, world_size, device):
         set_optimizer_state_dict(model, one, osd, options=options)
         found = f"a learning rate of {one.param_groups[0]['lr']} for both"
     except RuntimeError:
-        found = "refused"
-    return found, "refused"
+        found = "raised"
+    return found, "raised"

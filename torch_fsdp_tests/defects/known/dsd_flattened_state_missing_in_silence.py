@@ -45,5 +45,5 @@ def reproduce(rank, world_size, device):
         set_optimizer_state_dict(model, optim, osd, options=options)
         found = f"a momentum of type {type(optim.state[model.bias]['momentum_buffer']).__name__}"
     except (RuntimeError, KeyError):
-        found = "refused"
-    return found, "refused"
+        found = "raised"
+    return found, "raised"

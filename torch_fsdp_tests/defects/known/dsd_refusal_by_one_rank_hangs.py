@@ -40,6 +40,6 @@ def reproduce(rank, world_size, device):
         set_optimizer_state_dict(model, optim, osd if rank == 0 else {}, options=options)
         found = "waited for rank 0"
     except (RuntimeError, KeyError):
-        found = "refused"
+        found = "raised"
         dist.broadcast_object_list([{}], src=0)  # the broadcast that the others wait for
-    return found, "refused"
+    return found, "raised"

@@ -42,5 +42,5 @@ def reproduce(rank, world_size, device, workaround=False):
             set_optimizer_state_dict(model, optim, state_dict, options=options)
             found.append([group.get("lr") for group in optim.param_groups])
         except (RuntimeError, ValueError):
-            found.append("refused")
-    return found, [answer if answer == "refused" else [0.5, 0.5] for answer in found]
+            found.append("raised")
+    return found, [answer if answer == "raised" else [0.5, 0.5] for answer in found]

@@ -1,7 +1,7 @@
 """``set_model_state_dict`` raises for a compiled or DDP model that has one module under two names.
 
 It gives the names in the state dict the prefix of ``torch.compile`` or DDP, but visits each module once, and so leaves
-out the second name of a shared module. The load then misses the name with the prefix and does not expect the name
+out the second name of a shared module. The load then lacks the name with the prefix and does not expect the name
 without. For the same reason the second name of a full state dict is not sharded, and FSDP2 raises.
 ``get_model_state_dict`` returns both names.
 """

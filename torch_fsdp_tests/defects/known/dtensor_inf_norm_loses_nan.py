@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` with ``norm_type=inf`` over DTensors does not notice another rank's NaN.
+"""``clip_grad_norm_`` with ``norm_type=inf`` over DTensors ignores another rank's NaN.
 
 The largest magnitudes of all ranks are reduced with ``ReduceOp.MAX``, which drops a NaN when it meets a number. Gloo's
 MAX does (which rank's NaN survives depends on its place in the tensor), and so does NCCL's, which is ``fmaxf``. With

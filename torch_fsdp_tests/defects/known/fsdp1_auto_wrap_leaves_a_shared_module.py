@@ -2,7 +2,7 @@
 
 FSDP1 puts its instance into the place where it meets the module first. It does not come to the module again, neither
 under another name nor in another parent. So the second place keeps the plain module, whose parameters nothing gathers.
-With original parameters it computes with this rank's shard, which is flat. Without them it raises, because the memory
+With ``use_orig_params=True`` it computes with this rank's shard, which is flat. Otherwise it raises, because the memory
 is freed. A policy that is a function wraps the module once more in another parent, in an instance without parameters. A
 model in which one instance is put into both places by hand works.
 """

@@ -1,7 +1,7 @@
 """After a model has run, ``half()`` and similar conversions are undone, and later updates of parameters are lost.
 
 Such methods give a flat parameter other memory, but FSDP1 keeps a reference to the local shard in the old memory. After
-the next forward or backward it makes the flat parameter point to the old shard again. That undoes the conversion and
+the next forward or backward it makes the flat parameter point back to the old shard. That undoes the conversion and
 every update since then, even if the model was converted there and back. With mixed precision the next forward already
 computes with the old shard. Without it, the next forward raises for a sharded parameter of another dtype. Before the
 first forward there is no such reference.

@@ -32,6 +32,6 @@ class Batch:
 
 
 def reproduce(rank, world_size, device):
-    elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
+    elsewhere = torch.device("meta")  # represents the device that FSDP moves its inputs to
     ((moved,),), _ = _to_kwargs((Batch(torch.ones(1, device=device)),), {}, elsewhere, False)
     return moved.x.device.type, elsewhere.type

@@ -27,7 +27,7 @@ DEFECT = Defect(
 
 def reproduce(rank, world_size, device, workaround=False):
     batch = collections.defaultdict(list, x=torch.ones(1, device=device))
-    elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
+    elsewhere = torch.device("meta")  # represents the device that FSDP moves its inputs to
     try:
         ((moved,),), _ = _to_kwargs((dict(batch) if workaround else batch,), {}, elsewhere, False)
         found = moved["x"].device.type

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp1, state_dict",
     workaround="Wrap with a ``device_mesh``, so that the state dict has DTensors.",
     error="in tensor_device ... Torch not compiled with CUDA enabled",
-    place=Place.APART_FROM_HOST,
+    devices=Devices.OTHER_THAN_CPU,
     fails_with=("AssertionError", "RuntimeError"),  # the latter if torch was built for CUDA, and there is no driver
 )
 

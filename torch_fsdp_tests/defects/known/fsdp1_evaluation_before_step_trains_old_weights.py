@@ -36,7 +36,7 @@ def losses(model, device, workaround=False):
         if workaround:
             optim.step()
         with torch.no_grad():
-            model(x)  # such as an evaluation
+            model(x)  # such as a validation step
         if not workaround:
             optim.step()
         optim.zero_grad()

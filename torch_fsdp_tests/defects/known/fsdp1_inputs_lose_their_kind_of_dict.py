@@ -1,7 +1,7 @@
 """Mixed precision turns an input that is a subclass of ``dict`` into a plain ``dict``.
 
 Inputs are cast by rebuilding the containers that hold them. A list, a tuple, a set or an ``OrderedDict`` keeps its
-class, every other subclass of ``dict`` becomes a ``dict``. The module misses the methods and attributes of the class,
+class, every other subclass of ``dict`` becomes a ``dict``. The module lacks the methods and attributes of the class,
 or takes another branch because of the type.
 """
 

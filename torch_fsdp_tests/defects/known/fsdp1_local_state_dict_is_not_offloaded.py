@@ -1,7 +1,7 @@
 """A local state dict of a model that trains cannot be offloaded to the host.
 
 The local shard is a view of the flat parameter and requires a gradient, as the flat parameter does. Its copy on the
-host is made without autograd and requires none. ``ShardedTensor.cpu`` refuses the copy because of that difference.
+host is made without autograd and requires none. ``ShardedTensor.cpu`` rejects the copy because of that difference.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import LocalStateDictConfig, StateDictType
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp1, state_dict, offload",
     workaround="Use ``SHARDED_STATE_DICT``.",
     error="in _local_post_state_dict_hook ... requires_grad property is incompatible",
-    place=Place.APART_FROM_HOST,
+    devices=Devices.OTHER_THAN_CPU,
     fails_with=("ValueError",),
 )
 

@@ -27,7 +27,7 @@ DEFECT = Defect(
 
 
 class Contributed(Exception):
-    """Takes the place of an exchange of tensors that do not fit."""
+    """Represents an exchange of tensors that do not fit."""
 
 
 def contribute(output, shard, *args, **kwargs):

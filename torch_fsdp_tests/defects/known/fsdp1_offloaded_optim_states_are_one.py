@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -21,7 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
     features="fsdp1, use_orig_params, optimizer_state",
     workaround="Use ``FullOptimStateDictConfig(offload_to_cpu=False)``.",
-    place=Place.HOST,
+    devices=Devices.CPU,
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu",
     features="fsdp1, offload, unshard",
     workaround="Leave ``offload_to_cpu`` off when the device is the CPU.",
-    place=Place.HOST,
+    devices=Devices.CPU,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/188989",
         "https://github.com/pytorch/pytorch/pull/188990",

@@ -1,7 +1,7 @@
-"""``optim_state_dict_to_load`` drops the state of a flat parameter if its first original parameter has none.
+"""``optim_state_dict_to_load`` drops the state of a flat parameter if its first parameter has none.
 
 A plain optimizer has no state for a parameter that has never had a gradient. When FSDP1 flattens the states of a flat
-parameter, it fills such gaps with zeros. But before that, it looks only at the first of the original parameters, and
+parameter, it fills such gaps with zeros. But before that, it looks only at the first of its parameters, and
 skips the flat parameter if that one has no state. The states of the others stay in the result under their names, as if
 the user had added them, and the optimizer ignores them.
 """

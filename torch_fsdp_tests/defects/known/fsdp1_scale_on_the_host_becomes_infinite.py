@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp1, scaler",
     workaround="Set the scale with ``update(new_scale)`` from time to time, or give a large ``growth_interval``.",
     world_size=1,
-    place=Place.HOST,
+    devices=Devices.CPU,
     upstream=("https://github.com/pytorch/pytorch/pull/98876",),
 )
 

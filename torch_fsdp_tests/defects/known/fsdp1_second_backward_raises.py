@@ -1,4 +1,4 @@
-"""A second backward through the same FSDP1 instance raises or crashes unless a forward came between.
+"""A second backward through the same FSDP1 instance raises or crashes unless a forward runs in between.
 
 After the first backward the unit's parameters are sharded and its hooks are gone. The hook that gathers the parameters
 for backward runs only once after a forward. So the second backward, through the graph of an earlier forward or with

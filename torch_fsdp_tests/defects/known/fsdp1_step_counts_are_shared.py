@@ -1,7 +1,7 @@
 """``optim_state_dict`` of a flat parameter has one ``step`` tensor for all, so a plain optimizer counts too fast.
 
-``optim_state_dict`` and ``full_optim_state_dict`` split the state of a flat parameter into one for each original
-parameter, and all of them get the same tensor as step count. ``torch.save`` preserves that. If an optimizer of a plain
+``optim_state_dict`` and ``full_optim_state_dict`` split the state of a flat parameter into one for each of its
+parameters, and all of them get the same tensor as step count. ``torch.save`` preserves that. If an optimizer of a plain
 module, of FSDP1 with ``use_orig_params=True`` or of FSDP2 loads it, it increments this one tensor once for each
 parameter at every step, so Adam corrects its bias wrongly.
 """

@@ -6,8 +6,8 @@ stream. After the module has run, FSDP1 drops the copy without a word to the all
 With shards, an all-gather comes between the two. An inner instance whose group has one rank has no shards either. With
 ``use_orig_params=False`` the module's views keep the copy alive, and no wrong number was seen. Torch 2.15 fixed it.
 
-The reproduction looks at what the allocator is told, and needs no device. On an NVIDIA H200 with torch 2.11.0 a loss
-was -0.80 instead of -1.65 (``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
+The reproduction looks at what is reported to the allocator, and needs no device. On an NVIDIA H200 with torch 2.11.0 a
+loss was -0.80 instead of -1.65 (``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
 """
 
 from unittest import mock
@@ -33,24 +33,24 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    """The streams that the allocator hears of for each copy that the module reads, in forward and in backward."""
+    """The streams recorded with the allocator for each copy that the module reads, in forward and backward."""
     if device.type == "cpu":  # it has no pinned memory and no stream to wait for
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
         torch.cpu.Stream.synchronize = lambda stream: None
     layer, no_shards = nn.Linear(2, 2, device=device), ShardingStrategy.NO_SHARD
     offload = CPUOffload(offload_params=True)
     model = FSDP(layer, sharding_strategy=no_shards, cpu_offload=offload, use_orig_params=True, device_id=device)
-    read, told = [], []
+    read, recorded = [], []
 
     def look(*_):
         read.append(model._handle.flat_param.data.untyped_storage()._cdata)
 
     def record(tensor, stream):
-        told.append(tensor.untyped_storage()._cdata)
+        recorded.append(tensor.untyped_storage()._cdata)
 
     layer.register_forward_pre_hook(look)
     with mock.patch.object(_flat_param, "_no_dispatch_record_stream", record):
         output = model(torch.ones(1, 2, device=device))
         output.register_hook(look)
         output.sum().backward()
-    return [storage in told for storage in read], [True, True]
+    return [storage in recorded for storage in read], [True, True]

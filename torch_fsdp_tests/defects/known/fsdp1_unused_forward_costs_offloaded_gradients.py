@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP1,
@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
     features="fsdp1, offload",
     workaround="Run each forward without a backward under ``torch.no_grad()``.",
-    place=Place.APART_FROM_HOST,
+    devices=Devices.OTHER_THAN_CPU,
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
 )
 

@@ -1,7 +1,7 @@
 """``backward`` computes no gradients if its ``inputs`` are the model's parameters.
 
 ``loss.backward(inputs=params)`` accumulates the gradients of these leaves only. The leaves of the graph are the
-gathered parameters, and the model's parameters are the sharded ones. Autograd does not find those in the graph, and
+unsharded parameters, and the model's parameters are the sharded ones. Autograd does not find those in the graph, and
 skips them. No gradient is computed, and nothing raises. For the root, whose parameters stay gathered after forward, the
 gradients are right if the program takes ``model.parameters()`` between forward and backward.
 """

@@ -2,7 +2,7 @@
 
 In forward the parameters of the module are gathered copies. FSDP2 frees them later, and does not write changes back to
 the shards. ``nn.Embedding`` with ``max_norm`` is an example: it scales rows of its weight in place. The output has the
-scaled rows, but the optimizer updates the old ones, and a checkpoint has them, too.
+scaled rows, but the optimizer updates the old ones, and a checkpoint also has them.
 """
 
 import copy
@@ -25,7 +25,7 @@ DEFECT = Defect(
     "raises on a DTensor).",
     upstream=("https://github.com/pytorch/pytorch/issues/157391",),
     arguable="each rank changes its own copy, so with different inputs there is no single result to write back; but "
-    "nothing refuses or warns",
+    "nothing raises or warns",
 )
 
 

@@ -36,7 +36,7 @@ def reproduce(rank, world_size, device, workaround=False):
         model(x)
         if workaround:
             model.reshard()
-        model.set_reshard_after_forward(False)  # for a longer evaluation
+        model.set_reshard_after_forward(False)  # for a longer validation
         try:
             return model(x).item(), 2.0
         except AssertionError as error:

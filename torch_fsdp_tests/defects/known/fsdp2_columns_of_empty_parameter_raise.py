@@ -1,4 +1,4 @@
-"""The first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen parameter without rows.
+"""The first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen ``(0, n)`` parameter.
 
 ``fully_shard`` gives a shard without elements the shape ``(0, 0)`` instead of, for two of four columns, ``(0, 2)``. The
 lazy initialization compares the two and reports uneven sharding. A parameter with rows but without columns gets the

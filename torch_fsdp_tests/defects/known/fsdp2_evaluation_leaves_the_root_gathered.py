@@ -33,7 +33,7 @@ def reproduce(rank, world_size, device, workaround=False):
     x = torch.ones(1, 2, device=device, requires_grad=True)
 
     def evaluated():
-        """A layer whose weights and gradients are 1, after an evaluation, and its optimizer."""
+        """A layer whose weights and gradients are 1, after a forward under no_grad, and its optimizer."""
         model = nn.Linear(2, 2, bias=False, device=device)
         nn.init.ones_(model.weight)
         fully_shard(model, mesh=mesh)

@@ -1,7 +1,7 @@
 """``fully_shard`` raises for a frozen parameter of integers.
 
 A parameter of integers cannot require a gradient. ``fully_shard`` makes the sharded parameter with the default of
-``nn.Parameter``, ``requires_grad=True``, and sets the value of the original parameter only afterwards. So quantized
+``nn.Parameter``, ``requires_grad=True``, and sets the value of the parameter's attribute only afterwards. So quantized
 weights cannot be sharded, although they are frozen.
 """
 

@@ -5,7 +5,7 @@ parameters being there. Autograd chooses among what is ready by numbers, and eac
 ``create_graph``, the first backward makes what the second one needs. On a device it runs in a thread of its own, so its
 numbers are low: the second backward computes the input's gradient before the last parameter's. On the host this takes a
 first backward in another thread. The final callback leaves out a module whose gradients were reduced. The late gradient
-stays at the gathered parameter, and the optimizer finds none.
+stays at the unsharded parameter, and the optimizer finds none.
 """
 
 import threading

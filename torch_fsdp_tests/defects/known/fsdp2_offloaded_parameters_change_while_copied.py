@@ -2,8 +2,8 @@
 
 With ``CPUOffloadPolicy()``, the shards are in pinned memory of the host. Forward copies them to the device without
 waiting for the copies, and returns. In training, the host waits for the offloaded gradients before the optimizer
-writes. After an evaluation nothing waits. If the host then loads a state dict, or takes an average, before it reads a
-result of the forward, the copies may bring a part of the new values.
+writes. After a forward under ``no_grad`` nothing waits. If the CPU then loads a state dict, or takes an average,
+before it reads a result of the forward, the copies may bring a part of the new values.
 
 On the CPU it is shown by mocks alone. On a device the reproduction compares what the forward computes.
 """

@@ -1,10 +1,10 @@
 """Gradients are lost if a ``fully_shard`` module runs twice under ``checkpoint(use_reentrant=True)``.
 
-Reentrant checkpointing runs a module again in backward, and then the backward of that run, inside the outer one. The
-first of these leaves the module's FSDP state in backward. FSDP2 takes each later run for a recomputation whose hooks
-exist already, and registers none. So the gradient of that run is not reduced, and the end of the outer backward skips
-the module, because it was reduced once. The gradient stays on the unsharded parameter, and is added to that of the next
-step. Older versions do not unshard the parameters for that run either, and raise.
+In backward, reentrant checkpointing reruns a module and runs a nested backward. The first nested backward leaves the
+module's FSDP state in ``PRE_BACKWARD``. FSDP2 takes each later run for a recomputation whose hooks exist already, and
+registers none. So the gradient of that run is not reduced, and the end of the outer backward skips the module, because
+it was reduced once. The gradient stays on the unsharded parameter, and is added to that of the next step. Older
+versions do not unshard the parameters for that run either, and raise.
 """
 
 import torch

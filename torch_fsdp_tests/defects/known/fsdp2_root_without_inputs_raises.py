@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure, Place
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Devices, Exposure
 
 DEFECT = Defect(
     component=Component.FSDP2,
@@ -19,7 +19,7 @@ DEFECT = Defect(
     features="fsdp2",
     workaround="Pass an input that forward ignores.",
     error="in _root_pre_forward ... tuple index out of range",
-    place=Place.APART_FROM_HOST,
+    devices=Devices.OTHER_THAN_CPU,
     upstream=("https://github.com/pytorch/pytorch/pull/183943",),
     fails_with=("IndexError",),
 )

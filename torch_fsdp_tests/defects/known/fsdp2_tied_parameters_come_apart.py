@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
     for module in (model,) if workaround else (*model, model):
         fully_shard(module, mesh=mesh)
-    right = "trained as one weight, or refused"
+    right = "trained as one weight, or raises"
     try:
         model(torch.ones(1, 1, device=device)).sum().backward()
     except ValueError:

@@ -48,7 +48,7 @@ class ShardedTensorTestBase(MultiProcessTestCase):
         )
         device = accelerator.current()
         for peer in range(int(self.world_size)):
-            if not device.is_host:
+            if not device.is_cpu:
                 options.set_device_map(f"worker{peer}", {device.device(self.rank): device.device(peer)})
         rpc.init_rpc(f"worker{self.rank}", rank=self.rank, world_size=int(self.world_size), rpc_backend_options=options)
 

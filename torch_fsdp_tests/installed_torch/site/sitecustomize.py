@@ -1,4 +1,4 @@
-"""An interpreter with this folder on its path imports a torch with the fixes that its environment names."""
+"""An interpreter with this folder on its path imports torch with the fixes that its environment names."""
 
 import os
 

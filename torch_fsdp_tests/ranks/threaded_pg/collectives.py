@@ -165,7 +165,7 @@ def write(target: Tensor, value: Tensor) -> None:
     """Fill `target` with the elements of `value`. The shapes may differ, but not the number of elements.
 
     It writes through `.data`. A backend's kernel writes below autograd and does not change the version counter, so
-    neither a view's history nor a tensor saved for backward may notice the write here either.
+    neither a view's history nor a tensor saved for backward may see the write here either.
     """
     target.data.copy_(value.reshape(target.shape))
 

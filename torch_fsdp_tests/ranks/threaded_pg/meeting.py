@@ -129,9 +129,9 @@ class Meeting:
 
     def _missing(self) -> str:
         """Who has not arrived, for the error of a wait that reached its limit."""
-        came = sorted(self.calls)
+        present = sorted(self.calls)
         absent = [rank for rank in range(self._size) if rank not in self.calls]
-        return f"{self._title}, {self.calls[came[0]]}: ranks {came} wait for ranks {absent}, which did not arrive"
+        return f"{self._title}, {self.calls[present[0]]}: ranks {present} wait for ranks {absent}, which did not arrive"
 
     def add(self, rank: int, call: Call) -> bool:
         """Add a rank's call. Returns whether all have arrived. A call that disagrees with an earlier one ends it."""

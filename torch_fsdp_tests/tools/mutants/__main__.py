@@ -30,7 +30,7 @@ from torch_fsdp_tests.tools.mutants.trials import Trials
 
 
 def main(argv: Sequence[str]) -> ExitStatus:
-    host.refuse_unsupported()
+    host.exit_if_unsupported()
     host.exit_on_signals()
     try:
         return _main(options.parse(argv))

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = "add to FILE which tests killed which mutants; --reaching runs the tests in the file that ships first"
-    add("--save-noticed", type=Path, dest="save_kills", metavar="FILE", help=words)
+    add("--save-killed", type=Path, dest="save_kills", metavar="FILE", help=words)
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RESULTS, metavar="DIR", help=words)
     given = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     for option, folder in (
         ("--output", given.output),
-        ("--save-noticed", given.save_kills and given.save_kills.parent),
+        ("--save-killed", given.save_kills and given.save_kills.parent),
     ):
         try:
             if folder is not None:

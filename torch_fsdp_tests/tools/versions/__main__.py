@@ -70,7 +70,7 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str]) -> ExitStatus:
     """Run the versions that the arguments name, and show the table of all results."""
-    host.refuse_unsupported()
+    host.exit_if_unsupported()
     cut = list(argv).index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:cut])
     try:

@@ -475,7 +475,7 @@ class TestFullyShardAutograd(FSDPTest):
         model.set_reshard_after_backward(not keeps_parameters)
         manual_seed(42 + self.rank + 1)
         rows = torch.randn(2, DIM).to(self.device)
-        is_late = in_own_thread or not accelerator.current().is_host
+        is_late = in_own_thread or not accelerator.current().is_cpu
         with (
             torch_defect("fsdp2_second_order_gradients_raise", when=not keeps_parameters),
             torch_defect("fsdp2_late_gradients_are_lost", when=keeps_parameters and is_late),

@@ -57,7 +57,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         shard_each(sharded, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
         calls: list[nn.Module] = []
         model[0][0].register_forward_pre_hook(lambda layer, args: calls.append(layer))
-        more_annotations = not is_sharded or not accelerator.current().is_host
+        more_annotations = not is_sharded or not accelerator.current().is_cpu
         with torch_defect("fsdp2_annotations_break_selective_checkpointing", when=more_annotations):
             with FlopCounterMode(display=False) as flops:
                 self._check_training(ref_model, model, lambda: self._inputs(2, 4))

@@ -466,7 +466,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
                 losses.append(loss.item())
             return losses
 
-        device_module, has_own = torch.get_device_module(self.device), not accelerator.current().is_host
+        device_module, has_own = torch.get_device_module(self.device), not accelerator.current().is_cpu
 
         def state_of(model: nn.Module, optim: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
             msd, osd = get_state_dict(model, optim)

@@ -1,6 +1,6 @@
 """A vendor's package like one for a real device, but for a wooden device: two frames of beads.
 
-The dispatcher imports this module, so it imports no torch.
+The dispatcher imports this module, so it does not import torch.
 """
 
 from torch_fsdp_tests.device.vendors import Vendor
