@@ -107,12 +107,11 @@ class Session:
                 self._insert(place, module, optimizer)
 
     def _insert(self, place: InsertionPoint, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        root = self._roots[module]
         number = zlib.crc32(f"{self._test} {place} {self._count}".encode())
-        subject = Subject(module, optimizer, place, number, root)
-        self._count += 1
+        subject = Subject(module, optimizer, place, number, self._roots[module])
         if not subject.spans_the_world():
             return
+        self._count += 1  # the same on all ranks, although some have other models
         candidates = [kind for kind in self._kinds if place in kind.places]
         possible = not subject.is_watched() and subject.is_made()
         *agreed, subject.has_states = _agree(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from torch_fsdp_tests.perturb.kinds import Subject, Taken
 
@@ -28,7 +28,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two facts are equal. NaN equals itself."""
+    """Whether two facts are equal, also inside containers. NaN equals itself."""
+    if isinstance(left, list | tuple | dict) and type(left) is type(right):
+        (lefts, left_spec), (rights, right_spec) = tree_flatten(left), tree_flatten(right)
+        return left_spec == right_spec and all(map(_same, lefts, rights))
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return type(left) is type(right) and bool(left == right)
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
@@ -108,11 +111,8 @@ def _facts(subject: Subject) -> Iterator[tuple[str, Any]]:
         yield f"the settings of group {number}", {key: str(value) for key, value in sorted(settings.items())}
         for place, param in enumerate(group["params"]):
             for key, value in optimizer.state.get(param, {}).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                yield (
-                    f"the state {key} of parameter {place} of group {number}",
-                    local(value).clone() if is_tensor else value,
-                )
+                copied = tree_map_only(torch.Tensor, lambda each: local(each).clone(), value)
+                yield f"the state {key} of parameter {place} of group {number}", copied
 
 
 def _states(module: nn.Module) -> list[str]:

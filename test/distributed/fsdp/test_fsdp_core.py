@@ -430,6 +430,28 @@ class TestNoGrad(_TwoRanks):
             wanted = {name: param.detach() for name, param in ref_model.named_parameters()}
             self.assertEqual(full_parameters(model), wanted, **tolerance)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+        outputs=[1, 4],
+    )
+    def test_unfreezing_after_inference_mode(self, strategy, outputs):
+        """Each rank can freeze and unfreeze all parameters, also those of which it has no elements."""
+        wrap = functools.partial(FSDP, sharding_strategy=strategy, use_orig_params=True)
+        model = wrap(nn.Sequential(wrap(nn.Linear(3, outputs)), nn.Linear(outputs, outputs)).to(get_devtype()))
+        inp = uniform(2, 3, seed=self.rank)
+        loss_of(model(inp)).backward()
+        with torch.inference_mode():
+            model(inp)
+        params = list(model.parameters())
+        for param in params:
+            param.requires_grad_(False)
+        is_split = strategy is not ShardingStrategy.NO_SHARD
+        with torch_defect("fsdp1_inference_mode_keeps_empty_parameters_frozen", when=is_split):
+            for param in params:
+                param.requires_grad_(True)
+            self.assertTrue(all(param.requires_grad for param in params))
+
 
 class TestAutograd(_TwoRanks):
     @skip_if_lt_x_gpu(2)

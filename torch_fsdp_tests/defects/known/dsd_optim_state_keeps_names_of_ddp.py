@@ -1,7 +1,8 @@
 """``get_optimizer_state_dict`` keeps the names that DDP inside FSDP1 gives, so its state dict cannot be loaded.
 
 If a submodule of an FSDP1 model is in DDP, the model's state dict has ``0.weight``, but the optimizer's has
-``0.module.weight``. ``set_optimizer_state_dict`` looks for ``0.weight``, and raises.
+``0.module.weight``. ``set_optimizer_state_dict`` looks for ``0.weight``, and raises. DDP around a model with an FSDP1
+instance leaves the prefix ``module.`` in all names.
 """
 
 import torch
