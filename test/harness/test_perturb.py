@@ -16,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests import perturb, settings
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, manual_seed, run_tests
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, manual_seed, parametrize, run_tests
 from torch_fsdp_tests.defects.in_tests import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
 from torch_fsdp_tests.perturb import insertion, invariants, kinds, numbers
 
@@ -228,6 +231,27 @@ class TestKinds(TrainingMixin, FSDPTest):
         invariants.check_taken(kinds.Taken([plain + 1], may_share=False), subject, "x")
 
     @skip_if_lt_x_gpu(2)
+    @parametrize("api", ["ddp", "fsdp1", "fsdp2"])
+    def test_models_of_some_ranks(self, api):
+        """Nothing is inserted into them, and then all ranks insert the same into what they share."""
+        alone = dist.new_group([0])
+        with insertion.perturbed(self.id(), ("collect", "backward", "freeze")) as session:
+            if self.rank == 0:
+                layer = nn.Linear(2, 2).to(self.device)
+                model: Any = layer
+                if api == "fsdp2":
+                    fully_shard(model, mesh=DeviceMesh.from_group(alone, self.device.type), reshard_after_forward=False)
+                else:
+                    model = FSDP(layer, alone) if api == "fsdp1" else DDP(layer, process_group=alone)
+                model(torch.ones(1, 2, device=self.device)).sum().backward()
+                torch.optim.SGD(model.parameters(), lr=0.5).step()
+            self.assertEqual(session.inserted, [])
+            self._train("fsdp2", None, ())
+            every = of_all_ranks(session.inserted)
+        self.assertGreater(len(every[0]), 0)
+        self.assertEqual(every[1:], every[:1])
+
+    @skip_if_lt_x_gpu(2)
     def test_mock_that_cannot_begin(self):
         """It does not end the perturbation of what follows."""
         with insertion.perturbed(self.id(), ("collect",)) as session:
@@ -242,6 +266,9 @@ class TestKinds(TrainingMixin, FSDPTest):
         with insertion.perturbed(self.id(), ("collect",)) as session, mock.patch.object(kinds, "SLEEP", 0):
             self._train("fsdp2", None, ())
             self.assertEqual(session.inserted, [])
+
+
+instantiate_parametrized_tests(TestKinds)
 
 
 def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:

@@ -29,7 +29,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same(left: Any, right: Any) -> bool:
     """Whether two facts are equal, also inside containers. NaN equals itself."""
-    if isinstance(left, list | tuple | dict) and type(left) is type(right):
+    if type(left) is type(right) and type(left) in (list, tuple, dict):
         (lefts, left_spec), (rights, right_spec) = tree_flatten(left), tree_flatten(right)
         return left_spec == right_spec and all(map(_same, lefts, rights))
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
