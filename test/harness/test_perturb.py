@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import tempfile
 import time
+import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
 from torch_fsdp_tests.perturb import insertion, invariants, kinds, numbers
+
+WEEKLY = Path(__file__).parents[2] / ".github" / "workflows" / "weekly.yml"
 
 Bug = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
@@ -319,6 +323,11 @@ class TestNames(TestCase):
     def test_each_kind_has_an_operation(self):
         self.assertEqual(set(settings.PERTURBATIONS), set(kinds.KINDS))
         self.assertEqual([kind.name for kind in kinds.KINDS.values() if not kind.documented], [])
+
+    @unittest.skipUnless(WEEKLY.exists(), "needs the workflows of a checkout")
+    def test_each_kind_runs_weekly(self):
+        (groups,) = re.findall(r"^ +kinds: (\[.*\])$", WEEKLY.read_text(), re.MULTILINE)
+        self.assertEqual(sorted(",".join(json.loads(groups)).split(",")), sorted(settings.PERTURBATIONS))
 
     def test_parse(self):
         parse = lambda text: settings.perturbations({settings.PERTURB_VARIABLE: text})  # noqa: E731

@@ -210,7 +210,7 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
     heading = ", ".join(f"{name} {value}" for name, value in facts.items())
     findings = []
     if not options.json:
-        print(f"{heading}; {len(ids)} defects", flush=True)
+        print(f"{heading}; {len(ids)} defect{'s' * (len(ids) != 1)}", flush=True)
     for finding in trial.try_all(ids, at_a_time=2 * cores()):  # ranks mostly wait for each other
         findings.append(finding)
         if not options.json:

@@ -188,7 +188,7 @@ def _collective_works(device: torch.device, backend: str, dtype: torch.dtype, pr
     tensor = torch.ones(2, dtype=dtype, device=device)
     op = dist._make_nccl_premul_sum(0.5) if premul else dist.ReduceOp.SUM
     dist.all_reduce(tensor, op=op)
-    return bool((tensor == (0.5 if premul else 1.0)).all().item())
+    return bool((tensor.float() == (0.5 if premul else 1.0)).all().item())  # some dtypes have no comparison
 
 
 if __name__ == "__main__":

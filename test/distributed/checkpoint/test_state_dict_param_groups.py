@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.seeded import uniform
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.checkpoint.pairs import StateDictOptionsTest
@@ -100,6 +102,25 @@ class TestStateDictOptions(StateDictOptionsTest):
         with torch_defect("dsd_stateless_optimizers_are_mixed_up"):
             set_optimizer_state_dict(model, loading, osd)
             self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(order=[(0, 1, 2), (2, 1, 0), (1, 2, 0)], full=[False, True])
+    def test_groups_in_another_order(self, order, full):
+        """Settings and states are loaded into the groups with the same parameters."""
+        model = fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in order)).to(self.device))
+        saving, loading = (
+            torch.optim.Adam([{"params": model[i].parameters(), "lr": lr(i)} for i in numbers])
+            for numbers, lr in (((0, 1, 2), lambda i: 0.1 * (i + 1)), (order, lambda i: 7.0))
+        )
+        model(uniform(2, 3, seed=self.rank)).sum().backward()
+        saving.step()
+        saving.zero_grad()
+        wanted = [saving.state[param]["exp_avg"].clone() for param in model.parameters()]
+        options = StateDictOptions(full_state_dict=full)
+        osd = get_optimizer_state_dict(model, saving, options=options)
+        set_optimizer_state_dict(model, loading, osd, options=options)
+        self.assertEqual([group["lr"] for group in loading.param_groups], [0.1 * (i + 1) for i in order])
+        self.assertEqual([loading.state[param]["exp_avg"] for param in model.parameters()], wanted)
 
     @skip_if_lt_x_gpu(2)
     def test_several_stateless_optimizers(self):
