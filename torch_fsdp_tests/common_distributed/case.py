@@ -81,7 +81,7 @@ _tally = _Tally()
 
 
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank, count its subtests, and return its outcome with the blocks for known defects.
+    """Run a test in a rank, count its subtests, and return its outcome with its ``torch_defect`` blocks.
 
     If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function.
     """
@@ -109,7 +109,7 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
     """Take every step of a test, also after one has raised, and then raise what counts.
 
-    That is the first exception, but a skip only if all of them are skips. It keeps what failed after it.
+    That is the first that is no skip, or else the first skip. Its ``THEN_RAISED`` has the later failures.
     """
     raised: list[BaseException] = []
     for step in steps:
@@ -259,7 +259,7 @@ class RankTestCase(TestCase):
 
     def _ask_requirements(self, world_size: int) -> None:
         """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
-        size and for a hook that would not be called.
+        size or an unsupported hook of upstream's harness.
         """
         for owner in type(self).__mro__:
             for name in self._unsupported_hooks.keys() & ({} if is_ours(owner) else vars(owner)).keys():
@@ -282,7 +282,7 @@ class RankTestCase(TestCase):
         raise_verdict(judge(reports, limit, SKIP_CODES))
 
     def _digest(self, reports: Sequence[RankReport]) -> None:
-        """Take what the ranks' reports have besides their outcome."""
+        """Show or record the ranks' output, times and defects."""
         if settings.SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:

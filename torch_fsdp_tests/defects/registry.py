@@ -29,7 +29,7 @@ class InvalidQuery(LookupError):
 
 
 class _Ordered(enum.Enum):
-    """The members stand in the order in which lists have the defects."""
+    """The order of the members is that of defects in lists."""
 
     @property
     def position(self) -> int:
@@ -92,17 +92,16 @@ class Answer(enum.Enum):
 class Defect:
     """The facts of one defect.
 
-    ``features`` are those that it takes, by their short names in ``dispatch/data/features.txt``. The first one is the
+    ``features`` are those that it needs, by their short names in ``dispatch/data/features.txt``. The first one is the
     interface through which a user reaches the component. ``workaround`` says how to avoid it, or is ``NO_WORKAROUND``.
-    ``error`` has the words in which it ends, if that is an exception: names of functions as in a traceback, and words
-    of the message, with `` ... `` for what varies.
-    ``since`` is the first version that has the broken feature; ``data/seen.json`` says which of the versions since then
-    have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
-    ``upstream`` are issues and pull requests of torch. ``documented`` says where torch's documentation promises what is
-    right; without it, the plain module or optimizer is the measure. ``arguable`` is an argument that it is no defect.
-    ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
-    comparison), and of the signals that kill a rank. ``races`` has patterns with ``*`` for the words in which the race
-    detector names accesses that nothing orders because of this defect. It attributes such races to the defect.
+    ``error`` is the exception, if it raises: ``in FUNCTION`` as in its traceback, and its message, with `` ... `` for
+    what varies. ``since`` is the first version with the affected feature; ``data/seen.json`` says which of the versions
+    since then have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place
+    in torch. ``upstream`` are issues and pull requests of torch. ``documented`` quotes the documentation of the right
+    behaviour; without it, that of the plain module or optimizer is right. ``arguable`` is an argument that it is no
+    defect. ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError``
+    for a comparison), and of the signals that kill a rank. ``races`` has globs: a race whose text contains a match is
+    reported as this defect.
     """
 
     component: Component
@@ -247,8 +246,8 @@ def unknown(id: str) -> InvalidQuery:
 
 @functools.cache
 def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """What is known about versions of torch: the answers by version and id. The answers when the command last ran on a
-    version are ``seen``. Others are ``read`` in torch's source: only those that do not follow from what was seen.
+    """What is known about versions of torch: the answers by version and id. ``seen`` has those of the command's last
+    run on a version, and ``read`` those that someone read in torch's source and that do not follow from ``seen``.
     """
     return json.loads(SEEN.read_text(encoding="utf-8"))
 

@@ -67,7 +67,7 @@ def positions_of(pattern: str, names: Sequence[str]) -> set[int]:
 class ShardedTest:
     """One of ``num_shards`` parts of a test file. ``shard`` counts from one.
 
-    A part has the tests that its ``test`` puts in order. Without an order, a test's index in the file decides.
+    If ``test`` has an order, a part is all of ``test``; otherwise it is every ``num_shards``-th of the selected tests.
     """
 
     test: TestRun
@@ -115,8 +115,8 @@ def estimate(
 ) -> Seconds | None:
     """The expected seconds of a file or a part of it, or None if they are unknown.
 
-    Times are recorded by class. Some tests of a class take their share of its time if ``names`` has the file; otherwise
-    they count as the whole class.
+    Times are recorded by class. A subset of a class counts by its share of tests if ``names`` has the file; otherwise
+    as the whole class.
     """
     if test.is_whole:
         return times.get(test.file)
@@ -139,7 +139,7 @@ def estimate(
 
 
 def matches_stem(stem: str, name: str) -> bool:
-    """Whether a name in the source means this name, which may be a glob or that of a generated class or test."""
+    """Whether ``name``, a glob or a generated name, matches ``stem``, a name in the source."""
     return name.startswith(stem) or fnmatch.fnmatchcase(stem, name)
 
 
@@ -201,7 +201,7 @@ def calculate_shards(
 
 
 def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list[ShardedTest]:
-    """The parts in the order of a selection that has several parts of a file, each with its number in the file."""
+    """The parts in the order of a selection in which a file may occur several times, numbered in each file."""
     counts = collections.Counter(test.file for test in selection)
     seen: collections.Counter[str] = collections.Counter()
     places: dict[TestRun, tuple[int, int]] = {}
@@ -217,8 +217,8 @@ def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list
 def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
     """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible.
-    Then jobs are planned with their needs, and take one slot each.
+    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible;
+    each job keeps its full ``devices`` and takes one slot.
     """
     jobs = []
     for part in parts:

@@ -1,7 +1,7 @@
 """Where perturbations are inserted.
 
 The places are before each outermost forward of a training loop (so also between microbatches), after it, and before and
-after each optimizer step. Nothing is inserted where a test could tell: while something of ``mock`` is in force, under a
+after each optimizer step. Nothing is inserted where a test could tell: while a ``mock.patch`` is active, under a
 mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward or a
 checkpointed forward, into a model that only some ranks have, and in a test that is declared as unperturbed. A kind that
 calls forward leaves out models whose forward a test may watch.
@@ -140,7 +140,7 @@ class Session:
 
 
 def _agree(mine: Sequence[bool]) -> list[bool]:
-    """What all ranks say yes to. A rank may have no shard of a parameter, and so no state of it."""
+    """Logical AND over all ranks: a rank without a shard of a parameter has no state of it."""
     answers = torch.tensor(mine, dtype=torch.int32, device=accelerator.current().device(dist.get_rank()))
     dist.all_reduce(answers, dist.ReduceOp.MIN)
     return [bool(answer) for answer in answers.tolist()]
@@ -180,7 +180,7 @@ def perturbed(test: str, kinds: Sequence[str]) -> Iterator[Session]:
 
 @functools.cache
 def _install() -> None:
-    """Once in a process. Without a session in the rank nothing changes."""
+    """Patch torch once per process. In ranks without a session, nothing changes."""
     for cls, api in _CLASSES.items():
         cls.__call__ = _wrapped(cls, api)
     register_optimizer_step_pre_hook(functools.partial(_around_step, InsertionPoint.BEFORE_STEP))

@@ -166,5 +166,5 @@ def _live(subject: Subject) -> Iterator[torch.Tensor]:
             yield param.grad
     yield from subject.root.buffers()
     if subject.optimizer is not None:
-        for state in subject.optimizer.state.values():
-            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+        leaves = tree_leaves(list(subject.optimizer.state.values()))
+        yield from (each for each in leaves if isinstance(each, torch.Tensor))

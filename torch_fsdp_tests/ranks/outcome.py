@@ -97,7 +97,7 @@ class Ending:
 class RankReport:
     """Everything known about one rank after its test.
 
-    ``at`` is the second, counted from the start of the test, at which the rank's outcome or end became known.
+    ``at`` is when the rank's outcome or end became known, in seconds since the start of the test.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class RankReport:
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     def with_any_ending(self) -> RankReport:
-        """Return the report with a normal exit, and as passed unless the rank reported otherwise.
+        """Return a copy with exit code 0, in which a rank without an outcome passed.
 
         The report of a killed rank is unchanged.
         """
@@ -146,8 +146,8 @@ class HarnessError(RuntimeError):
 def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
     """Run a test body, and return its outcome.
 
-    ``SystemExit`` does not pass a test. It becomes an error with its code, unless it is one of the skip codes, which
-    :func:`judge` handles. ``KeyboardInterrupt`` in a rank is an error like any other.
+    ``SystemExit`` does not pass a test. It is raised again, and :func:`judge` makes it an error, or a skip for a skip
+    code. ``KeyboardInterrupt`` in a rank is an error like any other.
     """
     start = clock()
     try:
@@ -177,7 +177,7 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
 
 
 def format_error(error: BaseException) -> str:
-    """Format the tracebacks of an exception and of those that its test raised after it. Works for unusual ones too."""
+    """Format the tracebacks of an exception and of those that its test raised after it. Their ``__str__`` may raise."""
     return "\n\nafter that:\n".join(map(_format_one, (error, *getattr(error, THEN_RAISED, ()))))
 
 
@@ -266,10 +266,10 @@ def _may_follow(report: RankReport) -> bool:
 def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[RankResult, ...]:
     """Mark the ranks that waited in vain for another one, and those that hung.
 
-    A collective times out before the test does. So an error of torch after that time is a consequence, if there is a
-    rank that could be its cause: one that was still running, or that ended in another way. So is an error of torch
-    after another rank has skipped and left. A rank that was still running counts as hung, unless another one
-    explains it: one that raised or died, or one that skipped if the running rank had reported nothing.
+    A collective times out before the test does. So a ``RuntimeError`` or SIGABRT after that time is a consequence, if
+    another rank was still running or ended otherwise. So is an error of torch after another rank has skipped and left.
+    A rank that was still running counts as hung, unless another one raised or died, or skipped while this one had
+    reported nothing.
     """
     skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
     follows = {

@@ -1,4 +1,4 @@
-"""``HuggingFaceStorageWriter`` saves a value that is no tensor without an error, and its file cannot be read.
+"""``HuggingFaceStorageWriter`` silently saves a non-tensor value, which makes its file unreadable.
 
 The writer of DCP's own format puts such values, such as the number of a step, in front of the tensors. This one does
 the same, but a file of safetensors has to begin with its header. ``dcp.save`` succeeds, and afterwards neither

@@ -2,9 +2,9 @@
 
 ``FlatParamHandle.to_cpu`` moves the unsharded parameters to the CPU and then frees the memory on the device. If the
 device is the CPU, moving returns the same tensor, so its memory is freed. In ``summon_full_params`` the parameters
-cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes memory without values to
-the local shards. ``state_dict`` crashes or raises in the same way. Outside ``no_grad`` the copy back also adds autograd
-history to the unsharded tensor, and the next forward raises.
+cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes freed memory to the local
+shards. ``state_dict`` crashes or raises in the same way. Outside ``no_grad`` the copy back also adds autograd history
+to the unsharded tensor, and the next forward raises.
 """
 
 import torch

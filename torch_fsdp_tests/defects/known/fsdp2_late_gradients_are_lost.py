@@ -1,11 +1,11 @@
-"""A gradient that autograd computes after that of the module's input is lost.
+"""A parameter's gradient that is computed after the gradient of the module's input is lost.
 
 FSDP2 reduces the gradients of a module when autograd has computed the gradient of its input, and relies on those of the
-parameters being there. Autograd chooses among what is ready by numbers, and each thread counts from zero. With
-``create_graph``, the first backward makes what the second one needs. On a device it runs in a thread of its own, so its
-numbers are low: the second backward computes the input's gradient before the last parameter's. On the host this takes a
-first backward in another thread. The final callback leaves out a module whose gradients were reduced. The late gradient
-stays at the unsharded parameter, and the optimizer finds none.
+parameters being there. Autograd orders ready nodes by sequence number, and each thread counts from zero. With
+``create_graph``, the first backward makes the nodes of the second. On a device it runs in a thread of its own, so its
+numbers are low: the second backward computes the input's gradient before the last parameter's. On the CPU, the first
+backward must run in another thread. The final callback leaves out a module whose gradients were reduced. The late
+gradient stays at the unsharded parameter, and the optimizer finds none.
 """
 
 import threading
@@ -23,8 +23,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     features="fsdp2",
-    workaround="Call the backward under ``set_requires_gradient_sync(False)``, and then ``(0 * "
-    "model(x).sum()).backward()`` with it on: this reduces all gradients.",
+    workaround="Call ``set_requires_gradient_sync(False)`` before the backward, then turn it on again: "
+    "``(0 * model(x).sum()).backward()`` reduces all gradients.",
 )
 
 
