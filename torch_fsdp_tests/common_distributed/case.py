@@ -362,9 +362,9 @@ class RankTestCase(TestCase):
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
         """In a rank, count the subtest, let a skip end only the subtest, and add its parameters to a failure.
 
-        Raises what the block raises, except for a skip. So a failure ends the rank's test, unlike in plain unittest and
-        upstream. The other ranks may still wait in a collective of the failed subtest, and would match it with a
-        collective of the next subtest. In the parent this method is unittest's.
+        Raises what the block raises, except for a skip. So a failure ends the rank's test, unlike in plain unittest.
+        The other ranks may still wait in a collective of the failed subtest, and would match it with a collective of
+        the next subtest. In the parent this method is unittest's.
         """
         if self.rank == self.MAIN_RANK:
             with super().subTest(msg, **params):

@@ -79,10 +79,10 @@ class MultiProcessTestCase(RankTestCase):
     ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method. The test
     makes its process group itself.
 
-    In the parent a test raises ``unittest.SkipTest`` if every rank skipped. Otherwise it raises an exception that
+    In the parent a test raises ``unittest.SkipTest`` if every rank skipped. A failed one raises an exception that
     describes every rank: :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: an assertion of the test
-    failed), :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit, or
-    none was started) or :class:`~torch_fsdp_tests.ranks.HarnessError` (the harness itself failed).
+    failed), :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised anything else, died or timed out, or ``setUp``
+    started none) or :class:`~torch_fsdp_tests.ranks.HarnessError` (the harness itself failed).
 
     Differs from upstream's: ranks are forked from a prepared server, and not started as interpreters. The verdict
     counts every rank, and not only the first. A test that starts no rank fails. Two attributes keep their meaning, but

@@ -26,8 +26,8 @@ def run_subtests(
     before and after each subtest.
 
     Raises ``ValueError`` if there is no combination to run, because such a test would pass without testing anything. In
-    a rank, it raises the first failure of a subtest, and runs no other subtest. It differs from upstream's in both. It
-    also needs no default group, and does not import the compiler.
+    a rank, it raises the first failure of a subtest, and runs no other subtest. Upstream's passes without a
+    combination, needs a default group, and imports the compiler.
     """
     combinations = list(itertools.product(*subtest_config.values()))
     if not combinations:

@@ -33,8 +33,9 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     """Every test runs in ``world_size`` rank processes, each with its device and the default process group.
 
     ``world_size`` is that of the device under test (4 on the CPU), unless the class sets ``world_size = 2`` or the
-    like. On a device without a runtime of its own, the substitutes of :mod:`.substitutes` are installed. With a class
-    attribute ``fake_pg = True`` the group is fake. With ``with_host = True`` it also has collectives in host memory.
+    like. What a device such as the CPU lacks for FSDP1 or for offload is replaced by :mod:`.substitutes`. With a class
+    attribute ``fake_pg = True`` the group is fake. ``with_host = True`` adds collectives in host memory to a real
+    group.
     """
 
     fake_pg = False

@@ -69,16 +69,16 @@ class torch_defect:
         with torch_defect("fsdp2_divides_twice", when=world_size == 1):
             self.assertEqual(param.grad, expected)
 
-    If the installed torch has the defect, the block must raise such an exception in at least one rank. The test goes on
-    after the block, and its rest must pass in all ranks. ``when`` says whether this combination of parameters, or this
-    rank, shows the defect. If it is false, or if torch does not have the defect, the context does nothing. A block ends
-    where it raises, so nothing in it may be needed below it. If it has a collective, all ranks must take part in the
-    collective before any of them raises.
+    If the installed torch has the defect, the block must raise one of ``fails_with`` in at least one rank. The test
+    goes on after the block, and its rest must pass in all ranks. ``when`` says whether this combination of parameters,
+    or this rank, shows the defect. If it is false, or if torch does not have the defect, the context does nothing. A
+    block ends where it raises, so nothing in it may be needed below it. If it has a collective, all ranks must take
+    part in the collective before any of them raises.
 
-    If a defect was expected and the test, or the block in all ranks, passes, the run reports that the defect is
-    fixed. With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success.
+    If the test, or the block in all ranks, passes despite an expected defect, the run reports the defect as fixed. With
+    ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success.
 
-    Raises ``LookupError`` for an unknown id. A block in a thread that runs no test does nothing.
+    Raises ``LookupError`` for an unknown id. In a thread that a test starts, blocks do nothing.
     """
 
     _start_again: Callable[[], None] = staticmethod(lambda: None)

@@ -113,7 +113,7 @@ class Session:
             return
         self._count += 1  # the same on all ranks, although some have other models
         candidates = [kind for kind in self._kinds if place in kind.places]
-        possible = not subject.is_watched() and subject.is_made()
+        possible = not subject.is_watched() and subject.is_made() and subject.is_idle()
         *agreed, subject.has_states = _agree(
             [*(possible and kind.applies(subject) for kind in candidates), subject.has_states]
         )

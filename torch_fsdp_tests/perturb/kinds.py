@@ -123,6 +123,10 @@ class Subject:
             return bool(root.process_group.size() == dist.get_world_size())
         return {size for unit in self.units() for size in _sizes_of(unit)} <= {dist.get_world_size()}
 
+    def is_idle(self) -> bool:
+        """Whether FSDP1 is not where an exception in forward or backward left it."""
+        return self.api != "fsdp1" or all(unit.training_state.name == "IDLE" for unit in self.units())
+
     def is_made(self) -> bool:
         """Whether all parameters have values."""
         return not any(param.is_meta for param in self.root.parameters())
@@ -327,7 +331,9 @@ def exception(subject: Subject) -> None:
 
 
 def _has_contexts(subject: Subject) -> bool:
-    return subject.api in ("fsdp1", "ddp")
+    """FSDP1 allows ``no_sync`` only for the root, which the first forward determines."""
+    root: Any = subject.root
+    return subject.api == "ddp" or (subject.api == "fsdp1" and bool(root._is_root))
 
 
 @_kind(BETWEEN, "no_sync, summon_full_params and state_dict_type are contexts: their end undoes them", _has_contexts)
@@ -355,7 +361,9 @@ def _full_type(root: nn.Module, offload: bool) -> Iterator[None]:
 
 
 def _gives_state_dicts(subject: Subject) -> bool:
-    """DSD raises for an empty state dict. FSDP1 asks the process group for its device; one of threads has none."""
+    """DSD raises for an empty state dict. FSDP1's functions need ranks that are no threads: they ask the process group
+    for its device, and note what runs in one set.
+    """
     root: Any = subject.root
     return bool(subject.params()) and (subject.api != "fsdp1" or bool(root.process_group._device_types))
 
@@ -400,7 +408,7 @@ def _separate(value: Any) -> Any:
 
 def _copies(subject: Subject) -> bool:
     """Not if tensors are swapped: then a load drops the gradients of any module."""
-    return not torch.__future__.get_swap_module_params_on_conversion()
+    return _gives_state_dicts(subject) and not torch.__future__.get_swap_module_params_on_conversion()
 
 
 def _can_reload(subject: Subject) -> bool:
@@ -412,7 +420,7 @@ def _can_reload(subject: Subject) -> bool:
     is_flat = any(not unit._use_orig_params for unit in units)
     wrappers = (DDP, ActivationWrapper) if is_flat else DDP
     is_wrapped = bool(units) and any(isinstance(module, wrappers) for module in modules)
-    return _gives_state_dicts(subject) and subject.has_states and _copies(subject) and not is_wrapped
+    return subject.has_states and _copies(subject) and not is_wrapped
 
 
 @_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _copies)
@@ -429,7 +437,15 @@ def dsd_load(subject: Subject) -> None:
     set_state_dict(subject.root, optimizer, model_state_dict=model, optim_state_dict=optim)
 
 
-@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", _can_reload)
+def _can_save(subject: Subject) -> bool:
+    """DCP saves one rank's copy of what no rank shards. FSDP does not keep ignored parameters equal."""
+    if subject.api == "fsdp1":
+        return _can_reload(subject) and not any(unit._ignored_params for unit in subject.units())
+    is_whole = subject.api == "fsdp2" and not all(isinstance(param, DTensor) for param in subject.root.parameters())
+    return _can_reload(subject) and not is_whole
+
+
+@_kind(AROUND_STEP, "dcp.save and dcp.load of what get_state_dict returns restore it", _can_save)
 def _dcp(subject: Subject) -> None:
     optimizer: Any = subject.optimizer
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

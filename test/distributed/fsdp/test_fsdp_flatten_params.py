@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
@@ -473,6 +473,20 @@ class ShardsTest(FlattenTest):
             torch.optim.SGD(each.parameters(), lr=0.01).step()
         with torch_defect("fsdp1_sliced_parameters_overlap", when="column" in layout):
             self.assertEqual(full_parameters(model), reference.state_dict())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(layout=["contiguous", "transposed"], use_orig_params=[False, True])
+    def test_sharded_state_dict_of_any_layout(self, layout, use_orig_params):
+        layer = nn.Linear(3, 3).to(self.device)
+        layer.weight = nn.Parameter(LAYOUTS[layout](torch.rand(6, 6).to(self.device)))
+        wanted = layer.weight.detach().clone()
+        model = FSDP(layer, use_orig_params=use_orig_params)
+        with (
+            FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
+            torch_defect("fsdp1_sharded_state_dict_of_channels_last_raises", when=layout == "transposed"),
+        ):
+            shards = [shard.tensor for shard in model.state_dict()["weight"].local_shards()]
+            self.assertEqual(shards, [wanted.chunk(self.world_size)[self.rank]])
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])

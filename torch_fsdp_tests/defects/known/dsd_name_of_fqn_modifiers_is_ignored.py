@@ -1,4 +1,4 @@
-"""``get_model_state_dict`` ignores ``StateDictOptions.dsd_fqn_modifiers`` and raises, although the load uses it.
+"""``get_model_state_dict`` ignores ``StateDictOptions.dsd_fqn_modifiers`` and raises; only loading uses it.
 
 The option names the method with which a module tells DSD how its hooks change the names in its state dict. Getters look
 for the method with the default name.

@@ -1,4 +1,4 @@
-"""Backward of ``fully_shard([a, b])`` raises unless a gradient reaches the output of the module that ends last.
+"""Backward of ``fully_shard([a, b])`` raises unless a gradient reaches the output of whichever returns last.
 
 The hook that unshards the group for backward is registered on the output of the module whose forward ends last, and on
 no other. If the loss does not use this output, or if that module is frozen and its input needs no gradient, the

@@ -26,6 +26,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.perturb import unperturbed
 
 
 class RunnableList(nn.ModuleList):
@@ -258,6 +259,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         fully_shard(layer)(self._input(4))
         self.assertEqual(kinds, [False])
 
+    @unperturbed("it records assignments")
     @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
         """If a class overrides ``__setattr__``, FSDP uses it to register parameters."""
