@@ -24,6 +24,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import sharded_tensors
 from torch_fsdp_tests.fsdp.shards import chunk_of, local_of, shard_of
 
 ONE_DIM: list[tuple[Placement, ...]] = [(Replicate(),), (Shard(0),)]
@@ -130,6 +131,35 @@ class TestDTensorReshardMeshChange(ReshardingTest):
                 self.assertEqual(
                     halves[name].to_local(), part_of(whole, pair, (Shard(0),)), rtol=0, atol=0, may_be="empty"
                 )
+
+
+class TestSeveralShards(ReshardingTest):
+    """Each rank has several blocks of rows or columns, in turn with the other ranks."""
+
+    @with_comms
+    @with_temp_dir
+    @skip_if_lt_x_gpu(2)
+    @subtests(saved=[1, 2, 3], loaded=[1, 2, 3], dim=[0, 1])
+    def test_blocks_of_another_size(self, saved, loaded, dim):
+        whole = counted(12, 2).to(self.device) if dim == 0 else counted(2, 12).to(self.device)
+        path = os.path.join(self.temp_dir, f"{saved}, {loaded}, {dim}")
+        dcp.save({"tensor": self._in_turn(whole, saved, dim)}, checkpoint_id=path)
+        state = {"tensor": self._in_turn(torch.zeros_like(whole), loaded, dim)}
+        dcp.load(state, checkpoint_id=path)
+        found, wanted = (
+            [shard.tensor for shard in each.local_shards()]
+            for each in (state["tensor"], self._in_turn(whole, loaded, dim))
+        )
+        self.assertEqual(found, wanted)
+
+    def _in_turn(self, whole: torch.Tensor, length: int, dim: int) -> Any:
+        starts = range(self.rank * length, whole.size(dim), self.world_size * length)
+        offsets = [[start, 0] if dim == 0 else [0, start] for start in starts]
+        shards = [
+            sharded_tensors.Shard.from_tensor_and_offsets(whole.narrow(dim, start, length).clone(), offset, self.rank)
+            for start, offset in zip(starts, offsets, strict=True)
+        ]
+        return sharded_tensors.init_from_local_shards(shards, whole.size())
 
 
 class FullySharded:

@@ -49,7 +49,8 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.perturb import unperturbed
 
@@ -207,6 +208,25 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 check(torch.device(device.type), DEVICEInitMode.DEVICE_BEFORE)
         with _meta_computes(), self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
             check(META if use_index else str(META), DEVICEInitMode.DEVICE_NEVER, META)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(names=[(), ("weight",), ("bias",), ("weight", "bias")])
+    def test_module_with_gradients(self, names):
+        """The flat parameter begins without a gradient, whichever parameters had one."""
+        layer = filled(nn.Linear(3, 2))
+        for name in names:
+            param = getattr(layer, name)
+            param.grad = torch.full_like(param, 5.0)
+        plain = copy.deepcopy(layer).to(self.device)
+        plain.zero_grad()
+        model = FSDP(layer, device_id=self.device)
+        inp = uniform(2, 3, seed=self.rank)
+        for each in (plain, model):
+            each(inp).square().sum().backward()
+        average_gradients(plain)
+        whole = torch.cat([param.grad.flatten() for param in plain.parameters()])
+        (flat,) = model.parameters()
+        self.assertEqual(flat.grad, whole.chunk(self.world_size)[self.rank])
 
     def test_device_id_without_index(self):
         """A device without an index means the current one, and gives a warning. The host needs no index."""
