@@ -141,7 +141,7 @@ class MultiThreadedTestCase(RankTestCase):
 
     A subclass calls ``self._spawn_threads()`` in its ``setUp``, and overrides :meth:`perThreadSetUp` and
     :meth:`perThreadTearDown` with what each rank needs before and after the test. All ranks of a test share global
-    state, including the random generator. In the parent, a test raises the same exceptions as one of
+    state, including the random generator. The runner's process raises the same exceptions as with
     :class:`MultiProcessTestCase`.
 
     Differs from upstream's: the threads run in a separate process, ``threads`` holds that process, and clean-ups that a

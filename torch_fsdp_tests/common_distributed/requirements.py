@@ -136,7 +136,7 @@ def at_least_x_gpu(x: int) -> bool:
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
     """Skip unless there is room for ``x`` ranks: ``x`` devices, devices that ranks can share, or the CPU.
 
-    Unless its class sets a fixed number, the test then has at least ``x`` ranks (see :func:`ranks_of`).
+    The test then has at least ``x`` ranks, unless its class sets a fixed number (see :func:`ranks_of`).
 
     Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and the check happens before any rank
     starts.

@@ -217,12 +217,12 @@ class TestCase(expecttest.TestCase):
         ``how`` has the tolerances ``atol`` and ``rtol``, and the switches ``equal_nan`` and ``exact_*``, of
         :class:`.Closeness`.
 
-        In this suite's tests of FSDP a comparison also fails if it proves nothing: if ``x`` and ``y`` are one object or
-        share their memory ("same"), have no elements ("empty"), only zeros ("zero"), numbers below the tolerance
-        ("small"), or an infinity or NaN at the same place ("nonfinite"). A call that means such values says so, with
-        ``may_be="zero"`` or a tuple of these words. See :mod:`.vacuous`.
+        In this suite's tests of FSDP it also fails if this proves nothing: a pair of values is one object or shares
+        memory ("same"), has an infinity or NaN ("nonfinite") or only numbers below the tolerance ("small"), or all are
+        without elements ("empty") or zero ("zero"). A call that means such values says so, with ``may_be="zero"`` or a
+        tuple of these words. See :mod:`.vacuous`.
 
-        ``msg`` is added to the message, or, when callable, makes the message from the one given to it. Raises
+        ``msg`` is added to the message, or, when callable, gets it and returns another. Raises
         ``ValueError`` if only one of ``atol`` and ``rtol`` is given, a number is compared with a larger tensor, or
         ``may_be`` has an unknown word, and ``TypeError`` if a DTensor is compared with another tensor.
         """

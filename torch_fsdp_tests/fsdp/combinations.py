@@ -64,9 +64,8 @@ def subtests(
     """Run a test method for every combination of its parameters' values that is ``valid``, each as a subtest.
 
     If ``pairwise``, it is run only for the combinations that :func:`pairwise_cases` selects. Subtests share their
-    ranks, as with ``run_subtests``. Instead of values you can pass a function without arguments that returns them, if
-    only a rank knows them. Use it as the innermost decorator. Other parameters of the method, such as ``device``, are
-    passed on.
+    ranks, as with ``run_subtests``. If values are known only inside a rank, pass a function without arguments that
+    returns them. Use it as the innermost decorator. Other parameters of the method, such as ``device``, are passed on.
     """
 
     def cases() -> list[dict[str, Any]]:

@@ -183,11 +183,11 @@ class TrainingMixin(RankTestCase):
         optim_cls: type = ShardAdam,
         **optim_kwargs: Any,
     ) -> None:
-        """Train both models on different data on each rank, and compare losses, gradients and parameters.
+        """Train both models on each rank's own data, and compare losses, gradients and parameters.
 
         Ranks with the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
-        losses. ``average`` turns the plain model's gradients into those that FSDP computes. ``compare`` is called with
-        the test and both models, and once more after the last step. Without it only losses are compared.
+        losses. ``average`` turns the plain model's gradients into those that FSDP computes. ``compare`` gets the test
+        and both models before each step, and once after the last. ``None`` compares only losses.
         """
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)

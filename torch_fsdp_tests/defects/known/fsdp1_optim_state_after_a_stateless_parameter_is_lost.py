@@ -1,4 +1,4 @@
-"""``optim_state_dict_to_load`` drops the state of a flat parameter if its first parameter has none.
+"""``optim_state_dict_to_load`` drops a flat parameter's state if the first parameter in it has none.
 
 A plain optimizer has no state for a parameter that has never had a gradient. When FSDP1 flattens the states of a flat
 parameter, it fills such gaps with zeros. But before that, it looks only at the first of its parameters, and
