@@ -6,14 +6,13 @@ explicit unshards, and the setters that replace a collective, its buffers or its
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,15 +41,12 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTestContinuous,
     FSDPTestMultiThread,
     check_sharded_parity,
-    patch_post_backward,
-    patch_reshard,
-    patch_unshard,
 )
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, Transformer, TransformerBlock
+from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
@@ -59,7 +55,6 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     check_gradients,
-    check_parity,
     loss_of,
     optimizers,
     shard_each,
@@ -82,11 +77,10 @@ from distributed._composable.fsdp.communication import (
     tokens,
     transformer,
 )
+from distributed._composable.fsdp.recorders import PrefetchMixin, Reshard
 
 ALL_GATHER, REDUCE_SCATTER = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-
-Reshard = bool | int | None
 
 fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
 fsdp_collectives = internals.fsdp2_collectives
@@ -506,100 +500,10 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
 
-class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
-    """The order in which groups are gathered, resharded and reduced.
-
-    An event has a letter for what happens (U: the group is unsharded, R: it is resharded, P: its backward is over), a
-    letter for the group's state (f: in forward, b: before its backward, none: after it), and the group. The group is
-    "root", the number of a transformer's block, or a module's name; several modules of one group are joined by "+".
-    Each test also compares the gradients with those of a plain replica.
-    """
+class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
+    """The order of events (see :class:`PrefetchMixin`). Each test also compares the gradients with a replica's."""
 
     world_size = at_most(4)
-
-    def _note(self, events: list[str], kind: str, group: internals.Group) -> None:
-        stages = internals.fsdp2_common.TrainingState
-        states = {stages.FORWARD: "f", stages.PRE_BACKWARD: "b", stages.POST_BACKWARD: ""}
-        name = internals.clean_name(group._module_fqn or "root").replace("layers.", "")
-        events.append(f"{kind}{states.get(internals.training_state(group), '?')} {name.replace(', ', '+')}")
-
-    @contextlib.contextmanager
-    def _recorded(self, kinds: str) -> Iterator[list[str]]:
-        events: list[str] = []
-        owner = internals.fsdp2_param_group.FSDPParamGroup
-        original = {"U": owner.unshard, "R": owner.reshard, "P": owner.post_backward}
-
-        def unshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
-            if internals.pending_gather(group) is None and not group.is_unsharded:
-                self._note(events, "U", group)
-            original["U"](group, *args, **kwargs)
-
-        def reshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
-            in_forward = internals.training_state(group) == internals.fsdp2_common.TrainingState.FORWARD
-            if group._reshard_after_forward or not in_forward:
-                self._note(events, "R", group)
-            original["R"](group, *args, **kwargs)
-
-        def post_backward(group: internals.Group, *args: Any, **kwargs: Any) -> None:
-            original["P"](group, *args, **kwargs)
-            self._note(events, "P", group)
-
-        patches = {
-            "U": (patch_unshard, unshard),
-            "R": (patch_reshard, reshard),
-            "P": (patch_post_backward, post_backward),
-        }
-        with contextlib.ExitStack() as stack:
-            for patch, replacement in map(patches.__getitem__, kinds):
-                stack.enter_context(patch(replacement))
-            yield events
-
-    def _check_events(self, events: list[str], expected: str) -> None:
-        self.assertEqual(events, expected.split(", ") if expected else [], may_be="empty")
-        events.clear()
-
-    def _train(
-        self,
-        ref_model: nn.Module,
-        model: nn.Module,
-        loss_of: Callable[[nn.Module, int], torch.Tensor],
-        forward: str,
-        backward: str,
-        kinds: str = "UP",
-        steps: int = 3,
-    ) -> None:
-        """Check that each step has these events, and the same gradients and updates as the replica."""
-        optims = optimizers(ref_model, model)
-        with self._recorded(kinds) as events:
-            for step in range(steps):
-                loss = loss_of(model, step)
-                self._check_events(events, forward)
-                loss.backward()
-                self._check_events(events, backward)
-                ref_loss = loss_of(ref_model, step)
-                ref_loss.backward()
-                average_gradients(ref_model)
-                self.assertEqual(loss, ref_loss)
-                check_gradients(self, ref_model, model)
-                take_step(optims)
-        check_parity(self, ref_model, model)
-
-    def _init_transformer(
-        self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
-    ) -> tuple[Transformer, Any]:
-        """A plain replica, and a model whose blocks and root are wrapped. The model may use one of two kinds of
-        activation checkpointing.
-        """
-        args = {"n_layers": n_layers, "weight_tying": True}
-        ref_model = transformer(self.device, **args)
-        model = transformer(self.device, **args, checkpoint_activations=checkpoint_impl == "utils")
-        if checkpoint_impl == "composable":
-            for block in model.layers:
-                internals.composable.checkpoint(block)
-        return ref_model, shard_blocks(model, reshard_after_forward=reshard_after_forward)
-
-    def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        return model(tokens(self.rank, step, self.device)).sum()
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_prefetch(self):
