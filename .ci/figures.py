@@ -34,7 +34,7 @@ def total(report: dict[str, Any]) -> str:
     """The machine and the time of a run, and its last lines."""
     about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
     lines = [
-        f"{plural(len(report['known_defects']), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)"
+        f"{plural(len(report['known_defects']), 'known defect')} of torch hit (python -m torch_fsdp_tests.defects)"
     ]
     lines.append(closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])))
     on = datetime.datetime.fromisoformat(report["date"])

@@ -55,7 +55,7 @@ class TestNewDevice(TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 2, devices not shared", done.stdout)
         counts = re.findall(
-            r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch shown)", done.stdout, re.MULTILINE
+            r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch hit)", done.stdout, re.MULTILINE
         )
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
         self.assertGreaterEqual(sum(map(int, counts)), written)
