@@ -46,6 +46,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -210,23 +211,25 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             check(META if use_index else str(META), DEVICEInitMode.DEVICE_NEVER, META)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(names=[(), ("weight",), ("bias",), ("weight", "bias")])
-    def test_module_with_gradients(self, names):
-        """The flat parameter begins without a gradient, whichever parameters had one."""
-        layer = filled(nn.Linear(3, 2))
+    @subtests(names=[(), ("weight",), ("bias",), ("weight", "bias")], use_orig_params=[False, True])
+    def test_module_with_gradients(self, names, use_orig_params):
+        """Training begins without gradients, whichever parameters had one when they were wrapped."""
+        layer = filled(nn.Linear(4, 4))
         for name in names:
             param = getattr(layer, name)
             param.grad = torch.full_like(param, 5.0)
         plain = copy.deepcopy(layer).to(self.device)
         plain.zero_grad()
-        model = FSDP(layer, device_id=self.device)
-        inp = uniform(2, 3, seed=self.rank)
-        for each in (plain, model):
-            each(inp).square().sum().backward()
+        model = FSDP(layer, device_id=self.device, use_orig_params=use_orig_params)
+        inp = uniform(2, 4, seed=self.rank)
+        plain(inp).square().sum().backward()
         average_gradients(plain)
         whole = torch.cat([param.grad.flatten() for param in plain.parameters()])
-        (flat,) = model.parameters()
-        self.assertEqual(flat.grad, whole.chunk(self.world_size)[self.rank])
+        has_shard = "weight" in names or ("bias" in names and self.rank > 0)  # of a parameter with a gradient
+        with torch_defect("fsdp1_module_with_gradients_raises", when=use_orig_params and has_shard):
+            model(inp).square().sum().backward()
+            grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+            self.assertEqual(torch.cat(grads), whole.chunk(self.world_size)[self.rank])
 
     def test_device_id_without_index(self):
         """A device without an index means the current one, and gives a warning. The host needs no index."""
