@@ -40,7 +40,7 @@ class TestComparison(unittest.TestCase):
         ok, bad, skip, defect, known = (
             {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
         )
-        for was, now, wanted in (
+        for was, now, expected in (
             (ok, bad, "newly failing"),
             (skip, bad, "newly failing"),
             (defect, bad, "newly failing"),
@@ -68,8 +68,8 @@ class TestComparison(unittest.TestCase):
             (bad, bad, None),
         ):
             with self.subTest(f"{was} {now}"):
-                found = kinds(a_test("T.test_1", **was), a_test("T.test_1", **now))
-                self.assertEqual(found, [wanted] if wanted else [])
+                actual = kinds(a_test("T.test_1", **was), a_test("T.test_1", **now))
+                self.assertEqual(actual, [expected] if expected else [])
 
     def test_tests_that_are_gone_or_new_are_named(self):
         reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))

@@ -60,7 +60,7 @@ folder/test_y
         self.addCleanup(patch.stop)
 
     def test_features_of_a_test(self):
-        for (file, test), wanted in {
+        for (file, test), expected in {
             ("folder/test_x", "TestX.test_it"): ["FSDP1", "Offload", "Memory"],
             ("folder/test_x", "TestXCUDA.test_it_cuda"): ["FSDP1", "Offload", "Memory"],
             ("folder/test_x", "TestXAndMore.test_it"): ["FSDP1", "Memory"],
@@ -70,7 +70,7 @@ folder/test_y
             ("test_x", "TestTP.test_offload"): [],
         }.items():
             with self.subTest(f"{file}::{test}"):
-                self.assertEqual([feature.name for feature in features_of(file, test)], wanted)
+                self.assertEqual([feature.name for feature in features_of(file, test)], expected)
 
     def test_counts_and_what_is_missing(self):
         def test(name: str, outcome: str, reason: str = "") -> dict[str, Any]:

@@ -96,23 +96,23 @@ class TestKinds(OrderCase):
     def test_what_killed_an_earlier_mutant_comes_first(self):
         source = test_file(test_a="pass", test_b="pass")
         for killer in ("test_a", "test_b"):
-            found = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], kills=[killer])
-            self.assertEqual(found[0], killer)
+            actual = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], kills=[killer])
+            self.assertEqual(actual[0], killer)
 
     def test_the_specific_come_first_and_then_the_fast(self):
         source = test_file(test_a="pass", test_b="pass", test_c="pass")
         also = {"test_a": [f"torch.m.g{n}" for n in range(9)]}
         tests = ["test_a", "test_b", "test_c"]
-        found = self.names(source, Edit(FUNCTION), tests=tests, also=also, seconds={"test_b": 1.1})
-        self.assertEqual(found, ["test_c", "test_b", "test_a"])
+        actual = self.names(source, Edit(FUNCTION), tests=tests, also=also, seconds={"test_b": 1.1})
+        self.assertEqual(actual, ["test_c", "test_b", "test_a"])
 
     def test_a_slow_test_must_tell_more(self):
         source = test_file(test_a="use(prefetch, unshard)", test_b="use(prefetch)")
         for slow, first in ((0.01, "test_a"), (1.0, "test_a"), (30.0, "test_b")):
             with self.subTest(slow=slow):
                 seconds = {"test_a": slow, "test_b": 0.01}
-                found = self.names(source, Edit(FUNCTION, "prefetch"), tests=seconds, seconds=seconds)
-                self.assertEqual(found[0], first)
+                actual = self.names(source, Edit(FUNCTION, "prefetch"), tests=seconds, seconds=seconds)
+                self.assertEqual(actual[0], first)
 
     def test_classes_take_turns(self):
         executed = {f"A.test_{number}": Executed([FUNCTION], 1.0) for number in range(9)}
@@ -123,9 +123,9 @@ class TestKinds(OrderCase):
     def test_variants_wait_for_other_tests(self):
         source = test_file(test_a="use(prefetch)", test_b="use(other)")
         tests = [*(f"test_a_x_{n}" for n in range(5)), "test_b"]
-        found = self.names(source, Edit(FUNCTION, "prefetch"), tests=tests)
-        self.assertLess(found.index("test_b"), 5)
-        self.assertGreater(found.index("test_b"), 0)
+        actual = self.names(source, Edit(FUNCTION, "prefetch"), tests=tests)
+        self.assertLess(actual.index("test_b"), 5)
+        self.assertGreater(actual.index("test_b"), 0)
 
     def test_tests_that_run_the_changed_statement_come_first(self):
         one, other = (Statement(FUNCTION, number, 1, 1) for number in range(2))

@@ -143,8 +143,8 @@ class TestContent(unittest.TestCase):
     def test_features_are_counted(self):
         """The table counts the tests that passed, failed, showed a defect, or skipped, with the reasons."""
         page = pages()["report"]
-        wanted = {"Hybrid sharding": ["1", "2", "", ""], "Memory": ["1", "", "1", "1"]}
-        for name, counts in wanted.items():
+        expected = {"Hybrid sharding": ["1", "2", "", ""], "Memory": ["1", "", "1", "1"]}
+        for name, counts in expected.items():
             row = re.search(rf"<tr><td class=\"f\">(?:(?!</tr>).)*<b>{name}</b>.*?</tr>", page)
             cells = re.findall(r'<td class="n"[^>]*>(.*?)</td>', row[0]) if row else None
             self.assertEqual([re.sub("<[^>]*>", "", cell) for cell in cells or ()], counts)
@@ -270,11 +270,13 @@ class TestInChromium(unittest.TestCase):
             for name, page in pages().items()
             for width in (1300, 400)
         ]
-        for each, found in zip(asked, self.look(asked), strict=True):
+        for each, actual in zip(asked, self.look(asked), strict=True):
             with self.subTest(page=each["name"], width=each["width"]):
-                self.assertEqual((found["width"], found["scrolls"], found["wide"]), (each["width"], each["width"], []))
-                self.assertTrue(found["filter"])
-                self.assertEqual(found["broken"], [])
+                self.assertEqual(
+                    (actual["width"], actual["scrolls"], actual["wide"]), (each["width"], each["width"], [])
+                )
+                self.assertTrue(actual["filter"])
+                self.assertEqual(actual["broken"], [])
 
     def test_filter(self):
         crash, long = "TestHybrid.test_crashes", f"TestHybrid.test_{LONG}"[:40]
@@ -286,16 +288,16 @@ class TestInChromium(unittest.TestCase):
             ({"feature": "Memory", "state": "failed"}, []),
             ({"find": "test_fsdp_hybrid_shard"}, [crash, "TestHybrid.test_passes", long]),
         ]
-        wanted = [what for what, _ in cases]
-        (found,) = self.look([{"page": pages()["report"], "width": 1300, "wanted": wanted}])
-        for (what, tests), seen in zip(cases, found["filter_link"], strict=True):
+        expected = [what for what, _ in cases]
+        (actual,) = self.look([{"page": pages()["report"], "width": 1300, "wanted": expected}])
+        for (what, tests), seen in zip(cases, actual["filter_link"], strict=True):
             with self.subTest(what):
                 self.assertEqual(seen["shown"], tests)
                 self.assertEqual(seen["says"], f"{len(tests)} of 7 tests")
                 self.assertEqual("tests" in seen["sections"], bool(tests))
                 self.assertEqual("failures" in seen["sections"], crash in tests)
                 self.assertIn("features", seen["sections"])
-        self.assertEqual(found["cleared"], "7 tests")
+        self.assertEqual(actual["cleared"], "7 tests")
 
     def test_address_of_a_defect_opens_it(self):
         opened = re.findall(

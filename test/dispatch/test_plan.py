@@ -248,7 +248,7 @@ class TestDevices(unittest.TestCase):
                     self.assertEqual(find("cpu", None, {}).type, "cpu")  # the CPU is the subject
 
     def test_a_declaration_that_is_wrong(self):
-        for name, value, wanted in (
+        for name, value, expected in (
             ("visibility_variables", 1, "with a comma"),
             ("visibility_variables", ("FOO"), "with a comma"),
             ("visibility_variables", ("",), "with a comma"),
@@ -261,7 +261,7 @@ class TestDevices(unittest.TestCase):
             ("describe", "torch_foo.testing.describe", "'package.module:function'"),
         ):
             with self.subTest(name, value=value):
-                words = f"^{name} of the Vendor is {re.escape(repr(value))}; it must be .*{wanted}"
+                words = f"^{name} of the Vendor is {re.escape(repr(value))}; it must be .*{expected}"
                 with self.assertRaisesRegex(ConfigurationError, words):
                     fields: dict[str, Any] = {"device_type": "foo", name: value}
                     Vendor(**fields)

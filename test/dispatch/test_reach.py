@@ -25,7 +25,7 @@ from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module, declared_as
 from torch_fsdp_tests.reach.selection import select
-from torch_fsdp_tests.verdict import shown
+from torch_fsdp_tests.verdict import first_few
 
 MAX_UNKNOWN = 0.02  # of the tests of ``distributed``, to the map that ships
 
@@ -312,9 +312,9 @@ class TestUnknown(FolderCase):
         skipped = {"f": ["TestAB.test_all"], "gone": ["T.t"]}
         known = dataclasses.replace(build("2.0", executed), skipped=skipped)
         for with_skipped, also in ((False, []), (True, ["TestAB.test_all"])):
-            found = known.unknown({"f": A_TESTS + AB_TESTS, "g": ["TestA.test_all"]}, with_skipped)
+            actual = known.unknown({"f": A_TESTS + AB_TESTS, "g": ["TestA.test_all"]}, with_skipped)
             expected = [Reached("f", name, 0.0, 0) for name in ("TestA.test_shared", *also, *AB_TESTS[1:])]
-            self.assertEqual(found, [*expected, Reached("g", "TestA.test_all", 0.0, 0)])
+            self.assertEqual(actual, [*expected, Reached("g", "TestA.test_all", 0.0, 0)])
 
     def test_two_maps_are_one(self):
         statements = [Statement("p.f", number, 1, 1) for number in range(3)] + [Statement("p.g", 0, 1, 1)]
@@ -354,7 +354,7 @@ class TestUnknown(FolderCase):
             known = ReachMap.load(path)
             unknown = [f"{test.file}::{test.test}" for test in known.unknown(declared)]
             share = len(unknown) / sum(map(len, declared.values()))
-            self.assertLessEqual(share, MAX_UNKNOWN, f"{path.name} does not know {shown(unknown)}: refresh it")
+            self.assertLessEqual(share, MAX_UNKNOWN, f"{path.name} does not know {first_few(unknown)}: refresh it")
 
 
 class SourcesCase(FolderCase):

@@ -307,13 +307,13 @@ class TestReports(TreeCase):
         started |= {"tools/mutants/server.py", "tools/benchmarks/harness.py"}
         package = CHECKOUT / "torch_fsdp_tests"
         programs = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-        found = {
+        actual = {
             path.relative_to(package).as_posix()
             for path, text in programs.items()
             if '\nif __name__ == "__main__":' in text and "host.run_command(" not in text
             if path.parent.name != "known"
         }
-        self.assertEqual(found - started, {"__main__.py"})  # the dispatcher
+        self.assertEqual(actual - started, {"__main__.py"})  # the dispatcher
 
     def test_streams_that_the_caller_has_closed(self):
         """The output of the run is lost, but its verdict and its files are not."""
@@ -445,12 +445,12 @@ class TestWriter(FolderCase):
         own = {"dispatch/atomic.py", "processes/programs.py"}  # the second renames a file of its own
         package = CHECKOUT / "torch_fsdp_tests"
         renames = re.compile(r"\bos\.(?:replace|rename|renames)\(|\.rename\(|_path\.replace\(|shutil\.move\(")
-        found = {
+        actual = {
             path.relative_to(package).as_posix()
             for path in package.rglob("*.py")
             if path.parent.name != "known" and renames.search(path.read_text(encoding="utf-8"))
         }
-        self.assertEqual(found, own)
+        self.assertEqual(actual, own)
 
 
 class TestConsole(TreeCase):

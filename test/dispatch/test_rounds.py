@@ -166,8 +166,8 @@ class TestCommand(TreeCase):
         out = self.run_command("--repeat", 4, "--keep-going", "--report", self.root / "r")
         self.assertEqual(self.code, 1, out + self.err)
         lines = re.findall(r"(?m)^round (\d)/4 (\w+) +(\d) passed, (\d) failed, 0 skipped", out)
-        wanted = [("1", "ok", "3", "0"), ("2", "FAILED", "2", "1"), ("3", "FAILED", "2", "1"), ("4", "ok", "3", "0")]
-        self.assertEqual(lines, wanted, out)
+        expected = [("1", "ok", "3", "0"), ("2", "FAILED", "2", "1"), ("3", "FAILED", "2", "1"), ("4", "ok", "3", "0")]
+        self.assertEqual(lines, expected, out)
         self.assertEqual(out.count("Traceback"), 1)
         self.assertIn("failed in 2 of 4 rounds (rounds 2, 3): AssertionError: 2 unexpectedly found in (2, 3)", out)
         self.assertRegex(out, r"(?m)^4 rounds of 2 files in .*; 2 rounds failed\n2 passed, 1 failed, 0 skipped$")

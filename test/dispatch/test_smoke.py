@@ -65,14 +65,14 @@ class TestSmoke(unittest.TestCase):
 
     def reached(self, words: list[str], known: ReachMap) -> set[int]:
         """The numbers, in a map, of the tests that these words select."""
-        found = set()
+        actual = set()
         for run in select(discover(TESTS), words, (), TESTS):
             own = {number: test.test for number, test in enumerate(known.tests) if test.file == run.file}
-            for wanted in run.included:
-                here = positions_of(wanted, list(own.values()))
-                self.assertTrue(here, f"{run.file}::{wanted} is no test that the map knows")
-                found |= {list(own)[place] for place in here}
-        return found
+            for expected in run.included:
+                here = positions_of(expected, list(own.values()))
+                self.assertTrue(here, f"{run.file}::{expected} is no test that the map knows")
+                actual |= {list(own)[place] for place in here}
+        return actual
 
     def test_smoke_tests_exist_and_reach_every_feature(self):
         maps = sorted(SHIPPED.glob("map-*.json"))

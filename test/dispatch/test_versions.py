@@ -188,12 +188,12 @@ class TestTable(unittest.TestCase):
             return Row(torch, {**data, "suite": {"commit": "c"}, **more}, problem)
 
         of_shard: dict[str, Any] = {"num_shards": 2, "shard": 1}
-        found = Table(
+        actual = Table(
             [row("2.7.0", **of_shard), row("2.8.0", "killed"), row("2.9.1", outcome="skipped"), row("2.10.0")]
         )
-        self.assertEqual([row.label for row in found.compared], ["2.9.1", "2.10.0"])
-        self.assertEqual(found.executes_only, {("2.10.0",): ["test_x::T.test_x"]})
-        self.assertEqual(found.exists_only, {})
+        self.assertEqual([row.label for row in actual.compared], ["2.9.1", "2.10.0"])
+        self.assertEqual(actual.executes_only, {("2.10.0",): ["test_x::T.test_x"]})
+        self.assertEqual(actual.exists_only, {})
 
 
 if __name__ == "__main__":

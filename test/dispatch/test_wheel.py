@@ -141,17 +141,17 @@ class TestWheel(TreeCase):
         with zipfile.ZipFile(self.wheel) as wheel:
             names = set(wheel.namelist())
         files = (CHECKOUT / "torch_fsdp_tests").rglob("*.*")
-        wanted = {str(path.relative_to(CHECKOUT)) for path in files if path.suffix in (".py", ".json", ".txt")}
-        tools = {name for name in wanted if name.startswith("torch_fsdp_tests/tools/")}
-        self.assertEqual(wanted - names, tools)
+        expected = {str(path.relative_to(CHECKOUT)) for path in files if path.suffix in (".py", ".json", ".txt")}
+        tools = {name for name in expected if name.startswith("torch_fsdp_tests/tools/")}
+        self.assertEqual(expected - names, tools)
 
     def test_help_names_the_folder_of_the_documents(self):
         shown = self.installed("torch-fsdp-tests", "--help").stdout
         (folder,) = re.findall(r"^documentation: (.+)$", shown, re.MULTILINE)
-        found = {str(path.relative_to(Path(folder).parent)) for path in Path(folder).parent.rglob("*.md")}
-        wanted = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "docs").glob("*.md")}
-        self.assertEqual(found, wanted | {*DOCUMENTS})
-        self.assertGreater(len(wanted), 5)
+        actual = {str(path.relative_to(Path(folder).parent)) for path in Path(folder).parent.rglob("*.md")}
+        expected = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "docs").glob("*.md")}
+        self.assertEqual(actual, expected | {*DOCUMENTS})
+        self.assertGreater(len(expected), 5)
 
     def test_messages_name_the_program_that_was_called(self):
         self.write({"test_f": FAIL})

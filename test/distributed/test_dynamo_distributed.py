@@ -230,8 +230,8 @@ class DynamoTest(FSDPTest):
         """
         average(param.grad for name, param in ref_model.named_parameters() if name not in local)
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-            found = {internals.clean_name(name): param.grad for name, param in model.named_parameters()}
-            self.assertEqual(found, {name: param.grad for name, param in ref_model.named_parameters()})
+            actual = {internals.clean_name(name): param.grad for name, param in model.named_parameters()}
+            self.assertEqual(actual, {name: param.grad for name, param in ref_model.named_parameters()})
         before = full_parameters(model)
         for optim in optims:
             optim.step()

@@ -170,18 +170,18 @@ class TestLargeWorlds(MultiProcessTestCase):
     @subtests(rows=[200, PRIME, 5])
     def test_shards_of_all_ranks(self, rows):
         """With a prime number of ranks, each rank has its chunk of the rows, or none. Together they have all rows."""
-        found = [self._local_shape(rows, rank, (PRIME,))[0] for rank in range(PRIME)]
+        actual = [self._local_shape(rows, rank, (PRIME,))[0] for rank in range(PRIME)]
         chunks = torch.arange(rows).chunk(PRIME)
-        self.assertEqual(found, [*map(len, chunks), *[0] * (PRIME - len(chunks))])
-        self.assertEqual(sum(found), rows)
+        self.assertEqual(actual, [*map(len, chunks), *[0] * (PRIME - len(chunks))])
+        self.assertEqual(sum(actual), rows)
 
     @subtests(rows=[400, 70, 5])
     def test_shards_with_tensor_parallelism(self, rows):
         """Tensor parallelism shards first, and FSDP2 shards the rest."""
-        found = [self._local_shape(rows, rank, (PRIME, 2), tp=True)[0] for rank in range(2 * PRIME)]
+        actual = [self._local_shape(rows, rank, (PRIME, 2), tp=True)[0] for rank in range(2 * PRIME)]
         halves = torch.arange(rows).chunk(2)
-        self.assertEqual(found, [len(chunk_of(half, i, PRIME)) for i in range(PRIME) for half in halves])
-        self.assertEqual(sum(found), rows)
+        self.assertEqual(actual, [len(chunk_of(half, i, PRIME)) for i in range(PRIME) for half in halves])
+        self.assertEqual(sum(actual), rows)
 
     @subtests(shape=[(LARGE,), (8, 128), (2, 512)])
     def test_shards_of_a_large_world(self, shape):

@@ -89,8 +89,10 @@ class TestInputs(FSDPTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        found = full_parameters(model) if wrap is fsdp1 else {name: full(param) for name, param in named(model).items()}
-        self.assertEqual(found, named(plain))
+        actual = (
+            full_parameters(model) if wrap is fsdp1 else {name: full(param) for name, param in named(model).items()}
+        )
+        self.assertEqual(actual, named(plain))
 
 
 if __name__ == "__main__":

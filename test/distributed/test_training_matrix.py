@@ -356,10 +356,12 @@ class TestTrainingMatrix(FSDPTest):
                 layer.ran.clear()
             with collectives.recorded("reduce_scatter", "all_reduce") as calls:
                 loss = run.step(step)
-            for rank, (found, wanted) in enumerate(of_all_ranks((loss, run.wanted_loss()))):
-                if found is not None and not math.isclose(found, wanted, rel_tol=TOLERANCES[run.features.dtype]):
-                    off = f"{found - wanted:+.2g} ({(found - wanted) / wanted:+.1%})"
-                    self.fail(f"step {step}, {when}: rank {rank} has loss {found:.7g}, unsharded {wanted:.7g}, {off}")
+            for rank, (actual, expected) in enumerate(of_all_ranks((loss, run.wanted_loss()))):
+                if actual is not None and not math.isclose(actual, expected, rel_tol=TOLERANCES[run.features.dtype]):
+                    off = f"{actual - expected:+.2g} ({(actual - expected) / expected:+.1%})"
+                    self.fail(
+                        f"step {step}, {when}: rank {rank} has loss {actual:.7g}, unsharded {expected:.7g}, {off}"
+                    )
         self._check_layers(run, calls)
 
     def _check_layers(self, run: Training, calls: collectives.Calls) -> None:
@@ -369,8 +371,8 @@ class TestTrainingMatrix(FSDPTest):
         self.assertEqual([layer.ran for layer in run.layers], [[features.dtype] * times] * len(run.layers), "computed")
         trained = sum(any(param.requires_grad for param in layer.parameters()) for layer in run.layers)
         reductions = {"shard": "reduce_scatter", "replicate": "all_reduce"}
-        wanted = {reductions[name]: trained for name in run.layout.dims if name in reductions}
-        self.assertEqual(calls.counts(), wanted, "reductions")
+        expected = {reductions[name]: trained for name in run.layout.dims if name in reductions}
+        self.assertEqual(calls.counts(), expected, "reductions")
 
 
 def _is_valid(saved: str, loaded: str, **features: bool) -> bool:

@@ -270,9 +270,9 @@ class TestProbe(TestCase):
             return accelerator_probe.describe("xpu", backend)
 
     def test_nothing_is_taken_for_granted(self):
-        found = self.described(Module(2))
-        self.assertNotIn("accelerator", found.pop("machine"))
-        self.assertEqual(found, {"count": 2, "capabilities": [], "variables": {}})
+        actual = self.described(Module(2))
+        self.assertNotIn("accelerator", actual.pop("machine"))
+        self.assertEqual(actual, {"count": 2, "capabilities": [], "variables": {}})
         self.assertEqual(self.described(Module(0)), {"count": 0, "capabilities": []})
 
     def test_each_capability_has_its_own_attempt(self):
@@ -367,7 +367,7 @@ class TestMachine(TestCase):
         words = "Beads, AVX2, BLAS mkl, 2 threads, 8 x Nine, driver 550, cuda 12.8, nccl 2.27"
         self.assertEqual(machine.in_one_line(facts), words)
         self.assertEqual(machine.in_one_line({}), "")
-        self.assertEqual(machine.shown(facts)["free memory"], "8.0 GiB")
+        self.assertEqual(machine.titled(facts)["free memory"], "8.0 GiB")
 
     def test_differences(self):
         other = self.FACTS | {"cpu": "Stones", "memory": 5.0}
@@ -414,13 +414,13 @@ class TestRequirements(TestCase):
             of_eight = requires_world_size(8)(lambda self: None)
             of_four_to_eight = requires_world_size(8, least=4)(lambda self: None)
 
-        found = {}
+        actual = {}
         for count in (1, 2, 4, 8):
             with under_test(Accelerator("xpu", "xccl", count, max(count, 2))):
                 sizes = [Sized(method).world_size for method in ("of_two", "of_four")]
                 sizes += [get_required_world_size(Sized(method), 2) for method in ("of_eight", "of_four_to_eight")]
-                found[count] = [*sizes, get_required_world_size(Sized("of_two"), 2)]
-        self.assertEqual(found, {1: [2, 4, 8, 4, 2], 2: [2, 4, 8, 4, 2], 4: [4, 4, 8, 4, 2], 8: [4, 4, 8, 8, 2]})
+                actual[count] = [*sizes, get_required_world_size(Sized("of_two"), 2)]
+        self.assertEqual(actual, {1: [2, 4, 8, 4, 2], 2: [2, 4, 8, 4, 2], 4: [4, 4, 8, 4, 2], 8: [4, 4, 8, 8, 2]})
 
     def test_nccl_is_required_only_if_it_is_under_test(self):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")

@@ -433,10 +433,10 @@ class RunTestsTest(TestCase):
             (call, ["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
             (self.rejected, ["-h"], 0, r"(?s)--failfast.*--seed N"),
         ]
-        for how, arguments, wanted, pattern in cases:
+        for how, arguments, expected, pattern in cases:
             with self.subTest(arguments=arguments):
                 status, text = how(*arguments)
-                self.assertEqual(status, wanted, text)
+                self.assertEqual(status, expected, text)
                 self.assertRegex(text, pattern)
 
     def test_file_of_another_checkout_is_refused(self):

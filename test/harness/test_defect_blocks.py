@@ -204,11 +204,11 @@ class TestInARun(TestCase):
             report = json.loads(Path(folder, "report", "report.json").read_text())
             page = Path(folder, "report", "report.html").read_text()
         tests = {test["test"]: test for file in report["files"] for test in file["tests"]}
-        wanted = {name: OUTCOMES[name.partition(".")[2]]["Strict" in name] for name in tests}
-        self.assertEqual({name: test["outcome"] for name, test in tests.items()}, wanted)
+        expected = {name: OUTCOMES[name.partition(".")[2]]["Strict" in name] for name in tests}
+        self.assertEqual({name: test["outcome"] for name, test in tests.items()}, expected)
         self.assertEqual((done.returncode, Counter(name.partition(".")[0] for name in tests)), (1, COUNTS))
         shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
-        known = sorted(f"test_it::{test}" for test, state in wanted.items() if state == "known defect")
+        known = sorted(f"test_it::{test}" for test, state in expected.items() if state == "known defect")
         of_signal = "test_it::TestProcesses.test_decorated_dies_as_the_defect_says"
         self.assertEqual(
             (sorted(shown[SHOWN]), shown[KILLS]), ([test for test in known if test != of_signal], [of_signal])
@@ -264,10 +264,10 @@ class TestBlocks(TestCase):
 
         first = [block("a", "x"), block("a", ""), block("b", "")]
         second = [block("b", ""), block("a", ""), block("a", ""), block("a", "", "there")]
-        wanted = [("a", "here", ""), ("a", "here", "x"), ("a", "there", ""), ("b", "here", "")]
+        expected = [("a", "here", ""), ("a", "here", "x"), ("a", "there", ""), ("b", "here", "")]
         for ranks in ([first, second], [second, first]):
             blocks = [(each.defect["id"], each.place, each.raised) for each in joined(ranks)]
-            self.assertEqual(sorted(blocks), wanted)
+            self.assertEqual(sorted(blocks), expected)
         self.assertEqual(joined([]), [])
 
 

@@ -135,7 +135,7 @@ class TestRegistry(TestCase):
         mark = {Answer.PRESENT: "+", Answer.ABSENT: "-", Answer.UNDECIDED: "?", Answer.CANNOT_BE_TRIED: "n"}
         versions = ("2.8.0", "2.9.0", "2.10.2", "2.11.1", "2.12.0", "2.13.1+cpu", "2.14.0.dev20260101", "3.0.0")
         with unittest.mock.patch.object(registry, "recorded", lambda: recorded):
-            for id, since, wanted in (
+            for id, since, expected in (
                 ("is_lost", "2.9", "n-++?---"),
                 ("is_hung", "2.9", "n+++++++"),
                 ("is_hung", "2.11", "nnn+++++"),
@@ -143,8 +143,8 @@ class TestRegistry(TestCase):
             ):
                 with self.subTest(f"{id} since {since}"):
                     defect = dataclasses.replace(registry.defect(SHOWN), id=id, since=since)
-                    found = "".join(mark[defect.expected(version)] for version in versions)
-                    self.assertEqual(found, wanted)
+                    actual = "".join(mark[defect.expected(version)] for version in versions)
+                    self.assertEqual(actual, expected)
 
     def test_defect_that_was_only_read(self):
         """It is marked in lists and counted apart, and a run on another device does not forget what was seen."""
@@ -203,8 +203,8 @@ class TestCommand(TestCase):
         printed = json.loads(out)
         self.assertEqual((status, printed["version"], printed["torch"]), (0, 2, torch.__version__))
         (answer,) = printed["defects"]
-        wanted = {"id": SHOWN, "answer": "present", "expected": "present", "found": {"weight": 0.75}, "seconds": 2.25}
-        self.assertEqual({name: answer[name] for name in wanted}, wanted)
+        expected = {"id": SHOWN, "answer": "present", "expected": "present", "found": {"weight": 0.75}, "seconds": 2.25}
+        self.assertEqual({name: answer[name] for name in expected}, expected)
 
     def test_fail_on_present(self):
         self.assertEqual(self.printed(SHOWN, "--fail-on", "present")[0], 1)
@@ -220,16 +220,16 @@ class TestCommand(TestCase):
         kinds = "--component", "dsd, DTensor", "--consequence", "hang,error", "--exposure", "rare"
         status, out, _ = command("--list", *kinds)
         *lines, last = out.splitlines()
-        wanted = [
+        expected = [
             defect.id
             for defect in registry.defects()
             if defect.consequence in (Consequence.HANG, Consequence.ERROR)
             if defect.component in (Component.DTENSOR, Component.DSD)
             if defect.exposure is Exposure.RARE
         ]
-        self.assertEqual(wanted[0], "dtensor_reduction_of_empty_shard_hangs")
-        self.assertEqual((status, [line.split()[0] for line in lines]), (0, wanted))
-        self.assertEqual(last, f"{len(wanted)} known defects: 0 default, 0 common, {len(wanted)} rare, 0 hardware")
+        self.assertEqual(expected[0], "dtensor_reduction_of_empty_shard_hangs")
+        self.assertEqual((status, [line.split()[0] for line in lines]), (0, expected))
+        self.assertEqual(last, f"{len(expected)} known defects: 0 default, 0 common, {len(expected)} rare, 0 hardware")
 
     def test_bad_arguments(self):
         cases = {

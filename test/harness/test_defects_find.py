@@ -127,10 +127,10 @@ class TestFind(TestCase):
             with self.subTest(name):
                 by_rank = "".join(f"[rank1]: {line}\n" for line in text.splitlines())
                 for printed in (text, by_rank):
-                    found = ids(find.fitting(printed))
-                    self.assertEqual(found[0], name.partition("-")[0])
+                    actual = ids(find.fitting(printed))
+                    self.assertEqual(actual[0], name.partition("-")[0])
                     if "setStorage" not in printed:
-                        self.assertLess(len(found), 3)  # two defects may end in the same message
+                        self.assertLess(len(actual), 3)  # two defects may end in the same message
 
     def test_tracebacks_of_users_mistakes(self):
         """A wrong shape, no process group, no memory left, a wrong key, a collective that others do not join, ..."""
@@ -188,8 +188,8 @@ class TestFind(TestCase):
             for index, (effect, who, part, why) in enumerate(kinds)
         ]
         self.assertEqual(registry.worst_first(reversed(defects)), defects)
-        found = registry.chosen(defects, exposure={common, Exposure.DEFAULT}, consequence={error}, component=None)
-        self.assertEqual(found, [defects[-2]])
+        actual = registry.chosen(defects, exposure={common, Exposure.DEFAULT}, consequence={error}, component=None)
+        self.assertEqual(actual, [defects[-2]])
         self.assertEqual(texts.by_exposure(defects), "1 default, 2 common, 5 rare, 1 hardware")
 
     def test_arguable_defects_are_marked_in_every_list(self):
@@ -210,10 +210,10 @@ class TestFind(TestCase):
 
     def test_features(self):
         """Those in use have to include all that a defect takes. The worst defect comes first."""
-        found = find.by_features({"fsdp2", "offload", "tp"})
-        self.assertTrue(all({*defect.uses} <= {"fsdp2", "offload", "tp"} for defect in found))
-        self.assertIn("dtensor_uneven_rows_with_tp_are_reordered", ids(found))
-        self.assertEqual(found, registry.worst_first(found))
+        actual = find.by_features({"fsdp2", "offload", "tp"})
+        self.assertTrue(all({*defect.uses} <= {"fsdp2", "offload", "tp"} for defect in actual))
+        self.assertIn("dtensor_uneven_rows_with_tp_are_reordered", ids(actual))
+        self.assertEqual(actual, registry.worst_first(actual))
         interfaces = {defect.uses[0] for defect in find.by_features({"offload"})}
         self.assertEqual(interfaces, {"fsdp1", "fsdp2"})
 
@@ -247,14 +247,14 @@ class TestChanges(TestCase):
     """Without it, ``--between`` could leave out a defect that was introduced, or tell of what both versions have."""
 
     def test_from_one_version_to_the_next(self):
-        found = changes.between("2.13", "2.14")
-        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in found.fixed])
+        actual = changes.between("2.13", "2.14")
+        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in actual.fixed])
         self.assertEqual(
-            [defect.id for defect in found.introduced],
+            [defect.id for defect in actual.introduced],
             ["fsdp2_order_of_spmd_axes_is_lost", "fsdp2_spmd_axis_of_one_rank_refused"],
         )
         words = "torch 2.14 lets parameters of FSDP2 keep the annotations of the package spmd-types."
-        self.assertEqual(found.new, [words])
+        self.assertEqual(actual.new, [words])
         self.assertIn("(before 2.14 it cannot show)", changes.text("2.13", "2.14"))
 
     def test_all_versions_add_up(self):

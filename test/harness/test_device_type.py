@@ -121,8 +121,8 @@ class DeviceTypeTest(TestCase):
                 unittest.mock.patch.object(accelerator, "current", lambda device=device: device),
                 unittest.mock.patch.object(inductor_utils, "why_no_device_compiler", lambda: None),
             ):
-                found = [inductor_utils.HAS_GPU, inductor_utils.HAS_CUDA, inductor_utils.HAS_XPU_AND_TRITON]
-            self.assertEqual(found, [True, kind == "cuda", kind == "xpu"])
+                actual = [inductor_utils.HAS_GPU, inductor_utils.HAS_CUDA, inductor_utils.HAS_XPU_AND_TRITON]
+            self.assertEqual(actual, [True, kind == "cuda", kind == "xpu"])
 
     def test_cuda_names_are_about_the_device_under_test(self):
         for count, found in ((1, (True, False)), (2, (True, True))):

@@ -204,8 +204,8 @@ class TestDocuments(TestCase):
             self.assertEqual(dead_links(page), ["#three", "none.md"])
 
     def test_wrong_words_are_found(self):
-        (found,) = wrong_words("There is a way\nround.")
-        self.assertTrue(found.endswith("instead of 'way round' write: workaround"), found)
+        (actual,) = wrong_words("There is a way\nround.")
+        self.assertTrue(actual.endswith("instead of 'way round' write: workaround"), actual)
         with tempfile.TemporaryDirectory() as folder:
             code, page = Path(folder) / "code.py", Path(folder) / "page.md"
             code.write_text('def mend_it():\n    """Rejects it."""  # in silence\n    print("lonely")\n')
@@ -253,17 +253,17 @@ class TestCommands(TestCase):
 
     def test_executed_commands(self):
         marked = [block for _, block in all_blocks() if block.mark == "executed" and block.language in COMMANDS]
-        found = {command: block for block in marked for command in block.commands()}
-        self.assertGreater(len(found), 2)
+        actual = {command: block for block in marked for command in block.commands()}
+        self.assertGreater(len(actual), 2)
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            all_done = [*pool.map(executed, found)]
-        for (command, block), done in zip(found.items(), all_done):
+            all_done = [*pool.map(executed, actual)]
+        for (command, block), done in zip(actual.items(), all_done):
             with self.subTest(command):
                 self.assertEqual(done.returncode, 0, done.stderr)
                 if block.language == "console" and torch.__version__.startswith(OUTPUT_OF):
-                    wanted = block.text.partition("\n")[2]
-                    fits = doctest.OutputChecker().check_output(f"{wanted}\n", done.stdout, doctest.ELLIPSIS)
-                    self.assertTrue(fits, f"the document shows\n{wanted}\nbut this was printed:\n{done.stdout}")
+                    expected = block.text.partition("\n")[2]
+                    fits = doctest.OutputChecker().check_output(f"{expected}\n", done.stdout, doctest.ELLIPSIS)
+                    self.assertTrue(fits, f"the document shows\n{expected}\nbut this was printed:\n{done.stdout}")
 
     def test_examples(self):
         """Those that are marked run as a test file."""
@@ -300,10 +300,10 @@ class TestCommands(TestCase):
         text = "a `b`\nc\n<!-- parsed -->\n```sh\nd \\\n  e\n```\n- f\n\n"
         text += "  <!-- executed -->\n  ```console\n  $ g\n  h\n  ```\n"
         text += "<!-- not executed: i -->\n| j |\n\nk"
-        found = [(block.mark, block.language, block.text) for block in blocks(text)]
-        wanted = [("", None, "a `b`\nc"), ("parsed", "sh", "d \\\n  e"), ("", None, "- f")]
-        wanted += [("executed", "console", "$ g\nh"), ("not executed: i", None, "| j |"), ("", None, "k")]
-        self.assertEqual(found, wanted)
+        actual = [(block.mark, block.language, block.text) for block in blocks(text)]
+        expected = [("", None, "a `b`\nc"), ("parsed", "sh", "d \\\n  e"), ("", None, "- f")]
+        expected += [("executed", "console", "$ g\nh"), ("not executed: i", None, "| j |"), ("", None, "k")]
+        self.assertEqual(actual, expected)
         self.assertEqual([block.commands() for block in blocks(text) if block.language], [["d    e"], ["g"]])
 
 
@@ -317,12 +317,12 @@ class TestVariables(TestCase):
 
     def test_no_variable_is_outside_of_the_table(self):
         """The other names that begin like the suite's are those that its processes exchange."""
-        found = set()
+        actual = set()
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
-            found |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
+            actual |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
         between_processes = {"EVENTS", "FIXES", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS", "NUMBERS"}
         known = {each.name for each in settings.VARIABLES}
-        self.assertEqual(found - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
+        self.assertEqual(actual - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
 
 
 if __name__ == "__main__":

@@ -125,18 +125,18 @@ class TestEdits(TestCase):
                 return str(error)
 
     def test_lines_of_a_function(self):
-        found = self.edited(
+        actual = self.edited(
             "@@ Unit.free\n-            each.wait()\n+            each.wait_long()\n             each.free()\n"
         )
-        self.assertEqual(found, SOURCE.replace("each.wait()", "each.wait_long()"))
+        self.assertEqual(actual, SOURCE.replace("each.wait()", "each.wait_long()"))
 
     def test_lines_of_the_file(self):
-        found = self.edited("@@\n+import units\n+\n class Unit:\n")
-        self.assertEqual(found, f"import units\n\n{SOURCE}")
+        actual = self.edited("@@\n+import units\n+\n class Unit:\n")
+        self.assertEqual(actual, f"import units\n\n{SOURCE}")
 
     def test_decorator(self):
-        found = self.edited("@@ Unit.free\n-    @staticmethod\n+    @final\n     def free(shards):\n")
-        self.assertEqual(found, SOURCE.replace("@staticmethod", "@final"))
+        actual = self.edited("@@ Unit.free\n-    @staticmethod\n+    @final\n     def free(shards):\n")
+        self.assertEqual(actual, SOURCE.replace("@staticmethod", "@final"))
 
     def test_lines_that_do_not_occur_once(self):
         for hunk, count in (
@@ -145,8 +145,8 @@ class TestEdits(TestCase):
             ("@@ Unit\n-    def gather(self):\n-        return self.shards\n", 0),
         ):
             with self.subTest(hunk):
-                found = self.edited(hunk)
-                self.assertRegex(found, rf"^the fix of fix_0 does not fit .* {count} times$")
+                actual = self.edited(hunk)
+                self.assertRegex(actual, rf"^the fix of fix_0 does not fit .* {count} times$")
         twice = SOURCE.replace("each.free()", "each.wait()")
         with unittest.mock.patch.dict(globals(), SOURCE=twice):
             self.assertIn(" 2 times", self.edited("@@ Unit.free\n-            each.wait()\n"))
@@ -164,9 +164,9 @@ class TestEdits(TestCase):
         """Each finds its lines in torch's own source, also beside those that another one changes."""
         first = "@@ Unit.free\n         for each in shards:\n-            each.wait()\n+            pass\n"
         second = "@@ Unit.free\n             each.wait()\n-            each.free()\n+            each.drop()\n"
-        wanted = SOURCE.replace("each.wait()", "pass").replace("each.free()", "each.drop()")
-        self.assertEqual(self.edited(first, second), wanted)
-        self.assertEqual(self.edited(second, first), wanted)
+        expected = SOURCE.replace("each.wait()", "pass").replace("each.free()", "each.drop()")
+        self.assertEqual(self.edited(first, second), expected)
+        self.assertEqual(self.edited(second, first), expected)
 
     def test_one_change_of_two_fixes(self):
         """It is made once."""
@@ -175,8 +175,8 @@ class TestEdits(TestCase):
 
     def test_one_line_that_two_fixes_change(self):
         hunk = "@@ Unit.free\n-            each.free()\n+            each.{}()\n"
-        found = self.edited(hunk.format("a"), hunk.format("b"))
-        self.assertEqual(found, "the fixes of fix_0 and fix_1 change the same lines of torch/unit.py")
+        actual = self.edited(hunk.format("a"), hunk.format("b"))
+        self.assertEqual(actual, "the fixes of fix_0 and fix_1 change the same lines of torch/unit.py")
 
     def test_file_that_cannot_be_read(self):
         with self.assertRaisesRegex(ValueError, "fix_0.fix has a line that belongs to no hunk: '@ Unit'"):
@@ -256,8 +256,8 @@ class TestInARun(TestCase):
                 self.assertTrue(first.endswith(f"with fixes: {FIRST}"), first)
                 self.assertEqual(report["fixes"], [FIRST])
                 outcomes = {test["test"].rpartition(".")[2]: test["outcome"] for test in report["files"][0]["tests"]}
-                wanted = dict.fromkeys(outcomes, "passed") | {"test_fixed_defect_that_shows": "failed"}
-                self.assertEqual(outcomes, wanted, done.stdout)
+                expected = dict.fromkeys(outcomes, "passed") | {"test_fixed_defect_that_shows": "failed"}
+                self.assertEqual(outcomes, expected, done.stdout)
                 self.assertEqual((len(outcomes), report["known_defects"], report["fixed_defects"]), (4, [], []))
                 self.assertIn(f"--with-fixes {FIRST}", done.stdout)
 

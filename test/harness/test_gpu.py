@@ -88,19 +88,19 @@ class TestGpu(TestCase):
 
     def test_phases_in_their_order(self):
         """The time is over before the second file that never ran."""
-        found: list[Any] = []
+        actual: list[Any] = []
         gpu: Any = self.gpu
 
         def files(runs, what, names, reserved=0.0):
-            found.append((what, len(names)))
+            actual.append((what, len(names)))
             runs.left_out |= dict.fromkeys(names)
 
-        gpu.Runs.files, gpu.Runs.scripts = files, lambda runs: found.append("scripts")
+        gpu.Runs.files, gpu.Runs.scripts = files, lambda runs: actual.append("scripts")
 
         options = SimpleNamespace(output=self.folder, dry=True, jobs=1)
         record = gpu.merged(EMPTY, report("1", **{gpu.DRY[0]: {"T.a": "failed"}}))
         gpu.Runs(options, time.monotonic() + 100).all(record)
-        self.assertEqual(found, [("failed", 1), ("never", 1), "scripts", ("left", 2), ("again", 0)])
+        self.assertEqual(actual, [("failed", 1), ("never", 1), "scripts", ("left", 2), ("again", 0)])
 
     def test_a_killed_run_is_collected(self):
         self.write("run/1-never/report.unfinished.json", report("2", x={"T.a": "passed"}))

@@ -283,8 +283,8 @@ class TestHooks(TestCase):
             may_be="empty",
         )
         self.assertTrue(0 <= seconds < LIMIT, seconds)
-        wanted = [f"ValueError: of rank {rank}" for rank in range(2) if codes[rank] == 10]
-        self.assertEqual([text.splitlines()[-1] for text in sent], wanted, may_be="empty")
+        expected = [f"ValueError: of rank {rank}" for rank in range(2) if codes[rank] == 10]
+        self.assertEqual([text.splitlines()[-1] for text in sent], expected, may_be="empty")
         notes = [note for call in add.call_args_list for note in call.args[1] if "accepts" in note]
         self.assertEqual(len(notes), int(test != "test_passes"), may_be="zero")
 

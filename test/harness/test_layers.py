@@ -100,13 +100,13 @@ class TestLayers(TestCase):
 
     def test_nothing_connects_to_localhost_by_its_name(self):
         """Some containers cannot resolve it, and a process that tries may wait for minutes."""
-        found = {
+        actual = {
             path
             for path, tree in trees(PACKAGE, TESTS_OF_FSDP, with_words="localhost")
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "localhost" in node.value
         }
-        self.assertEqual(found, {PACKAGE / "processes" / "peers.py"})  # it compares with the name
+        self.assertEqual(actual, {PACKAGE / "processes" / "peers.py"})  # it compares with the name
 
     def test_all_kinds_of_imports_are_seen(self):
         source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"
@@ -114,8 +114,8 @@ class TestLayers(TestCase):
             "def function():\n    from . import g\n    from .. import h\n    from ..i import j\n    import torch.k\n"
         )
         tree, package = ast.parse(source + relative), ("torch_fsdp_tests", "x")
-        found = [name.removeprefix("torch_fsdp_tests.") for name in imports(ast.walk(tree), package)]
-        self.assertEqual(found, ["a.b", "c", "d.e.f", "x.g", "h", "i.j", "torch.k"])
+        actual = [name.removeprefix("torch_fsdp_tests.") for name in imports(ast.walk(tree), package)]
+        self.assertEqual(actual, ["a.b", "c", "d.e.f", "x.g", "h", "i.j", "torch.k"])
         self.assertEqual(len(list(imports(at_import(tree), package))), 3)
 
 

@@ -58,8 +58,8 @@ class NamesTest(TestCase):
         instantiate_parametrized_tests(made)
         self.assertEqual(tests_of(made), [f"test_x_a_{a}_b_{b}" for a in (1, 2) for b in ("False_c_z", "True_c0")])
         self.assertTrue(run(made).wasSuccessful())
-        wanted = [{"a": a, **rest} for a in (1, 2) for rest in ({"b": False, "c": "z"}, {"b": True, "c": None})]
-        self.assertEqual(calls, wanted)
+        expected = [{"a": a, **rest} for a in (1, 2) for rest in ({"b": False, "c": "z"}, {"b": True, "c": None})]
+        self.assertEqual(calls, expected)
 
     def test_subtest_names_and_decorators_touch_one_variant(self):
         skipped = subtest(2, name="two", decorators=[unittest.skip("why")])

@@ -48,8 +48,8 @@ class TestStaged(MultiProcessTestCase):
             part, whole = torch.zeros(2), torch.arange(2.0 * size) + rank
             dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG)
             dist.all_reduce(whole, dist.ReduceOp.AVG)
-            wanted = torch.arange(2.0 * size) + (size - 1) / 2
-            self.assertEqual([whole, part], [wanted, wanted.view(size, 2)[rank]])
+            expected = torch.arange(2.0 * size) + (size - 1) / 2
+            self.assertEqual([whole, part], [expected, expected.view(size, 2)[rank]])
 
         self.over("staged", body)
 

@@ -138,15 +138,15 @@ class TestKindsOfSkips(TestCase):
             options = ["--test-directory", tests, "--known-failures", listed, "--report", folder, "--keep-going"]
             text = run_beside(INPUTS, ROOT / "run_test.py", *options).stdout
             report = json.loads(Path(folder, "report.json").read_text())
-        found: dict[str, dict[str, tuple[str, list[str]]]] = collections.defaultdict(dict)
+        actual: dict[str, dict[str, tuple[str, list[str]]]] = collections.defaultdict(dict)
         for test in report["files"][0]["tests"]:
             cls, _, method = test["test"].partition(".test_")
-            found[cls][method] = test["outcome"], list(test["skip_kinds"].values())
+            actual[cls][method] = test["outcome"], list(test["skip_kinds"].values())
         gone = "name of torch is gone"
-        wanted = {name: ("skipped", [name]) for name in ("device", "torch", "list", "slow", "other")}
-        wanted |= {"name": ("skipped", [gone]), "fact": ("skipped", ["fact about torch is unknown"])}
-        wanted["name_in_subtest"] = ("passed", [gone])
-        self.assertEqual(found, {"TestPlain": wanted, "TestRanks": wanted}, text)
+        expected = {name: ("skipped", [name]) for name in ("device", "torch", "list", "slow", "other")}
+        expected |= {"name": ("skipped", [gone]), "fact": ("skipped", ["fact about torch is unknown"])}
+        expected["name_in_subtest"] = ("passed", [gone])
+        self.assertEqual(actual, {"TestPlain": expected, "TestRanks": expected}, text)
         reasons = {test["test"]: test["reason"] for test in report["files"][0]["tests"]}
         for cls in ("TestPlain", "TestRanks"):
             self.assertRegex(reasons[f"{cls}.test_name_in_subtest"], "^skipped in part, 1 of 2 subtests: .*torch.gone")
@@ -221,12 +221,12 @@ class TestWherePrivateNamesStand(TestCase):
     def test_no_other_module_compares_versions(self):
         """No other module reads the version of torch either, except to show it."""
         version = r"torch\.__version__|torch_facts\.VERSION"
-        found = set()
+        actual = set()
         for path, tree in trees(TESTS, PACKAGE, with_words=version):
             compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
             sides = [side for node in compared for side in (node.left, *node.comparators)]
-            found |= {path for side in sides if re.match(version, ast.unparse(side))}
-        self.assertEqual(found, {Path(__file__).resolve()})
+            actual |= {path for side in sides if re.match(version, ast.unparse(side))}
+        self.assertEqual(actual, {Path(__file__).resolve()})
 
 
 def _private_names(tree: ast.Module) -> Iterator[str]:
@@ -282,8 +282,8 @@ class TestFacts(TestCase):
     def test_what_is_a_release(self):
         releases = "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1.post2", "2.13.0+rocm6.4"
         others = "2.14.0.dev20260101+cpu", "2.9.0a0+50eac811a6.nv25.09", "2.13.0rc1", "2.13.0+gitabc1234", "2.13.0a0"
-        found = {version: torch_facts.is_release(version) for version in (*releases, *others)}
-        self.assertEqual(found, dict.fromkeys(releases, True) | dict.fromkeys(others, False))
+        actual = {version: torch_facts.is_release(version) for version in (*releases, *others)}
+        self.assertEqual(actual, dict.fromkeys(releases, True) | dict.fromkeys(others, False))
 
     def test_a_fact_is_asked_late_and_once(self):
         probe = mock.Mock(return_value=True)

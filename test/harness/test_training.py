@@ -46,8 +46,8 @@ class TestSubtests(unittest.TestCase):
     """Without it, a combination could be left out, or the failure of a subtest could be lost."""
 
     def test_every_combination(self):
-        found = cases_of(subtests(a=[1, 2], b=["x", "y"]))
-        self.assertEqual(found, [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")])
+        actual = cases_of(subtests(a=[1, 2], b=["x", "y"]))
+        self.assertEqual(actual, [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")])
 
     def test_values_are_asked_for_late(self):
         values = mock.Mock(return_value=[1, 2])

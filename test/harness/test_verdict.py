@@ -203,8 +203,8 @@ class TestBlame(TestCase):
         for chosen in itertools.product(ends, repeat=3):
             state = judge([dataclasses.replace(end, rank=rank) for rank, end in enumerate(chosen)], LIMIT, {}).state
             alike = all(end is chosen[0] for end in chosen)
-            wanted = next((state for state, end in fine.items() if alike and end is chosen[0]), None)
-            self.assertTrue(state is wanted if wanted else state.is_bad, f"{state}: {chosen}")
+            expected = next((state for state, end in fine.items() if alike and end is chosen[0]), None)
+            self.assertTrue(state is expected if expected else state.is_bad, f"{state}: {chosen}")
 
     def test_every_rank_is_named_once(self):
         """Also the one that is fine."""
@@ -287,7 +287,7 @@ class TestSteps(TestCase):
 
             steps = [functools.partial(take, name) for name in names]
             failed = [name for name in names if name in ("fails", "is_interrupted", "leaves")]
-            wanted = [*failed, *(name for name in names if "skip" in name)][:1]
+            expected = [*failed, *(name for name in names if "skip" in name)][:1]
             try:
                 run_all([steps[0], functools.partial(run_all, steps[1:])])
                 raised = None
@@ -295,9 +295,9 @@ class TestSteps(TestCase):
                 raised = error
                 self.assertEqual(len(getattr(error, THEN_RAISED)), max(len(failed) - 1, 0))
             self.assertEqual(called, [*names])
-            self.assertIs(raised and type(raised), STEPS[wanted[0]][1] if wanted else None, names)
+            self.assertIs(raised and type(raised), STEPS[expected[0]][1] if expected else None, names)
             if isinstance(raised, SystemExit):
-                self.assertEqual(raised.code, 74 if wanted == ["leaves_as_skipped"] else 5)
+                self.assertEqual(raised.code, 74 if expected == ["leaves_as_skipped"] else 5)
 
     def test_what_failed_later_is_shown_and_is_not_expected(self):
         def fails_in_body() -> None:

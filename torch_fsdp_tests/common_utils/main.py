@@ -61,7 +61,7 @@ class _Runner(unittest.TextTestRunner):
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
             for defects, words, how in (
-                (testcase.shown, "known defect of torch hit", "by"),
+                (testcase.hit, "known defect of torch hit", "by"),
                 (testcase.fixed, "fixed in this PyTorch", "as shown by"),
             ):
                 for defect, tests in defects.items():

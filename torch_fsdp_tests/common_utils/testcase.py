@@ -26,7 +26,7 @@ from .seed import set_rng_seed
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 KNOWN_DEFECTS = "__known_defects__"  # the attribute of a test function that names the defects of torch that it shows
-shown: dict[str, list[str]] = {}  # the known defects that tests have shown, each with those tests
+hit: dict[str, list[str]] = {}  # the known defects that tests have hit, each with those tests
 fixed: dict[str, list[str]] = {}  # the defects that were expected and did not show, each with the tests that passed
 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -184,7 +184,7 @@ class TestCase(expecttest.TestCase):
             setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
             raise error
         for id in known:
-            shown.setdefault(id, []).append(self.id())
+            hit.setdefault(id, []).append(self.id())
         for id, facts in not_shown.items():
             fixed.setdefault(id, []).append(" at ".join([self.id(), *facts["places"]]))
 

@@ -111,10 +111,10 @@ class torch_defect:
             expected = [defect for defect in expected if defect.explains(type(error).__qualname__)]
             raised = in_one_line(error)
         blocks += [DefectBlock(defect.facts(), self._place, raised) for defect in expected]
-        shown = error is not None and bool(expected)
-        if shown:
+        was_hit = error is not None and bool(expected)
+        if was_hit:
             self._start_again()
-        return shown
+        return was_hit
 
 
 NO_DEFECT = torch_defect()  # for a helper whose callers say which known defect a block of it shows

@@ -31,14 +31,14 @@ def details(finding: Finding) -> str:
     defect = finding.defect
     who = "" if finding.rank is None else f" on rank {finding.rank}"
     lines = [defect.headline]
-    lines.append(f"    actual{who}    {shown(finding.found)}")
-    lines.append(f"    expected{' ' * len(who)}  {shown(finding.right)}")
+    lines.append(f"    actual{who}    {in_short(finding.found)}")
+    lines.append(f"    expected{' ' * len(who)}  {in_short(finding.right)}")
     if defect.arguable:
         lines.append(f"    arguable: {defect.arguable}")
     return "\n".join(lines)
 
 
-def shown(value: object) -> str:
+def in_short(value: object) -> str:
     """A value in one line of limited length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 300 else f"{text[:300]} ... ({len(text)} characters)"
@@ -146,7 +146,7 @@ def issue(finding: Finding) -> str:
     arguable = f"\nOne may argue: {defect.arguable}\n" if defect.arguable else ""
     workaround = f"\nA workaround: {defect.workaround}\n" if defect.workaround != registry.NO_WORKAROUND else ""
     result = (
-        f"Actual{who}: `{shown(finding.found)}`\nExpected: `{shown(finding.right)}`"
+        f"Actual{who}: `{in_short(finding.found)}`\nExpected: `{in_short(finding.right)}`"
         if finding.answer is Answer.PRESENT
         else f"On this machine: {finding.answer.value}{f' ({finding.why})' if finding.why else ''}."
     )

@@ -109,12 +109,12 @@ def _defect(defect: Defect, versions: list[str]) -> str:
         "Upstream": ", ".join(upstream),
         "Name": page.code(defect.id),
     }
-    shown = page.facts((title, value) for title, value in facts.items() if value)
+    facts_list = page.facts((title, value) for title, value in facts.items() if value)
     explanation = "".join(f"<p>{page.prose(paragraph)}</p>" for paragraph in defect.explanation.split("\n\n"))
     script = page.folded("Script", page.pre(texts.script(defect)))
     kinds = page.item(defect.consequence.value, names, is_test=True, exposure=exposure, component=component)
     attributes = f'class=file id="{defect.id}" {kinds}'
-    return page.folded(head, f"<div class=inside>{explanation}{shown}{script}</div>", attributes=attributes)
+    return page.folded(head, f"<div class=inside>{explanation}{facts_list}{script}</div>", attributes=attributes)
 
 
 def _changes(older: str, newer: str) -> str:

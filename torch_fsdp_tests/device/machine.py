@@ -144,7 +144,7 @@ def ask(device_type: str, backend: str | None = None) -> dict[str, Any]:
     return of_host()
 
 
-def shown(facts: Facts) -> dict[str, str]:
+def titled(facts: Facts) -> dict[str, str]:
     """The facts as texts, by their titles. Unknown ones are left out."""
     texts = {}
     for name, title in TITLES.items():
@@ -157,7 +157,7 @@ def shown(facts: Facts) -> dict[str, str]:
 
 def in_one_line(facts: Facts) -> str:
     """The facts that do not change while tests run, such as ``AMD EPYC 7B13, AVX2, BLAS mkl, 4 threads``."""
-    texts = shown({name: value for name, value in facts.items() if name not in _CHANGING})
+    texts = titled({name: value for name, value in facts.items() if name not in _CHANGING})
     if threads := texts.pop("threads", ""):
         texts["BLAS"] = f"{texts.get('BLAS', 'unknown')}, {threads} thread{'s' * (threads != '1')}"
     return ", ".join(f"{title} {text}" if title in ("BLAS", "driver") else text for title, text in texts.items())
@@ -167,7 +167,7 @@ def differing(machines: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
     """The facts in which machines differ, by title, with the text of each. Free memory must differ twofold."""
     rows = {}
     for name, title in TITLES.items():
-        texts = {machine: shown(facts).get(title, "unknown") for machine, facts in machines.items()}
+        texts = {machine: titled(facts).get(title, "unknown") for machine, facts in machines.items()}
         amounts = [facts.get(name) or 0.0 for facts in machines.values()] if name in _CHANGING else []
         differs = 2 * min(amounts) < max(amounts) if amounts else len({*texts.values()}) > 1
         if differs:

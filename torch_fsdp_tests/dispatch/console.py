@@ -25,7 +25,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
-from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, shown, skip_rows
+from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, first_few, skip_rows
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
@@ -364,7 +364,7 @@ def _left_out(results: Results, not_run: int) -> Iterator[str]:
     if not_run:
         yield f"{plural(not_run, 'test')} not reached"
     if results.not_started:
-        yield f"{plural(len(results.not_started), 'file')} not started: {shown(results.not_started)}"
+        yield f"{plural(len(results.not_started), 'file')} not started: {first_few(results.not_started)}"
 
 
 def _fixed_defects(results: Results) -> Iterator[str]:

@@ -242,8 +242,8 @@ def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
     if variable is None:
         return tuple(map(str, range(vendor.devices_there())))
     words = [word.strip() for word in environment[variable].split(",")]
-    shown = itertools.takewhile(lambda w: w and w[0] != "-" and w.lower() not in ("all", "none", "void"), words)
-    return tuple(dict.fromkeys(shown))
+    visible = itertools.takewhile(lambda w: w and w[0] != "-" and w.lower() not in ("all", "none", "void"), words)
+    return tuple(dict.fromkeys(visible))
 
 
 def _vendor(device_type: str) -> Vendor:

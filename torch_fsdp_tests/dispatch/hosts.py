@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.listing import columns, plural
-from torch_fsdp_tests.verdict import RankResult, State, by_cause, ranks_in_words, shown
+from torch_fsdp_tests.verdict import RankResult, State, by_cause, first_few, ranks_in_words
 from torch_fsdp_tests.verdict.stream import TestResult
 
 
@@ -150,7 +150,7 @@ def _by_text(texts: Mapping[str, str]) -> Iterable[str]:
     names: dict[str, list[str]] = {}
     for name, text in texts.items():
         names.setdefault(text, []).append(name)
-    return (f"{text} on {shown(its, 3)}" for text, its in names.items())
+    return (f"{text} on {first_few(its, 3)}" for text, its in names.items())
 
 
 def conclusions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -213,7 +213,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "suite": " ".join(filter(None, [suite.get("version"), f"({suite['commit']})" if suite.get("commit") else ""])),
         "Python": data["python"],
         "system": data.get("system"),
-        **machine.shown(data.get("machine") or {}),
+        **machine.titled(data.get("machine") or {}),
         "cores": str(data["cores"]),
         "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
         "fixes": ", ".join(data.get("fixes") or []),
@@ -228,8 +228,8 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
 def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the large numbers of a run."""
     count = counts(data)
-    shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
-    boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in shown]
+    states = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
+    boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in states]
     files, _, noun = plural(len(data["files"]), "file").partition(" ")
     return [*boxes, (seconds(data["seconds"]), "wall time", ""), (files, noun, "")]
 
@@ -328,9 +328,9 @@ def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
         )
         tests = [name.partition("::")[::2] for name in defect["tests"]]
         about = dict.fromkeys(name for test in tests for name in names_of_features(*test))
-        shown = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
+        names = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
         name = page.above(page.prose(defect["title"]), f"{page.code(defect['id'])} {links}")
-        cells = [name, escape(defect["consequence"]), shown]
+        cells = [name, escape(defect["consequence"]), names]
         rows.append(Row(cells, page.item("known defect", about)))
     return page.table([("defect", ""), ("consequence", "c"), ("shown by", "c")], rows, stack=True)
 

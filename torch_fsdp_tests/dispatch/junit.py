@@ -30,7 +30,11 @@ def clean(text: str) -> str:
 def write(folder: Path, results: Results) -> None:
     """Write one file for each test class of each job. Raises ``OSError``."""
     facts = {name: value for name, value in results.facts().items() if name in ("torch", "device", "backend")}
-    about = {"torch_fsdp_tests": installation.version(), **facts, **machine.shown(results.facts().get("machine") or {})}
+    about = {
+        "torch_fsdp_tests": installation.version(),
+        **facts,
+        **machine.titled(results.facts().get("machine") or {}),
+    }
     if results.run.fixes:
         about["fixes"] = " ".join(results.run.fixes)
     if results.rounds is not None:

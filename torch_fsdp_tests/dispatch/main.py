@@ -27,7 +27,7 @@ from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import closing_line, shown, tally
+from torch_fsdp_tests.verdict import closing_line, first_few, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.compare import Report
@@ -332,7 +332,7 @@ def _print_tests(results: Results) -> ExitStatus:
         _remark(words)
     left = [*(file.name for file in results.files if file.stopped_early), *results.not_started]
     if left:
-        _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {shown(left)}")
+        _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {first_few(left)}")
     status = results.exit_code()
     listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
     return ExitStatus.OK if listed else status

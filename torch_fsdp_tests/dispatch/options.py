@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
 
-            shown = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
-            names = [name.strip("-") for name, action in shown.items() if action.help != argparse.SUPPRESS]
+            options = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
+            names = [name.strip("-") for name, action in options.items() if action.help != argparse.SUPPRESS]
             close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")

@@ -115,8 +115,8 @@ def bar(value: float, longest: float) -> str:
 
 def parts(counts: Mapping[str, int]) -> str:
     """A bar that shows the parts of a whole, each with its class."""
-    shown = "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
-    return f"<span class=parts aria-hidden=true>{shown}</span>"
+    bars = "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
+    return f"<span class=parts aria-hidden=true>{bars}</span>"
 
 
 def sums(boxes: Iterable[tuple[str, str, str]]) -> str:

@@ -21,7 +21,7 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import Attempt, EndKind, ProcessEnd, worst_of_each
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.processes.children import Child, Children
-from torch_fsdp_tests.verdict import Phase, Scope, State, shown, stream
+from torch_fsdp_tests.verdict import Phase, Scope, State, first_few, stream
 from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
@@ -168,7 +168,7 @@ class TestProcess:
         output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))
         tests = worst_of_each([*self.results, *self._blame(ending, output), *self._not_reached(ending)])
         if twice := [name for name, times in collections.Counter(self._announced).items() if times > 1]:
-            notes.append(f"several tests have the same id, of which the worst outcome counts: {shown(twice)}")
+            notes.append(f"several tests have the same id, of which the worst outcome counts: {first_few(twice)}")
         return Attempt(
             job=self.job,
             ending=ending,

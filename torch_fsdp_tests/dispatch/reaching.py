@@ -23,7 +23,7 @@ from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.order import Order, batches, kills_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap, by_file, declared_as
 from torch_fsdp_tests.reach.selection import Selection, select
-from torch_fsdp_tests.verdict import Scope, State, shown
+from torch_fsdp_tests.verdict import Scope, State, first_few
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
@@ -72,7 +72,9 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
         remarks.append(f"left out, because they were skipped when the map was recorded: {plural(skipped, 'test')}")
     if left_out:
         without = dict.fromkeys(map(_folder, left_out))
-        remarks.append(f"left out, because the map has no test of their folders: {shown(without)}; -i NAME runs them")
+        remarks.append(
+            f"left out, because the map has no test of their folders: {first_few(without)}; -i NAME runs them"
+        )
     verdict = _verdict(found_changes, chosen, known, [*texts])
     return Narrowed(tests + unmapped, remarks, verdict, bool(chosen.functions and not chosen.tests))
 
@@ -176,7 +178,7 @@ def _remarks(
 def _unclear(found_changes: Sequence[Change]) -> str:
     files = [path for change in found_changes for path in change.unknown]
     return (
-        f"cannot tell which tests would detect the change of {shown(files)}, which the map does not cover"
+        f"cannot tell which tests would detect the change of {first_few(files)}, which the map does not cover"
         if files
         else ""
     )
@@ -186,7 +188,7 @@ def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap
     """Why passing would prove nothing, or nothing if it would prove something."""
     if chosen.unreached:
         what = plural(len(chosen.unreached), "function")
-        return f"no test enters {what} of the change, so nothing guards it: {shown(chosen.unreached)}"
+        return f"no test enters {what} of the change, so nothing guards it: {first_few(chosen.unreached)}"
     if chosen.functions:
         return ""
     if unclear := _unclear(found_changes):
@@ -197,7 +199,7 @@ def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap
         folders = {_folder(test.file): None for test in known.tests}
         return f"{unclear}; -i {' '.join(filter(None, folders)) or '.'} runs all of its tests"
     without = [path for change in found_changes for path in change.without_code]
-    words = f": only comments, docstrings, layout or permissions differ in {shown(without)}" if without else ""
+    words = f": only comments, docstrings, layout or permissions differ in {first_few(without)}" if without else ""
     return f"nothing that a test could reach has changed{words}"
 
 

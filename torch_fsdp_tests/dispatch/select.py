@@ -11,7 +11,7 @@ from pathlib import Path
 from torch_fsdp_tests.dispatch.discover import source_of
 from torch_fsdp_tests.dispatch.plan import TestRun, class_of, matches_stem
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
-from torch_fsdp_tests.verdict import shown
+from torch_fsdp_tests.verdict import first_few
 
 LIST = ".txt"  # ending of a file in the test directory that holds names of tests
 EVERYTHING = "."  # the name of the test directory
@@ -145,7 +145,7 @@ def _there_are(known: Iterable[str]) -> str:
     """The remark ``; there are: a, b``, for a name that is like none of these."""
     known = sorted(set(known))
     names = [name for name in known if name.lower().startswith("test")] or known  # a file may define models, too
-    return f"; there are: {shown(names)}" if names else ""
+    return f"; there are: {first_few(names)}" if names else ""
 
 
 def _suggestions(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
-from torch_fsdp_tests.verdict import death, ranks_in_words, shown
+from torch_fsdp_tests.verdict import death, first_few, ranks_in_words
 
 END_LIMIT = 20.0  # seconds for a worker to end its part of a file
 END_DELAY = 6.0  # seconds by which the end of rank 0's part may be seen later than the ends that it caused
@@ -102,7 +102,7 @@ class Workers(Site):
                     words = f"{what} {there} on {name}, and {what} {here} at rank 0 on {socket.gethostname()}"
                     differing.setdefault(words, []).append(rank)
             if files := _differences(machine.suite, own.suite):
-                differing.setdefault(f"the suite on {name}: {shown(files)}", []).append(rank)
+                differing.setdefault(f"the suite on {name}: {first_few(files)}", []).append(rank)
         if differing:
             sentences = (f"\n  {ranks_in_words(ranks)}: {words}" for words, ranks in differing.items())
             raise LaunchFailure(f"the machines of the launch differ:{''.join(sentences)}")

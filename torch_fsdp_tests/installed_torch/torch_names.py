@@ -104,8 +104,8 @@ def patched(owner: Any, name: str, *replacement: Any, **kwargs: Any) -> Any:
 
 def _gone(name: str, asked_in: str) -> NameIsGone:
     path = Path(asked_in)
-    shown = path.relative_to(_CHECKOUT) if path.is_relative_to(_CHECKOUT) else path
-    return name_is_gone(f"the installed torch has no {name}, which {shown} uses: update that file")
+    user = path.relative_to(_CHECKOUT) if path.is_relative_to(_CHECKOUT) else path
+    return name_is_gone(f"the installed torch has no {name}, which {user} uses: update that file")
 
 
 def name_is_gone(reason: str, kind: SkipKind = SkipKind.NAME) -> NameIsGone:

@@ -181,8 +181,13 @@ def watch_for_loss(end: socket.socket) -> None:
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    asks = max(1, SILENCE_LIMIT // 5)
-    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": SILENCE_LIMIT * 1000}
+    interval = max(1, SILENCE_LIMIT // 5)
+    options = {
+        "TCP_KEEPIDLE": interval,
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": 4,
+        "TCP_USER_TIMEOUT": SILENCE_LIMIT * 1000,
+    }
     for name, value in options.items():
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -27,7 +27,7 @@ from torch_fsdp_tests.reach.functions import (
 )
 from torch_fsdp_tests.reach.order import Edit
 from torch_fsdp_tests.reach.reachmap import ReachMap
-from torch_fsdp_tests.verdict import shown
+from torch_fsdp_tests.verdict import first_few
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
 _NO_CODE = {
@@ -171,10 +171,10 @@ class Changes:
         return modules[0]
 
     def _modules_at(self, text: str) -> list[str]:
-        wanted = f"/{Path(text).as_posix().removeprefix('./')}"
+        ending = f"/{Path(text).as_posix().removeprefix('./')}"
         paths = {module: f"/{self._path_of(module)}" for module in self._map.modules}
-        return [m for m, path in paths.items() if wanted.endswith(path)] or [
-            m for m, path in paths.items() if path.endswith(wanted)
+        return [m for m, path in paths.items() if ending.endswith(path)] or [
+            m for m, path in paths.items() if path.endswith(ending)
         ]
 
     def _path_of(self, module: str) -> str:
@@ -327,7 +327,7 @@ class Changes:
         ):
             change.used |= affected
             change.names |= users
-            words = f"not in the map: {module}; the tests of what uses it run: {shown(sorted(users))}"
+            words = f"not in the map: {module}; the tests of what uses it run: {first_few(sorted(users))}"
             change.remarks.append(words)
         elif module is not None and module.startswith(tuple(f"{folder}." for folder in self._folders)):
             change.names |= names
@@ -446,7 +446,7 @@ class Code:
         names = (part.name.removeprefix(f"{self._module}.") for part in self._parts[1:])
         return [name for name in names if "." not in name]
 
-    def using(self, module: str, wanted: Collection[str]) -> set[str]:
+    def using(self, module: str, names: Collection[str]) -> set[str]:
         """The functions that use something that is imported from a module by one of these names, or the module, or that
         use an attribute of such a name, as those of ``torch.distributed`` are.
         """
@@ -454,12 +454,12 @@ class Code:
         imported = set[str]()
         for node in ast.walk(self._parts[0].scope):
             if isinstance(node, ast.ImportFrom):
-                fits = {module: wanted, package: {own}}.get(node.module or "", ())
+                fits = {module: names, package: {own}}.get(node.module or "", ())
                 imported |= {alias.asname or alias.name for alias in node.names if alias.name in fits}
         functions = {part.name for part in self._parts if part.body is not None}
         texts = {name: self.text(name) for name in functions}
         attributes = {name: {*_ATTRIBUTE.findall(text)} for name, text in texts.items()}
-        return {n for n in functions if imported.intersection(_NAME.findall(texts[n])) or attributes[n] & {*wanted}}
+        return {n for n in functions if imported.intersection(_NAME.findall(texts[n])) or attributes[n] & {*names}}
 
     def whole_text(self, name: str) -> str:
         """The source of a function or a class, with all that is inside."""

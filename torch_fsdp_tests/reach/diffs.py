@@ -222,14 +222,14 @@ def patched(lines: Iterable[str], hunks: Iterable[Hunk]) -> Patched:
     made = Patched([*lines], [], 0)
     moved, least, distance = 0, 0, 0
     for hunk in hunks:
-        height, wanted = len(hunk.before), hunk.start - 1 + moved
-        places = sorted(range(least, len(made.lines) - height + 1), key=lambda place: abs(place - wanted))
+        height, target = len(hunk.before), hunk.start - 1 + moved
+        places = sorted(range(least, len(made.lines) - height + 1), key=lambda place: abs(place - target))
         place = next((p for p in places if tuple(made.lines[p : p + height]) == hunk.before), None)
         if place is None:
             made.misfits.append(hunk)
             continue
         made.lines[place : place + height] = hunk.after
-        distance += abs(place - wanted)
+        distance += abs(place - target)
         least = place + len(hunk.after)
         moved = least - (hunk.start - 1 + height)
     return dataclasses.replace(made, distance=distance)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
-from torch_fsdp_tests.verdict import shown
+from torch_fsdp_tests.verdict import first_few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,6 @@ def select(
     tests = (*sort(known.in_order(entering)), *sort(known.in_order(around & ~entering)))
     remarks: tuple[str, ...] = ()
     if instead:
-        new = shown(name for names in instead.values() for name in names)
-        remarks = (f"not in the map: {new}; the tests of {shown(instead)} run instead",)
+        new = first_few(name for names in instead.values() for name in names)
+        remarks = (f"not in the map: {new}; the tests of {first_few(instead)} run instead",)
     return Selection(tests, len(requested), tuple(unreached), remarks)

@@ -322,7 +322,7 @@ def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
             yield f"--- output of rank {rank.rank} ---\n{rank.output}"
 
 
-def shown(names: Iterable[str], most: int = 5) -> str:
+def first_few(names: Iterable[str], most: int = 5) -> str:
     """The first few of some names, and the number of the others."""
     known = list(names)
     more = f" and {len(known) - most} more" if len(known) > most else ""

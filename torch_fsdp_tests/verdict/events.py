@@ -265,9 +265,9 @@ class Reporting(unittest.TestResult):
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         super().addSuccess(test)
-        shown = [block for block in getattr(test, "_defect_blocks", ()) if block.raised]
-        text = "\n".join(f"{block.place} shows {block.defect['id']}: {block.raised}" for block in shown)
-        self._take(Verdict(State.KNOWN_DEFECT if shown else State.PASSED), text)
+        hits = [block for block in getattr(test, "_defect_blocks", ()) if block.raised]
+        text = "\n".join(f"{block.place} shows {block.defect['id']}: {block.raised}" for block in hits)
+        self._take(Verdict(State.KNOWN_DEFECT if hits else State.PASSED), text)
 
     def addError(self, test: Any, err: Any) -> None:
         super().addError(test, err)

@@ -206,8 +206,8 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
             for _ in range(2):
                 self._train(model[0], inp)
                 self.assertEqual(self._now(tracker), {"Sharded Param": shards, "Sharded Grad": block // 2})
-                found = self._phases(tracker)
-                self.assertEqual({name for name, _ in found}, {""})
+                actual = self._phases(tracker)
+                self.assertEqual({name for name, _ in actual}, {""})
                 for phase, unsharded, gathered, grad in (
                     ("Before Pre-Forward", 0, 0, 0),
                     ("After Pre-Forward", block, block, 0),
@@ -215,7 +215,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
                     ("After Pre-Backward", block, 0, 0),
                     ("Before Post-Backward", block, 0, block),
                 ):
-                    self.assertEqual(found["", phase], [dict(zip(OURS, (unsharded, gathered, grad, 0, 0)))], msg=phase)
+                    self.assertEqual(actual["", phase], [dict(zip(OURS, (unsharded, gathered, grad, 0, 0)))], msg=phase)
                 model.zero_grad()
                 tracker.reset_mod_stats()
 
@@ -289,11 +289,11 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         with tracker:
             self._train(model, inp)
             self.assertEqual(self._now(tracker, "Reduce Scatter"), {"Reduce Scatter": 0})
-        found = self._phases(tracker)
+        actual = self._phases(tracker)
         kept: list[int] = []
         for name, size in (*((str(index), BLOCK) for index in reversed(range(BLOCKS))), ("", REST)):
             kept = [*kept, size * BYTES][-most:]
-            self.assertEqual(found[name, "After Post-Backward"][0]["Reduce Scatter"], sum(kept), msg=name)
+            self.assertEqual(actual[name, "After Post-Backward"][0]["Reduce Scatter"], sum(kept), msg=name)
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_parameters(self):
@@ -309,11 +309,11 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
             trained = BYTES * (4 * DIM * DIM + DIM)
             sharded = (BLOCKS * trained + BYTES * REST) // 2
             self.assertEqual(self._now(tracker, "Sharded Grad"), {"Sharded Grad": sharded})
-        found = self._phases(tracker)
+        actual = self._phases(tracker)
         for index in range(BLOCKS):
-            self.assertEqual(found[f"{index}", "After Pre-Forward"][0]["All Gather"], BYTES * BLOCK)
-            self.assertEqual(found[f"{index}", "Before Post-Backward"][0]["Unsharded Grad"], trained)
-            self.assertEqual(found[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], trained)
+            self.assertEqual(actual[f"{index}", "After Pre-Forward"][0]["All Gather"], BYTES * BLOCK)
+            self.assertEqual(actual[f"{index}", "Before Post-Backward"][0]["Unsharded Grad"], trained)
+            self.assertEqual(actual[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], trained)
 
     @skip_if_lt_x_gpu(2)
     @subtests(low_precision=[False, True])
@@ -351,13 +351,13 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         with tracker:
             self._train(model, inp)
             self.assertEqual(self._now(tracker), {"Sharded Param": whole, "Sharded Grad": whole})
-        found = self._phases(tracker)
+        actual = self._phases(tracker)
         for index in range(BLOCKS):
             copies = BYTES * ((index + 1) * BLOCK + REST)
-            self.assertEqual(found[f"{index}", "After Post-Forward"], [dict(zip(OURS, (copies, 0, 0, 0, 0)))])
-            self.assertEqual(found[f"{index}", "Before Post-Backward"][0]["All Gather"], 0)
-            self.assertEqual(found[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], 0)
-        self.assertEqual(found["", "After Post-Backward"][0]["Unsharded Param"], 0)
+            self.assertEqual(actual[f"{index}", "After Post-Forward"], [dict(zip(OURS, (copies, 0, 0, 0, 0)))])
+            self.assertEqual(actual[f"{index}", "Before Post-Backward"][0]["All Gather"], 0)
+            self.assertEqual(actual[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], 0)
+        self.assertEqual(actual["", "After Post-Backward"][0]["Unsharded Param"], 0)
 
     @skip_if_lt_x_gpu(2)
     def test_agrees_with_storages(self):
@@ -367,10 +367,10 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         inp = self._input(tracker)
         with tracker:
             self._train(model, inp)
-            found = self._now(tracker, "Sharded Param", "Sharded Grad")
+            actual = self._now(tracker, "Sharded Param", "Sharded Grad")
         params = [param.to_local() for param in model.parameters()]
         grads = [param.grad.to_local() for param in model.parameters()]
-        self.assertEqual(found, {"Sharded Param": bytes_of(params), "Sharded Grad": bytes_of(grads)})
+        self.assertEqual(actual, {"Sharded Param": bytes_of(params), "Sharded Grad": bytes_of(grads)})
 
     @skip_if_lt_x_gpu(2)
     def test_second_iteration_without_reset(self):
@@ -397,10 +397,10 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         inp = self._input(tracker)
         with tracker:
             self._train(model, inp)
-        found = self._phases(tracker)
+        actual = self._phases(tracker)
         for name in ("", *map(str, range(BLOCKS))):
             with self.subTest(name=name), torch_defect("fsdp2_memory_tracker_keeps_a_gradient"):
-                self.assertEqual(found[name, "After Post-Backward"][0]["Unsharded Grad"], 0)
+                self.assertEqual(actual[name, "After Post-Backward"][0]["Unsharded Grad"], 0)
 
     @skip_if_lt_x_gpu(2)
     def test_group_of_modules(self):
@@ -491,8 +491,8 @@ class TestTrackerInTraining(TrackerTest):
             ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.Adam
         )
         self.assertIs(torch.UntypedStorage.resize_, resize)
-        found = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
-        self.assertEqual(found, methods)
+        actual = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
+        self.assertEqual(actual, methods)
 
 
 if __name__ == "__main__":

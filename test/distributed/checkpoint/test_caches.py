@@ -134,8 +134,8 @@ class TestCaches(DTensorTestBase):
         self.assertEqual(everything, self._expected(change, seed), rtol=0, atol=0, exact_device=False)
         state = self._blank(change)
         dcp.load(state, checkpoint_id=path, storage_reader=reader, planner=planner)
-        wanted = self._state(change, seed)
-        self.assertEqual(*(tree_map(full, each) for each in (state, wanted)), rtol=0, atol=0)
+        expected = self._state(change, seed)
+        self.assertEqual(*(tree_map(full, each) for each in (state, expected)), rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)

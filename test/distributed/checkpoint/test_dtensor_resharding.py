@@ -59,11 +59,11 @@ class ReshardingTest(DTensorTestBase):
         whole = counted(*shape).to(self.device)
         path = os.path.join(self.temp_dir, str(placements))
         dcp.save({"tensor": distribute_tensor(whole, meshes[0], placements[0])}, checkpoint_id=path)
-        found = zeros(*shape, device_mesh=meshes[1], placements=placements[1])
-        dcp.load({"tensor": found}, checkpoint_id=path)
-        self.assertEqual((found.device_mesh, found.placements), (meshes[1], placements[1]))
-        self.assertEqual(found.to_local(), part_of(whole, meshes[1], placements[1]), rtol=0, atol=0, may_be="empty")
-        self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
+        actual = zeros(*shape, device_mesh=meshes[1], placements=placements[1])
+        dcp.load({"tensor": actual}, checkpoint_id=path)
+        self.assertEqual((actual.device_mesh, actual.placements), (meshes[1], placements[1]))
+        self.assertEqual(actual.to_local(), part_of(whole, meshes[1], placements[1]), rtol=0, atol=0, may_be="empty")
+        self.assertEqual(actual.full_tensor(), whole, rtol=0, atol=0)
 
 
 class TestDTensorReshardPlacementChange(ReshardingTest):
@@ -146,11 +146,11 @@ class TestSeveralShards(ReshardingTest):
         dcp.save({"tensor": self._in_turn(whole, saved, dim)}, checkpoint_id=path)
         state = {"tensor": self._in_turn(torch.zeros_like(whole), loaded, dim)}
         dcp.load(state, checkpoint_id=path)
-        found, wanted = (
+        actual, expected = (
             [shard.tensor for shard in each.local_shards()]
             for each in (state["tensor"], self._in_turn(whole, loaded, dim))
         )
-        self.assertEqual(found, wanted)
+        self.assertEqual(actual, expected)
 
     def _in_turn(self, whole: torch.Tensor, length: int, dim: int) -> Any:
         starts = range(self.rank * length, whole.size(dim), self.world_size * length)
@@ -232,9 +232,9 @@ class TestFullyShardLayouts(DTensorTestBase):
             dcp.load(loaded, checkpoint_id=self.temp_dir)
             for (name, tensors), (size, whole) in itertools.product(loaded.items(), wholes.items()):
                 tensor = tensors[size]
-                wanted = shard_of(whole, tensor) if isinstance(tensor, DTensor) else whole
+                expected = shard_of(whole, tensor) if isinstance(tensor, DTensor) else whole
                 self.assertEqual(
-                    local_of(tensor), wanted, msg=f"{size} from {name} to {target}", rtol=0, atol=0, may_be="empty"
+                    local_of(tensor), expected, msg=f"{size} from {name} to {target}", rtol=0, atol=0, may_be="empty"
                 )
         dist.barrier()
 

@@ -237,8 +237,8 @@ class OtherShapes(nn.Module):
 
 def turn_a_bit(file: Path, values: torch.Tensor) -> None:
     """Flip a bit of these values at their place in the file."""
-    data, wanted = bytearray(file.read_bytes()), values.detach().cpu().numpy().tobytes()
-    data[data.index(wanted) + 2] ^= 1 << 6
+    data, expected = bytearray(file.read_bytes()), values.detach().cpu().numpy().tobytes()
+    data[data.index(expected) + 2] ^= 1 << 6
     file.write_bytes(data)
 
 

@@ -137,14 +137,14 @@ class TestFormatUtils(DTensorTestBase):
         path = self._write(plain.state_dict())
         model = FSDP(filled(nn.Linear(2, 4), seed=1).to(self.device), device_mesh=self.mesh)
         state_dict = model.state_dict()
-        wanted = {name: value.float() for name, value in plain.state_dict().items()}
+        expected = {name: value.float() for name, value in plain.state_dict().items()}
         with torch_defect("dcp_torch_save_file_of_another_dtype_becomes_noise"):
             with self._compared_broadcasts():
                 try:
                     self._load(state_dict, path)
                 except CheckpointException as error:
                     self.fail(str(error))
-            self.assertEqual(state_dict, wanted, rtol=0, atol=0, exact_device=False)
+            self.assertEqual(state_dict, expected, rtol=0, atol=0, exact_device=False)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -159,21 +159,21 @@ class TestFormatUtils(DTensorTestBase):
         file, saved, again = (os.path.join(self.temp_dir, f"{layout} {name}") for name in ("file", "saved", "again"))
         run = Run(LAYOUTS[layout]).train(range(2))
         run.save(saved)
-        wanted = run.full()
+        expected = run.full()
         if self.rank == 0:
             dcp_to_torch_save(saved, file)
             state = torch.load(file, weights_only=True)
             self.assertEqual(list(state), ["model", "optim"])
-            found = {**state["model"], **moments(state["optim"])}
-            self.assertEqual(found, {name: wanted[name] for name in found}, rtol=0, atol=0, exact_device=False)
-            self.assertEqual(set(wanted), {*found, "steps"})
+            actual = {**state["model"], **moments(state["optim"])}
+            self.assertEqual(actual, {name: expected[name] for name in actual}, rtol=0, atol=0, exact_device=False)
+            self.assertEqual(set(expected), {*actual, "steps"})
             torch_save_to_dcp(file, again)
         dist.barrier()
         for other in ("FSDP2 on 2", "FSDP1 on 4"):
             run = Run(LAYOUTS[other], seed=1).train(range(9, 10))
             run.load(again)
             if run.takes_part:
-                self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+                self.assertEqual(run.full(), expected, rtol=0, atol=0)
                 self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
     @with_comms
@@ -183,14 +183,14 @@ class TestFormatUtils(DTensorTestBase):
         """FSDP2 continues a plain training after its file is converted to a checkpoint."""
         plain = Run(LAYOUTS["plain"]).train(range(2))
         file, path = os.path.join(self.temp_dir, "file"), os.path.join(self.temp_dir, "checkpoint")
-        wanted = from_first_rank(plain.full())
+        expected = from_first_rank(plain.full())
         if self.rank == 0:
             torch.save(plain.state_dict(), file)
             torch_save_to_dcp(file, path)
         dist.barrier()
         run = Run(LAYOUTS["FSDP2 on 4"], seed=1).train(range(9, 10))
         run.load(path)
-        self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(run.full(), expected, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
     @with_comms

@@ -65,15 +65,15 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     def _test_fsdp_model_state(self, process_group: dist.ProcessGroup | None) -> None:
         source = self._on_meta(seed=0)
         step(source, self._inputs(0))
-        wanted = full_parameters(source)
+        expected = full_parameters(source)
         dcp.save(source.state_dict(), checkpoint_id=self.temp_dir)
         model = self._on_meta(seed=1, group=process_group)
         for name, param in full_parameters(model).items():
-            self.assertNotEqual(param, wanted[name], msg=name)
+            self.assertNotEqual(param, expected[name], msg=name)
         state = model.state_dict()
         dcp.load(state, checkpoint_id=self.temp_dir)
         model.load_state_dict(state)
-        self.assertEqual(full_parameters(model), wanted, rtol=0, atol=0)
+        self.assertEqual(full_parameters(model), expected, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -146,12 +146,12 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
             dcp.load(state, checkpoint_id=path, process_group=groups[loaded_by])
             model.load_state_dict(state)
             manual_seed(0)
-            wanted = WithBuffer(5).to(self.device)
-            self.assertEqual(full_parameters(model), dict(wanted.named_parameters()), rtol=0, atol=0)
+            expected = WithBuffer(5).to(self.device)
+            self.assertEqual(full_parameters(model), dict(expected.named_parameters()), rtol=0, atol=0)
             self.assertEqual(model.module.forwards.tolist(), [3.0])
             for name, value in model.state_dict().items() if loaded_by > 1 else ():
                 if name != "forwards":
-                    rows = chunk_of(wanted.get_parameter(name), self.rank, loaded_by)
+                    rows = chunk_of(expected.get_parameter(name), self.rank, loaded_by)
                     shards = [shard.tensor for shard in value.local_shards()]
                     self.assertEqual(shards, [rows] if len(rows) else [], msg=name, rtol=0, atol=0, may_be="empty")
 

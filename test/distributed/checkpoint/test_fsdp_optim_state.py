@@ -103,15 +103,15 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         pair = dist.new_group([0, 1])
         model, optim = self._create_model(0, range(2))
         dcp.save(sharded_state_dicts(model, optim), checkpoint_id=self.temp_dir)
-        wanted = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+        expected = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
         if self.rank > 1:
             return
         other, other_optim = self._create_model(1, range(1), pair)
         state = sharded_state_dicts(other, other_optim, group=pair)
         dcp.load(state, checkpoint_id=self.temp_dir, process_group=pair)
         FSDP.optim_state_dict_to_load(other, other_optim, state["optim"], load_directly=True, group=pair)
-        found = FSDP.full_optim_state_dict(other, other_optim, rank0_only=False, group=pair)
-        self.assertEqual(found, wanted, rtol=0, atol=0)
+        actual = FSDP.full_optim_state_dict(other, other_optim, rank0_only=False, group=pair)
+        self.assertEqual(actual, expected, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -122,9 +122,9 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
             msd, osd = get_state_dict(model, optim)
             set_state_dict(model, optim, model_state_dict=msd, optim_state_dict=osd)
         self.assertEqual(list(groups), ["optim_state_dict", "optim_state_dict_to_load"])
-        for name, found in groups.items():
+        for name, actual in groups.items():
             with torch_defect("dsd_state_dict_of_a_group_needs_all_ranks"):
-                self.assertIs(found, group, name)
+                self.assertIs(actual, group, name)
         self.assertIsNot(group, dist.group.WORLD)
 
     @contextlib.contextmanager

@@ -48,24 +48,24 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
         saved = fsdp_model.state_dict()
         self.assertEqual({type(value) for value in saved.values()}, {internals.sharded_tensors.ShardedTensor})
         dcp.save(saved, checkpoint_id=self.temp_dir)
-        wanted = full_parameters(fsdp_model)
+        expected = full_parameters(fsdp_model)
 
         model = self._tensor_parallel()
         self._step(model)
         state = model.state_dict()
-        self.assertEqual(list(state), list(wanted))
+        self.assertEqual(list(state), list(expected))
         for name, value in state.items():
-            self.assertNotEqual(value.full_tensor(), wanted[name], msg=name)
+            self.assertNotEqual(value.full_tensor(), expected[name], msg=name)
         dcp.load(state, checkpoint_id=self.temp_dir)
         model.load_state_dict(state)
 
-        found = model.state_dict()
-        self.assertEqual({type(value) for value in found.values()}, {DTensor})
-        placements = {name: value.placements for name, value in found.items()}
+        actual = model.state_dict()
+        self.assertEqual({type(value) for value in actual.values()}, {DTensor})
+        placements = {name: value.placements for name, value in actual.items()}
         columns, rows, whole = (Shard(0),), (Shard(1),), (Replicate(),)
         self.assertEqual(list(placements.values()), [columns, columns, rows, whole])
-        full = {name: value.full_tensor() for name, value in found.items()}
-        self.assertEqual(full, wanted, rtol=0, atol=0)
+        full = {name: value.full_tensor() for name, value in actual.items()}
+        self.assertEqual(full, expected, rtol=0, atol=0)
         probe = uniform(3, 10, seed=1)
         self.assertEqual(model(probe), fsdp_model(probe))
 
@@ -83,11 +83,11 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
         state = fsdp_model.state_dict()
         dcp.load(state, checkpoint_id=self.temp_dir)
         fsdp_model.load_state_dict(state)
-        found = full_parameters(fsdp_model)
+        actual = full_parameters(fsdp_model)
         self.assertEqual(
-            found, {name: value.full_tensor() for name, value in model.state_dict().items()}, rtol=0, atol=0
+            actual, {name: value.full_tensor() for name, value in model.state_dict().items()}, rtol=0, atol=0
         )
-        self.assertEqual(found, dict(plain.named_parameters()))
+        self.assertEqual(actual, dict(plain.named_parameters()))
 
     @with_comms
     @skip_if_lt_x_gpu(4)

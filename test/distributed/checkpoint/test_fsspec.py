@@ -45,9 +45,9 @@ class TestFSSpec(DTensorTestBase):
         dcp.save(saved, storage_writer=storage.FsspecWriter(self.temp_dir))
 
         other, other_optim = self._create_model(1, range(1))
-        wanted = full_parameters(model)
+        expected = full_parameters(model)
         for name, param in full_parameters(other).items():
-            self.assertNotEqual(param, wanted[name], msg=name)
+            self.assertNotEqual(param, expected[name], msg=name)
         state = sharded_state_dicts(other, other_optim)
         dcp.load({"model": state["model"]}, storage_reader=storage.FsspecReader(self.temp_dir))
         other.load_state_dict(state["model"])
@@ -57,11 +57,11 @@ class TestFSSpec(DTensorTestBase):
             storage_reader=storage.FsspecReader(self.temp_dir),
         )
         FSDP.optim_state_dict_to_load(other, other_optim, loaded["optim"], load_directly=True)
-        self.assertEqual(full_parameters(other), wanted, rtol=0, atol=0)
-        states, found = (moments(FSDP.optim_state_dict(*each)) for each in ((model, optim), (other, other_optim)))
+        self.assertEqual(full_parameters(other), expected, rtol=0, atol=0)
+        states, actual = (moments(FSDP.optim_state_dict(*each)) for each in ((model, optim), (other, other_optim)))
         self.assertEqual(len(states), 16)
         for name, value in states.items():
-            local, other_local = ([shard.tensor for shard in each.local_shards()] for each in (value, found[name]))
+            local, other_local = ([shard.tensor for shard in each.local_shards()] for each in (value, actual[name]))
             self.assertEqual(local, other_local, msg=name, rtol=0, atol=0)
         for trained in ((model, optim), (other, other_optim)):
             train_on_share(*trained, range(2, 4), self.rank, self.world_size)
@@ -86,12 +86,12 @@ class TestFSSpec(DTensorTestBase):
         """A writer that may not overwrite leaves the old checkpoint unchanged and loadable."""
         run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
-        wanted = run.full()
+        expected = run.full()
         run.train(range(2, 3))
         with self.assertRaisesRegex(CheckpointException, r"Checkpoint already exists and self\.overwrite=False"):
             run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir, overwrite=False))
         run.load(self.temp_dir, storage_reader=storage.FsspecReader(self.temp_dir))
-        self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(run.full(), expected, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)

@@ -69,11 +69,11 @@ class TestConsolidation(DTensorTestBase):
     @subtests(shape=[(), (1,), (3, 2)])
     def test_consolidated_files_have_values_of_any_shape(self, shape):
         buffer = torch.full(shape, 3.0)
-        found, wanted = self._consolidated(buffer, str(shape)), self._model(buffer).state_dict()
-        self.assertEqual(sorted(found), sorted(wanted))
-        for name, value in wanted.items():
+        actual, expected = self._consolidated(buffer, str(shape)), self._model(buffer).state_dict()
+        self.assertEqual(sorted(actual), sorted(expected))
+        for name, value in expected.items():
             with torch_defect("dcp_consolidated_scalar_becomes_zero", when=name == "buffer" and shape == ()):
-                self.assertEqual(found[name], value, msg=name, **EXACT)
+                self.assertEqual(actual[name], value, msg=name, **EXACT)
 
     @with_comms
     @needs_package
@@ -83,8 +83,8 @@ class TestConsolidation(DTensorTestBase):
     def test_consolidated_files_have_values_of_any_dtype(self, dtype):
         buffer = torch.tensor([3, 0, 1]).to(dtype)
         with torch_defect("dcp_consolidation_refuses_integers", when=not dtype.is_floating_point):
-            found = self._consolidated(buffer, str(dtype))
-            self.assertEqual(found, self._model(buffer).state_dict(), **EXACT)
+            actual = self._consolidated(buffer, str(dtype))
+            self.assertEqual(actual, self._model(buffer).state_dict(), **EXACT)
 
     @with_comms
     @needs_package
@@ -193,15 +193,15 @@ class TestValues(DTensorTestBase):
     @subtests(kind=list(OTHERS))
     def test_save_of_another_value(self, kind):
         """A save raises for a value that is no tensor, or the tensors beside it can be read."""
-        path, found = self._path(kind), {"one": torch.zeros(2)}
+        path, actual = self._path(kind), {"one": torch.zeros(2)}
         with torch_defect("dcp_hf_writer_writes_unreadable_files"):
             try:
                 self._save({"one": torch.ones(2), "other": OTHERS[kind]}, path)
             except CheckpointException as error:
                 self.assertIn("other", str(error))
             else:
-                dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(path))
-                self.assertEqual(found["one"], torch.ones(2), **EXACT)
+                dcp.load(actual, storage_reader=dcp.HuggingFaceStorageReader(path))
+                self.assertEqual(actual["one"], torch.ones(2), **EXACT)
 
     @with_comms
     @needs_package

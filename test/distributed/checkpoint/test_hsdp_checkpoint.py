@@ -73,15 +73,15 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
         saved = copy.deepcopy(sharded_state_dicts(model, optim))
         dcp.save(saved, checkpoint_id=self.temp_dir)
         train_on_share(model, optim, range(2, 3), self.rank, self.world_size)
-        wanted = {**saved["model"], **moments(saved["optim"])}
-        self.assertEqual(len(wanted), 6 + 12)
+        expected = {**saved["model"], **moments(saved["optim"])}
+        self.assertEqual(len(expected), 6 + 12)
         for name, value in parameters_and_moments(model, optim).items():
             self.assertEqual((value.device_mesh, value.placements), (mesh, (Replicate(), Shard(0))))
-            self.assertNotEqual(value.to_local(), wanted[name].to_local(), msg=name)
+            self.assertNotEqual(value.to_local(), expected[name].to_local(), msg=name)
         self._load(model, optim)
         for name, value in parameters_and_moments(model, optim).items():
             self.assertEqual((value.device_mesh, value.placements), (mesh, (Replicate(), Shard(0))))
-            self.assertEqual(value.to_local(), wanted[name].to_local(), msg=name, rtol=0, atol=0)
+            self.assertEqual(value.to_local(), expected[name].to_local(), msg=name, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -91,15 +91,15 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
         """From two replicas of two shards to four shards, with the optimizer."""
         source = self._create_model(self._square(), is_even_sharded_model, 0, range(2))
         dcp.save(sharded_state_dicts(*source), checkpoint_id=self.temp_dir)
-        wanted = self._whole(*source)
+        expected = self._whole(*source)
         line = init_device_mesh(self.device_type, (4,))
         model, optim = self._create_model(line, is_even_sharded_model, 1, range(5, 6))
         for name, value in self._whole(model, optim).items():
-            self.assertNotEqual(value, wanted[name], msg=name)
+            self.assertNotEqual(value, expected[name], msg=name)
         self._load(model, optim)
         for value in parameters_and_moments(model, optim).values():
             self.assertEqual((value.device_mesh, value.placements), (line, (Shard(0),)))
-        self.assertEqual(self._whole(model, optim), wanted, rtol=0, atol=0)
+        self.assertEqual(self._whole(model, optim), expected, rtol=0, atol=0)
 
     def _whole(self, model: FSDP, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         return {name: value.full_tensor() for name, value in parameters_and_moments(model, optim).items()}

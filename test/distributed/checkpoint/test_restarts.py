@@ -29,16 +29,16 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
         run = Run(LAYOUTS[layout], seed=min(index, 1))
         if index:
             run.train(range(100, 101))
-            wanted = torch.load(known)
-            self._check_all_differ(run, wanted)
+            expected = torch.load(known)
+            self._check_all_differ(run, expected)
             run.load(os.path.join(self.temp_dir, self.settings["load"]))
-            self.assertEqual(run.full(), wanted, rtol=0, atol=0)
-        found = run.train(range(STEPS * index, STEPS * (index + 1))).full()
-        self.assertEqual(found, plain_run(range(STEPS * (index + 1))))
+            self.assertEqual(run.full(), expected, rtol=0, atol=0)
+        actual = run.train(range(STEPS * index, STEPS * (index + 1))).full()
+        self.assertEqual(actual, plain_run(range(STEPS * (index + 1))))
         run.save(os.path.join(self.temp_dir, self.settings["save"]))
         if self.rank == 0:
-            torch.save(found, known)
-        self.assertEqual(from_first_rank(found), found, rtol=0, atol=0, may_be="same")
+            torch.save(actual, known)
+        self.assertEqual(from_first_rank(actual), actual, rtol=0, atol=0, may_be="same")
 
     @skip_if_lt_x_gpu(4)
     def test_other_numbers_of_ranks(self):

@@ -126,10 +126,10 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         model = self._model(0)
         own = {f"of rank {self.rank}": torch.full((2,), 1.0 + self.rank)}
         dcp.save({"model": model.state_dict(), **own}, checkpoint_id=self.temp_dir)
-        found = {f"of rank {1 - self.rank}": torch.zeros(2)}
-        state = {"model": self._model(1).state_dict(), **found}
+        actual = {f"of rank {1 - self.rank}": torch.zeros(2)}
+        state = {"model": self._model(1).state_dict(), **actual}
         dcp.load(state, checkpoint_id=self.temp_dir)
-        self.assertEqual(found[f"of rank {1 - self.rank}"].tolist(), [2.0 - self.rank] * 2)
+        self.assertEqual(actual[f"of rank {1 - self.rank}"].tolist(), [2.0 - self.rank] * 2)
         for name, value in model.state_dict().items():
             self.assertEqual(state["model"][name].to_local(), value.to_local(), msg=name, rtol=0, atol=0)
 
@@ -185,8 +185,8 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         dcp.load({"model": run.model.state_dict()}, checkpoint_id=path)
         self.assertEqual([param.to_local().data_ptr() for param in run.model.parameters()], pointers)
         pairs = zip(source.model.named_parameters(), run.model.parameters(), strict=True)
-        for (name, wanted), param in pairs:
-            self.assertEqual(param.to_local(), wanted.to_local(), msg=name, rtol=0, atol=0)
+        for (name, expected), param in pairs:
+            self.assertEqual(param.to_local(), expected.to_local(), msg=name, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -200,10 +200,10 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         saved, loaded = ({"values": CONTAINERS[container](params.values())} for params in sharded)
         dcp.save(saved, checkpoint_id=path)
         dcp.load(loaded, checkpoint_id=path)
-        found = [leaf.detach() for leaf in tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
-        wanted = [shard_of(plain.get_parameter(name), param) for name, param in sharded[0].items()]
+        actual = [leaf.detach() for leaf in tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
+        expected = [shard_of(plain.get_parameter(name), param) for name, param in sharded[0].items()]
         with torch_defect("dcp_tuple_of_shards_is_saved_by_one_rank", when="tuple" in container):
-            self.assertEqual([each.to_local() for each in found], wanted, rtol=0, atol=0)
+            self.assertEqual([each.to_local() for each in actual], expected, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -261,7 +261,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         """After all ranks have saved a full state dict together, each rank saves it alone, and can load it."""
         plain = filled(nn.Linear(2, 4).to(self.device), seed=0)
         state_dict = get_model_state_dict(self._sharded(0), options=StateDictOptions(full_state_dict=True))
-        found = {name: torch.zeros_like(value) for name, value in state_dict.items()}
+        actual = {name: torch.zeros_like(value) for name, value in state_dict.items()}
         path = os.path.join(self.temp_dir, str(enable_plan_caching))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=enable_plan_caching)
         save = functools.partial(dcp.save, state_dict, planner=planner)
@@ -269,10 +269,10 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         with torch_defect("dcp_cached_plan_reaches_another_group", when=enable_plan_caching):
             try:
                 save(checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
-                dcp.load(found, checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
+                dcp.load(actual, checkpoint_id=f"{path} of rank {self.rank}", no_dist=True)
             except CheckpointException as error:  # it is not an ``Exception``, and would end the rank
                 self.fail(str(error))
-            self.assertEqual(found, plain.state_dict(), rtol=0, atol=0)
+            self.assertEqual(actual, plain.state_dict(), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

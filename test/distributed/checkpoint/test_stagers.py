@@ -137,7 +137,7 @@ class TestStagers(HostBackendMixin):
         for kind in ("", change, ""):
             program.step()
             state = program.state(kind)
-            wanted = copied(state)
+            expected = copied(state)
             if name.endswith("cached") and kind in OTHER_LAYOUTS:
                 mismatch = (state_dict_utils.CompanionMismatch, RuntimeError, AttributeError)
                 with (
@@ -146,10 +146,10 @@ class TestStagers(HostBackendMixin):
                 ):
                     stager.stage(state)
                 continue
-            found = self._staged(stager, state)
+            actual = self._staged(stager, state)
             program.step()
-            self.assertFalse(storages(found) & storages(state))
-            self.assertEqual(*(tree_map(local, each) for each in (found, wanted)), exact_device=False, **EXACT)
+            self.assertFalse(storages(actual) & storages(state))
+            self.assertEqual(*(tree_map(local, each) for each in (actual, expected)), exact_device=False, **EXACT)
         stager.close()
 
     @with_comms
@@ -169,13 +169,13 @@ class TestStagers(HostBackendMixin):
         for number, change in enumerate(("", "a key more", "another shape", "")):
             program.step()
             state = program.state(change)
-            wanted = tree_map(full, copied(state))
+            expected = tree_map(full, copied(state))
             path = os.path.join(self.temp_dir, f"{kind} {number}")
             future = dcp.async_save(state, checkpoint_id=path, process_group=group, async_checkpointer_type=kind)
             program.step()
             future.result()
-            found = state_dict_loader._load_state_dict_from_keys(checkpoint_id=path)
-            self.assertEqual(found, wanted, exact_device=False, **EXACT)
+            actual = state_dict_loader._load_state_dict_from_keys(checkpoint_id=path)
+            self.assertEqual(actual, expected, exact_device=False, **EXACT)
 
 
 if __name__ == "__main__":

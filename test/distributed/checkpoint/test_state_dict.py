@@ -95,12 +95,12 @@ class TestStateDict(StateDictTest):
         self._verify_osd_by_load(pair.ref_model, pair.ref_optim, new_optim, osd)
 
         saved_msd, saved_osd = copied(msd), copied(osd)
-        wanted = whole_tree((msd, osd))
+        expected = whole_tree((msd, osd))
         other = init(1)
-        self.assertNotEqual(whole_tree(get_model_state_dict(other.model)), wanted[0])
+        self.assertNotEqual(whole_tree(get_model_state_dict(other.model)), expected[0])
         with load_shows:
             self.assertEqual(other.load(saved_msd, saved_osd, options), ([], []), may_be="empty")
-            self.assertEqual(whole_tree(other.states(options)), wanted, **EXACT)
+            self.assertEqual(whole_tree(other.states(options)), expected, **EXACT)
 
             other.ref_model, other.ref_optim = pair.ref_model, pair.ref_optim
             other.train(range(2, 4))
@@ -132,8 +132,8 @@ class TestStateDict(StateDictTest):
         self._verify_pair(pair, msd, osd)
         other.model.load_state_dict(copied(msd))
         other_optim.load_state_dict(copied(osd))
-        found = whole_tree((other.model.state_dict(), other_optim.state_dict()))
-        self.assertEqual(found, whole_tree((msd, osd)), **EXACT)
+        actual = whole_tree((other.model.state_dict(), other_optim.state_dict()))
+        self.assertEqual(actual, whole_tree((msd, osd)), **EXACT)
         # DSD's functions still find torch's original methods.
         self._verify_pair(pair, *other.states())
 
@@ -272,13 +272,13 @@ class TestStateDict(StateDictTest):
         pair = init(0)
         options = StateDictOptions(ignore_frozen_params=True)
         msd = get_model_state_dict(pair.model, options=options)
-        wanted = {name: value for name, value in pair.ref_model.state_dict().items() if name[0] != "u"}
-        self.assertEqual(sorted(wanted), ["buffer", "l.bias", "l.weight", "p"])
-        self._verify_msd(wanted, msd, options)
+        expected = {name: value for name, value in pair.ref_model.state_dict().items() if name[0] != "u"}
+        self.assertEqual(sorted(expected), ["buffer", "l.bias", "l.weight", "p"])
+        self._verify_msd(expected, msd, options)
         other = init(1)
-        found = set_model_state_dict(other.model, msd, options=StateDictOptions(strict=False))
-        self.assertEqual(sorted(found.missing_keys), sorted(set(pair.ref_model.state_dict()) - set(wanted)))
-        self._verify_msd({**other.ref_model.state_dict(), **wanted}, get_model_state_dict(other.model))
+        actual = set_model_state_dict(other.model, msd, options=StateDictOptions(strict=False))
+        self.assertEqual(sorted(actual.missing_keys), sorted(set(pair.ref_model.state_dict()) - set(expected)))
+        self._verify_msd({**other.ref_model.state_dict(), **expected}, get_model_state_dict(other.model))
 
     def _trained_on_mesh(self, fsdp: int, optimizer_class: type) -> Pair:
         mesh = make_mesh(self.world_size)
@@ -365,15 +365,15 @@ class TestStateDict(StateDictTest):
         pair.train(range(1))
         saved = whole_tree(pair.states())
         self._verify_pair(pair, *pair.states(FULL), options=FULL)
-        wanted, ref_saved = copy.deepcopy((saved, (pair.ref_model.state_dict(), pair.ref_optim.state_dict())))
+        expected, ref_saved = copy.deepcopy((saved, (pair.ref_model.state_dict(), pair.ref_optim.state_dict())))
         pair.train(range(1, 2))
-        self.assertNotEqual(whole_tree(pair.states()), wanted)
+        self.assertNotEqual(whole_tree(pair.states()), expected)
 
         msd, osd = copy.deepcopy(saved) if self.rank == 0 else ({}, {})
         pair.load(msd, osd, FROM_RANK_0)
-        found = whole_tree(pair.states())
-        self.assertEqual(found[0], wanted[0], **EXACT)
-        self._compare_states(found[1], wanted[1])
+        actual = whole_tree(pair.states())
+        self.assertEqual(actual[0], expected[0], **EXACT)
+        self._compare_states(actual[1], expected[1])
         pair.ref_model.load_state_dict(ref_saved[0])
         pair.ref_optim.load_state_dict(ref_saved[1])
         pair.train(range(1, 3))
@@ -549,11 +549,11 @@ class TestStateDict(StateDictTest):
 
         model, given = init(1, "meta" if on_meta else self.device).to(dtype), init(0, self.device).state_dict()
         fully_shard(model, mesh=make_mesh(self.world_size))
-        wanted = {name: value.to(dtype) for name, value in given.items()}
+        expected = {name: value.to(dtype) for name, value in given.items()}
         empty = options.broadcast_from_rank0 and self.rank > 0
         set_model_state_dict(model, {} if empty else dict(given), options=options)
-        found = {name: value.to(dtype) for name, value in whole_tree(model.state_dict()).items()}
-        self.assertEqual(found, wanted, **EXACT)
+        actual = {name: value.to(dtype) for name, value in whole_tree(model.state_dict()).items()}
+        self.assertEqual(actual, expected, **EXACT)
         with torch_defect("dsd_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
             self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
         model(torch.ones(2, 4, device=self.device, dtype=model[1].weight.dtype))
@@ -621,12 +621,12 @@ class TestStateDict(StateDictTest):
         pair.train(range(2))
         msd, osd = pair.states(options)
         self._verify_pair(pair, msd, osd, options=options)
-        wanted = whole_tree((msd, osd))
+        expected = whole_tree((msd, osd))
         other.load(*(({}, {}) if options.broadcast_from_rank0 and self.rank > 0 else (msd, osd)), options)
         self.assertEqual([group["lr"] for group in other.optims[0].param_groups], [0.1, 0.02])
-        found = whole_tree(other.states())
-        self.assertEqual(found[0], wanted[0], **EXACT)
-        self._compare_states(found[1], wanted[1])
+        actual = whole_tree(other.states())
+        self.assertEqual(actual[0], expected[0], **EXACT)
+        self._compare_states(actual[1], expected[1])
         other.ref_model, other.ref_optim = pair.ref_model, pair.ref_optim
         other.train(range(2, 4))
         self._verify_pair(other, *other.states())
@@ -637,10 +637,10 @@ class TestStateDict(StateDictTest):
         plain = nn.Sequential(nn.Linear(4, 2, device=self.device))
         expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
         FSDP(plain, use_orig_params=True)
-        found = get_model_state_dict(plain, options=FULL)
-        self.assertEqual(list(found), list(expected))
+        actual = get_model_state_dict(plain, options=FULL)
+        self.assertEqual(list(actual), list(expected))
         with torch_defect("dsd_inner_module_saves_its_pieces"):
-            self.assertEqual(found, expected, **EXACT)
+            self.assertEqual(actual, expected, **EXACT)
 
 
 class TiedModel(nn.Module):

@@ -172,11 +172,11 @@ class TestStateDictOptions(StateDictOptionsTest):
         """A model keeps its dtype when rank 0 broadcasts a state dict of another one (accelerate #4021)."""
         ours, theirs = dtypes
         given = {name: value.to(theirs) for name, value in self._plain(seed=1).state_dict().items()}
-        wanted = {name: value.to(ours) for name, value in given.items()}
+        expected = {name: value.to(ours) for name, value in given.items()}
         model = self._layers(self._plain().to(ours))
         # The load replaces the tensors of its argument (dsd_load_changes_the_callers_dict).
         set_model_state_dict(model, self._on_rank_0(given), options=FROM_RANK_0)
-        self.assertEqual(whole_tree(model.state_dict()), wanted, **EXACT)
+        self.assertEqual(whole_tree(model.state_dict()), expected, **EXACT)
 
     # --- Keys ---
 
@@ -184,7 +184,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @subtests(options=[StateDictOptions(), FROM_RANK_0])
     def test_missing_and_unexpected_keys(self, options):
         """Strict loads raise an error with the keys on each rank. Others return the keys and load the rest."""
-        wanted = self._plain(1).state_dict()
+        expected = self._plain(1).state_dict()
         for wrong in ("Missing", "Unexpected"):
             source = self._layers(self._plain(1))
             state_dict = dict(get_model_state_dict(source, options=options))
@@ -204,14 +204,14 @@ class TestStateDictOptions(StateDictOptionsTest):
             model = self._layers(self._plain())
             lenient = dataclasses.replace(options, strict=False)
             missing, unexpected = set_model_state_dict(model, dict(given), options=lenient)
-            found = whole_tree(get_model_state_dict(model))
+            actual = whole_tree(get_model_state_dict(model))
             if wrong == "Missing":
                 # A broadcast fills missing keys with the model's own values, so nothing is reported.
                 self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key], may_be="empty")
-                self.assertEqual(found, {**wanted, key: self._plain().state_dict()[key]}, **EXACT)
+                self.assertEqual(actual, {**expected, key: self._plain().state_dict()[key]}, **EXACT)
             else:
                 self.assertEqual(list(unexpected), [key] if is_reported else [], may_be="empty")
-                self.assertEqual(found, wanted, **EXACT)
+                self.assertEqual(actual, expected, **EXACT)
 
     @skip_if_lt_x_gpu(2)
     def test_missing_key_of_full_state_dict(self):
@@ -227,12 +227,12 @@ class TestStateDictOptions(StateDictOptionsTest):
     @subtests(cpu_offload=[False, True])
     def test_unexpected_key_with_offload(self, cpu_offload):
         model = self._layers(self._plain())
-        wanted = self._plain(1).state_dict()
-        given = self._on_rank_0({**wanted, "unknown": torch.zeros(2)})
+        expected = self._plain(1).state_dict()
+        given = self._on_rank_0({**expected, "unknown": torch.zeros(2)})
         options = dataclasses.replace(FROM_RANK_0, strict=False, cpu_offload=cpu_offload)
         with torch_defect("dsd_offloaded_broadcast_of_unknown_key_raises", when=cpu_offload):
             set_model_state_dict(model, given, options=options)
-            self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+            self.assertEqual(whole_tree(get_model_state_dict(model)), expected, **EXACT)
 
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[1, 3, 5], options=[FULL, FROM_RANK_0])
@@ -253,27 +253,27 @@ class TestStateDictOptions(StateDictOptionsTest):
     )
     def test_load_of_each_memory_format(self, options, memory_format, sharded):
         """Each element of a weight comes to its index, in whatever order the given elements lie in memory."""
-        wanted = uniform(2, 2, 3, 3, seed=0)
+        expected = uniform(2, 2, 3, 3, seed=0)
         model = nn.Conv2d(2, 2, 3, bias=False, device=self.device)
         if sharded:
             fully_shard(model)
-        given = self._given({"weight": wanted.to(memory_format=memory_format, copy=True)}, options)
+        given = self._given({"weight": expected.to(memory_format=memory_format, copy=True)}, options)
         set_model_state_dict(model, given, options=options)
         reordered = options.broadcast_from_rank0 and memory_format is torch.channels_last
-        found = whole_tree(get_model_state_dict(model))
+        actual = whole_tree(get_model_state_dict(model))
         with torch_defect("dsd_broadcast_of_channels_last_is_reordered", when=reordered):
-            self.assertEqual(found, {"weight": wanted}, **EXACT)
+            self.assertEqual(actual, {"weight": expected}, **EXACT)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[FULL, FROM_RANK_0])
     def test_callers_dict_stays(self, options):
-        model, wanted = self._layers(self._plain()), self._plain(1).state_dict()
-        state_dict = copy.deepcopy(self._given(wanted, options))
+        model, expected = self._layers(self._plain()), self._plain(1).state_dict()
+        state_dict = copy.deepcopy(self._given(expected, options))
         set_model_state_dict(model, state_dict, options=options)
         with torch_defect("dsd_load_changes_the_callers_dict"):
             self.assertFalse(any(map(is_sharded, state_dict.values())))
-            self.assertEqual(state_dict, self._given(wanted, options), may_be="empty", **EXACT)  # on other ranks
-        self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+            self.assertEqual(state_dict, self._given(expected, options), may_be="empty", **EXACT)  # on other ranks
+        self.assertEqual(whole_tree(get_model_state_dict(model)), expected, **EXACT)
 
     def _wrapped(self, wrapper: str, model: Any) -> Any:
         if "checkpointed" in wrapper:
@@ -292,7 +292,7 @@ class TestStateDictOptions(StateDictOptionsTest):
         """A lenient load into a wrapped model loads what there is. A strict one names what is missing."""
         model, source = (self._wrapped(wrapper, self._plain(seed)) for seed in (0, 1))
         state_dict = dict(get_model_state_dict(source, options=options))
-        wanted = whole_tree({**state_dict, "1.bias": self._plain().state_dict()["1.bias"]})
+        expected = whole_tree({**state_dict, "1.bias": self._plain().state_dict()["1.bias"]})
         del state_dict["1.bias"]
         if not options.broadcast_from_rank0:  # see test_missing_key_of_compiled_model
             by_dsd = "DDP" in wrapper or "compiled" in wrapper
@@ -302,7 +302,7 @@ class TestStateDictOptions(StateDictOptionsTest):
                 set_model_state_dict(model, dict(state_dict), options=options)
         given = self._given({**state_dict, "unknown": state_dict["0.bias"]}, options)
         missing, unexpected = set_model_state_dict(model, given, options=dataclasses.replace(options, strict=False))
-        self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+        self.assertEqual(whole_tree(get_model_state_dict(model)), expected, **EXACT)
         names = [internals.clean_name(name.replace("_orig_mod.", "")).removeprefix("module.") for name in missing]
         # A full state dict is filled with the model's own values.
         self.assertEqual(names, [] if options.full_state_dict else ["1.bias"], may_be="empty")
@@ -358,12 +358,12 @@ class TestStateDictOptions(StateDictOptionsTest):
             return nn.Sequential(layer, nn.Tanh(), layer)
 
         saving, loading = (self._wrapped(wrapper, init(seed)) for seed in (0, 1))
-        state_dict, wanted = get_model_state_dict(saving, options=options), init(0).state_dict()
-        self._verify_msd(wanted, state_dict, options, **EXACT)
+        state_dict, expected = get_model_state_dict(saving, options=options), init(0).state_dict()
+        self._verify_msd(expected, state_dict, options, **EXACT)
         shows = options.full_state_dict or wrapper != "FSDP2"
         with torch_defect("dsd_shared_module_is_not_loaded", when=shows and wrapper != "FSDP1"):
             set_model_state_dict(loading, state_dict, options=options)
-            self._verify_msd(wanted, get_model_state_dict(loading), **EXACT)
+            self._verify_msd(expected, get_model_state_dict(loading), **EXACT)
 
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL], shared=[False, True])
@@ -373,11 +373,11 @@ class TestStateDictOptions(StateDictOptionsTest):
         model[0].weight.requires_grad_(False)
         if shared:
             model[2].weight = model[0].weight
-        wanted = ["1.weight"] if shared else ["1.weight", "2.weight"]
+        expected = ["1.weight"] if shared else ["1.weight", "2.weight"]
         model = FSDP(model, use_orig_params=True) if fsdp == 1 else fully_shard(model)
-        found = get_model_state_dict(model, options=dataclasses.replace(options, ignore_frozen_params=True))
+        actual = get_model_state_dict(model, options=dataclasses.replace(options, ignore_frozen_params=True))
         with torch_defect("dsd_tied_frozen_parameter_is_not_ignored", when=shared):
-            self.assertEqual(list(found), wanted)
+            self.assertEqual(list(actual), expected)
 
     @skip_if_lt_x_gpu(2)
     def test_load_of_nothing(self):
@@ -474,8 +474,8 @@ class TestStateDictOptions(StateDictOptionsTest):
         self._verify_msd({f"1.{name}": value for name, value in layer.state_dict().items()}, state_dict)
         expected = {name: pair.ref_optim.state[param]["exp_avg"] for name, param in pair.ref_model.named_parameters()}
         for each in (osd, also_osd):
-            found = {name: whole(state["exp_avg"]) for name, state in each["state"].items()}
-            self.assertEqual(found, expected)
+            actual = {name: whole(state["exp_avg"]) for name, state in each["state"].items()}
+            self.assertEqual(actual, expected)
 
     # --- States of optimizers ---
 
@@ -497,10 +497,10 @@ class TestStateDictOptions(StateDictOptionsTest):
         pair, other = self._small(0, optim_cls), self._small(1, optim_cls, trained=False)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
-        found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
+        actual, expected = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
         numbered = optim_cls is NumberedStates
         with torch_defect("dsd_nested_states_get_other_keys", when=numbered and options.full_state_dict):
-            self.assertEqual(found, wanted, **EXACT)
+            self.assertEqual(actual, expected, **EXACT)
 
     @skip_if_lt_x_gpu(2)
     def test_flattened_states_have_numbers_alone(self):
@@ -549,11 +549,11 @@ class TestStateDictOptions(StateDictOptionsTest):
         lenient = dataclasses.replace(options, strict=False)
         with torch_defect("dsd_missing_optim_state_raises_key_error"):
             set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
-            found, wanted = (
+            actual, expected = (
                 whole_tree([*map(each.optims[0].state.get, each.model.parameters())]) for each in (other, pair)
             )
-            self.assertEqual(found[:3], wanted[:3], may_be="empty", **EXACT)  # a rank may have no rows
-            self.assertEqual(bool(found[3]), options.full_state_dict and "FSDP1" not in wrapper)
+            self.assertEqual(actual[:3], expected[:3], may_be="empty", **EXACT)  # a rank may have no rows
+            self.assertEqual(bool(actual[3]), options.full_state_dict and "FSDP1" not in wrapper)
 
     @skip_if_lt_x_gpu(2)
     def test_missing_state_of_flattened_optim_state(self):
@@ -576,9 +576,9 @@ class TestStateDictOptions(StateDictOptionsTest):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
         given = to_load.call_args.args[2]["state"]
         states = {name: sorted(state) for name, state in given.items()}
-        found, wanted = of_all_ranks(states), {name: ["exp_avg", "exp_avg_sq", "step"] for name in given}
+        actual, expected = of_all_ranks(states), {name: ["exp_avg", "exp_avg_sq", "step"] for name in given}
         with torch_defect("dsd_flattened_load_by_some_ranks"):
-            self.assertEqual(found, [wanted] * 2)
+            self.assertEqual(actual, [expected] * 2)
 
     @skip_if_lt_x_gpu(2)
     def test_missing_state_of_broadcast_optim_state(self):
@@ -610,13 +610,15 @@ class TestStateDictOptions(StateDictOptionsTest):
         for model in (pair.model, other.model):
             model[1].requires_grad_(False)
         set_optimizer_state_dict(other.model, other.optims, get_optimizer_state_dict(pair.model, pair.optims))
-        found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
+        actual, expected = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
         with torch_defect("dsd_frozen_parameter_loses_its_state"):
-            self.assertEqual(sorted(found["state"]), [0, 1, 2, 3])
-            self.assertEqual([found["state"][number] for number in (2, 3)], [wanted["state"][2], wanted["state"][3]])
-        trained = {number: wanted["state"][number] for number in (0, 1)}
-        self.assertEqual({number: found["state"][number] for number in (0, 1)}, trained, **EXACT)
-        self.assertEqual(found["param_groups"], wanted["param_groups"])
+            self.assertEqual(sorted(actual["state"]), [0, 1, 2, 3])
+            self.assertEqual(
+                [actual["state"][number] for number in (2, 3)], [expected["state"][2], expected["state"][3]]
+            )
+        trained = {number: expected["state"][number] for number in (0, 1)}
+        self.assertEqual({number: actual["state"][number] for number in (0, 1)}, trained, **EXACT)
+        self.assertEqual(actual["param_groups"], expected["param_groups"])
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
@@ -799,12 +801,12 @@ class TestStateDictOptions(StateDictOptionsTest):
         other.load(msd, osd, options)
         other_scheduler.load_state_dict(scheduled)
         train_on(other, other_scheduler, range(3, 6))
-        for found, wanted in zip(other.states(), pair.states(), strict=True):
-            found, wanted = whole_tree(found), whole_tree(wanted)
-            if "param_groups" in found:
-                self._compare_states(found, wanted)
+        for actual, expected in zip(other.states(), pair.states(), strict=True):
+            actual, expected = whole_tree(actual), whole_tree(expected)
+            if "param_groups" in actual:
+                self._compare_states(actual, expected)
             else:
-                self.assertEqual(found, wanted, **EXACT)
+                self.assertEqual(actual, expected, **EXACT)
 
     @requires_world_size(4)
     def test_trajectory_on_fewer_ranks(self):

@@ -43,8 +43,8 @@ class TestStateDictOptions(StateDictOptionsTest):
         with shows:
             osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
             set_optimizer_state_dict(other.model, other.optims, osd, options=options)
-            found, wanted = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
-            self.assertEqual(found, wanted)
+            actual, expected = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
+            self.assertEqual(actual, expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL])
@@ -74,8 +74,8 @@ class TestStateDictOptions(StateDictOptionsTest):
             "dsd_settings_reach_one_of_split_groups", when=parts > 1 and not options.flatten_optimizer_state_dict
         ):
             set_optimizer_state_dict(loading.model, optim, osd, options=options)
-            found = [(group.get("lr"), group.get("eps")) for group in optim.param_groups]
-            self.assertEqual(found, [(0.02, 1e-3)] * parts)
+            actual = [(group.get("lr"), group.get("eps")) for group in optim.param_groups]
+            self.assertEqual(actual, [(0.02, 1e-3)] * parts)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
@@ -115,12 +115,12 @@ class TestStateDictOptions(StateDictOptionsTest):
         model(uniform(2, 3, seed=self.rank)).sum().backward()
         saving.step()
         saving.zero_grad()
-        wanted = [saving.state[param]["exp_avg"].clone() for param in model.parameters()]
+        expected = [saving.state[param]["exp_avg"].clone() for param in model.parameters()]
         options = StateDictOptions(full_state_dict=full)
         osd = get_optimizer_state_dict(model, saving, options=options)
         set_optimizer_state_dict(model, loading, osd, options=options)
         self.assertEqual([group["lr"] for group in loading.param_groups], [0.1 * (i + 1) for i in order])
-        self.assertEqual([loading.state[param]["exp_avg"] for param in model.parameters()], wanted)
+        self.assertEqual([loading.state[param]["exp_avg"] for param in model.parameters()], expected)
 
     @skip_if_lt_x_gpu(2)
     def test_several_stateless_optimizers(self):

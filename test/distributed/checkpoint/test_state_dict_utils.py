@@ -51,10 +51,10 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_gather_state_dict_dtensor(self):
-        found = internals.state_dict_utils._gather_state_dict({"tensor": self._sharded()})
-        self.assertEqual(type(found["tensor"]), torch.Tensor)
-        self.assertEqual(found["tensor"].device.type, self.device.type)
-        self.assertEqual(found, {"tensor": self._whole()}, **EXACT)
+        actual = internals.state_dict_utils._gather_state_dict({"tensor": self._sharded()})
+        self.assertEqual(type(actual["tensor"]), torch.Tensor)
+        self.assertEqual(actual["tensor"].device.type, self.device.type)
+        self.assertEqual(actual, {"tensor": self._whole()}, **EXACT)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -86,9 +86,9 @@ class TestStateDictUtils(DTensorTestBase):
             mixed = [tensor(seed) if seed % 2 else self._rows(7, seed) for seed in range(10)]
             return {"mixed": mixed, "pair": (tensor(20), 5), "bare": tensor(21), "inner": [inner, {"deep": tensor(22)}]}
 
-        found = internals.state_dict_utils._gather_state_dict(built(self._sharded))
-        self.assertEqual(found, built(self._whole), **EXACT)
-        self.assertIs(type(found["pair"]), tuple)
+        actual = internals.state_dict_utils._gather_state_dict(built(self._sharded))
+        self.assertEqual(actual, built(self._whole), **EXACT)
+        self.assertIs(type(actual["pair"]), tuple)
         with self.assertRaisesRegex(ValueError, "Unexpected value type.*set"):
             internals.state_dict_utils._gather_state_dict({"set": {1}})
 
@@ -144,16 +144,16 @@ class TestStateDictUtils(DTensorTestBase):
         scalar = DTensor.from_local(torch.full((), 2.5, device=self.device), self._sharded().device_mesh)
         state_dict = {"tensor": self._sharded(), "scalar": scalar}
         copied = utils._copy_state_dict(state_dict, utils._create_cpu_state_dict(state_dict))
-        found = copied["tensor"]
-        self.assertEqual((type(found), found.placements), (DTensor, (Shard(0),)))
+        actual = copied["tensor"]
+        self.assertEqual((type(actual), actual.placements), (DTensor, (Shard(0),)))
         self.assertEqual((type(copied["scalar"]), copied["scalar"].placements), (DTensor, scalar.placements))
-        wanted = {"tensor": self._rows(self.rank), "scalar": torch.tensor(2.5)}
-        self.assertEqual({name: value.to_local() for name, value in copied.items()}, wanted, **EXACT)
+        expected = {"tensor": self._rows(self.rank), "scalar": torch.tensor(2.5)}
+        self.assertEqual({name: value.to_local() for name, value in copied.items()}, expected, **EXACT)
         for value in state_dict.values():
             value.to_local().fill_(-1)
-        self.assertEqual(found.to_local(), wanted["tensor"], **EXACT)
+        self.assertEqual(actual.to_local(), expected["tensor"], **EXACT)
         with torch_defect("dcp_staged_scalar_changes"):
-            self.assertEqual(copied["scalar"].to_local(), wanted["scalar"], **EXACT)
+            self.assertEqual(copied["scalar"].to_local(), expected["scalar"], **EXACT)
 
     def _state_of_fsdp1(self, rows: int, steps: int = 1) -> dict[str, Any]:
         """The state dicts of a layer with ``rows`` rows, and of its optimizer after some steps, as ShardedTensors."""
@@ -179,13 +179,13 @@ class TestStateDictUtils(DTensorTestBase):
         cached = utils._create_cpu_state_dict(self._state_of_fsdp1(rows), share_memory=share_memory)
         for steps in (1, 2):
             state = self._state_of_fsdp1(rows, steps)
-            wanted = whole_tree(state)
+            expected = whole_tree(state)
             copied = utils._copy_state_dict(state, cached)
             for moment in (state["model"]["weight"], state["optim"]["state"]["weight"]["exp_avg"]):
                 for shard in moment.local_shards():
                     shard.tensor.fill_(-1)
-            self.assertEqual(whole_tree(copied), wanted, **EXACT)
-            self.assertEqual(whole_tree(cached["model"]), wanted["model"], **EXACT)
+            self.assertEqual(whole_tree(copied), expected, **EXACT)
+            self.assertEqual(whole_tree(cached["model"]), expected["model"], **EXACT)
         shards = cached["model"]["weight"].local_shards()
         self.assertEqual(len(shards), int(self.rank * -(-rows // self.world_size) < rows))
         for shard in shards:
@@ -197,11 +197,11 @@ class TestStateDictUtils(DTensorTestBase):
     def test_gather_of_sharded_tensors(self, rows):
         """States of FSDP1 are gathered, and they can be offloaded before that."""
         utils, state = internals.state_dict_utils, self._state_of_fsdp1(rows)
-        wanted = whole_tree(state)
+        expected = whole_tree(state)
         offloaded = utils._offload_state_dict_to_cpu(state)
         self.assertEqual(offloaded["model"]["weight"].device, HOST)
         for given in (state, offloaded):
-            self.assertEqual(utils._gather_state_dict(given), wanted, **EXACT)
+            self.assertEqual(utils._gather_state_dict(given), expected, **EXACT)
 
     def _distribute(self, tensor: DTensor, full: torch.Tensor) -> DTensor:
         state_dict: dict[str, Any] = {"tensor": (tensor, full)}
@@ -216,14 +216,14 @@ class TestStateDictUtils(DTensorTestBase):
         old, new = uniform(rows, 2, seed=0), uniform(rows, 2, seed=1)
         tensor = distribute_tensor(old, make_mesh(self.world_size), [Shard(0)])
         before = tensor.to_local().data_ptr()
-        found = self._distribute(tensor, new)
-        self.assertIs(found, tensor)
-        self.assertEqual(found.to_local().data_ptr(), before)
-        self.assertEqual((found.size(), found.stride()), (old.size(), old.stride()))
-        self.assertEqual(found.full_tensor(), new, **EXACT)
+        actual = self._distribute(tensor, new)
+        self.assertIs(actual, tensor)
+        self.assertEqual(actual.to_local().data_ptr(), before)
+        self.assertEqual((actual.size(), actual.stride()), (old.size(), old.stride()))
+        self.assertEqual(actual.full_tensor(), new, **EXACT)
         mine = new.chunk(self.world_size)
         self.assertEqual(
-            found.to_local(), mine[self.rank] if self.rank < len(mine) else new[:0], **EXACT, may_be="empty"
+            actual.to_local(), mine[self.rank] if self.rank < len(mine) else new[:0], **EXACT, may_be="empty"
         )
 
     def _meshed(self, layout: str, rows: int) -> nn.Module:
@@ -250,10 +250,10 @@ class TestStateDictUtils(DTensorTestBase):
             local = param.to_local()
             before, most = local.data_ptr(), local.untyped_storage().nbytes()
             new = uniform(*param.shape, seed=seed)
-            found = self._distribute(param.detach(), new)
-            self.assertEqual(found.to_local().data_ptr(), before, msg=name)
-            self.assertEqual(found.to_local().untyped_storage().nbytes(), most, msg=name)
-            gathered = internals.state_dict_utils._gather_state_dict({name: found})
+            actual = self._distribute(param.detach(), new)
+            self.assertEqual(actual.to_local().data_ptr(), before, msg=name)
+            self.assertEqual(actual.to_local().untyped_storage().nbytes(), most, msg=name)
+            gathered = internals.state_dict_utils._gather_state_dict({name: actual})
             self.assertEqual(gathered, {name: new}, **EXACT)
             self.assertEqual(param.full_tensor().detach(), new, msg=name, **EXACT)
 
@@ -265,10 +265,10 @@ class TestStateDictUtils(DTensorTestBase):
         with torch.device("meta"):
             model = nn.Linear(2, 6, bias=False)
         fully_shard(model, mesh=make_mesh(self.world_size))
-        found = self._distribute(model.weight.detach(), full)
-        self.assertEqual(found.placements, (Shard(0),))
-        self.assertEqual(found.full_tensor(), full, **EXACT)
-        local = found.to_local()
+        actual = self._distribute(model.weight.detach(), full)
+        self.assertEqual(actual.placements, (Shard(0),))
+        self.assertEqual(actual.full_tensor(), full, **EXACT)
+        local = actual.to_local()
         self.assertEqual(local.untyped_storage().nbytes(), local.numel() * local.element_size())
 
     @with_comms

@@ -177,14 +177,14 @@ class TestValues(DTensorTestBase):
         loader, path = LOADERS[name], os.path.join(self.temp_dir, name)
         state = self._state("saved", loader)
         dcp.save(state, checkpoint_id=path, planner=dcp.DefaultSavePlanner(flatten_state_dict=loader.flatten))
-        found = loader.load(self._state("before", loader), path)
-        found, wanted = (tree_map_only(torch.Tensor, full, each) for each in (found, state))
-        self.assertEqual(sorted(found), sorted(wanted))
+        actual = loader.load(self._state("before", loader), path)
+        actual, expected = (tree_map_only(torch.Tensor, full, each) for each in (actual, state))
+        self.assertEqual(sorted(actual), sorted(expected))
         wrong: set[str] = set()
-        for key, value in wanted.items():
+        for key, value in expected.items():
             try:
-                self.assertIs(type(found[key]), type(value))
-                self.assertEqual(found[key], value, rtol=0, atol=0, may_be="empty", exact_device=False)
+                self.assertIs(type(actual[key]), type(value))
+                self.assertEqual(actual[key], value, rtol=0, atol=0, may_be="empty", exact_device=False)
             except AssertionError:
                 wrong.add(key)
         with torch_defect("dcp_unflattened_load_drops_values", when=not loader.flatten):

@@ -83,25 +83,25 @@ class DTensorStatesMixin(ShardedStatesMixin):
     def _check_optim_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
         """Save the optimizer after one step, and load it after the next one. Only the optimizer must be as before."""
         saved = FSDP.optim_state_dict(model, optim)
-        wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
+        expected, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         train_on_share(model, optim, range(1, 2), self.rank, self.world_size)
         changed = FSDP.optim_state_dict(model, optim)
-        self.assertEqual(step_counts(changed), [2] * len(wanted["state"]))
-        for name, value in moments(wanted).items():
+        self.assertEqual(step_counts(changed), [2] * len(expected["state"]))
+        for name, value in moments(expected).items():
             before, after = (each.to(self.device).full_tensor() for each in (value, moments(changed)[name]))
             self.assertNotEqual(after, before, msg=name)
 
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, torch.load(file)))
-        found = FSDP.optim_state_dict(model, optim)
-        self._check_same_dtensors(moments(found), moments(wanted))
-        self.assertEqual(step_counts(found), [1] * len(wanted["state"]))
-        self.assertEqual(found["param_groups"], wanted["param_groups"])
+        actual = FSDP.optim_state_dict(model, optim)
+        self._check_same_dtensors(moments(actual), moments(expected))
+        self.assertEqual(step_counts(actual), [1] * len(expected["state"]))
+        self.assertEqual(actual["param_groups"], expected["param_groups"])
         self.assertNotEqual(full_parameters(model), parameters)  # the parameters were not saved
 
     def _check_model_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
         """A step after saving changes every parameter. After loading, the model must compute what the saved one did."""
         saved = model.state_dict()
-        wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
+        expected, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         source: Any = getattr(model, "module", model)
         probe = source.get_input().to(self.device)
         output = model(probe).detach()
@@ -110,7 +110,7 @@ class DTensorStatesMixin(ShardedStatesMixin):
             self.assertNotEqual(param, parameters[name], msg=name)
 
         model.load_state_dict(torch.load(file))
-        self._check_same_dtensors(model.state_dict(), wanted)
+        self._check_same_dtensors(model.state_dict(), expected)
         self.assertEqual(full_parameters(model), parameters, rtol=0, atol=0)
         self.assertEqual(model(probe).detach(), output, rtol=0, atol=0)
 

@@ -377,10 +377,10 @@ class OptimStateTest(FSDPTest):
             self.assertEqual(osd, {}, may_be="empty")
             return
         names = {param: name for name, param in reference.model.named_parameters()}
-        wanted = {names[param]: state for param, state in reference.optim.state.items()}
-        self.assertGreater(len(wanted), 0)
-        found = gathered(copied(osd["state"]), group)
-        self.assertEqual(found, wanted, exact_device=False)
+        expected = {names[param]: state for param, state in reference.optim.state.items()}
+        self.assertGreater(len(expected), 0)
+        actual = gathered(copied(osd["state"]), group)
+        self.assertEqual(actual, expected, exact_device=False)
         groups = [
             {**each, "params": sorted(names[param] for param in each["params"])}
             for each in reference.optim.param_groups

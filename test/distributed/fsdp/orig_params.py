@@ -75,9 +75,9 @@ class UseOrigParamsTest(FSDPTest):
 
     def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
         """Compare gradients with the reference by name. Ranks have whole gradients under NO_SHARD, else pieces."""
-        found, wanted = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
-        self.assertTrue(any(grad is not None for grad in wanted.values()))
-        self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
+        actual, expected = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
+        self.assertTrue(any(grad is not None for grad in expected.values()))
+        self.assertEqual(flattened(actual) if strategy is NO_SHARD else self._joined(actual), flattened(expected))
 
     def assert_same_full_params(self, model: nn.Module, *others: nn.Module, writeback: bool = False) -> None:
         """Unsharded parameters must equal those of the other models by name, whether these are in FSDP or not."""

@@ -309,9 +309,9 @@ class CheckpointWrapperTest(TestCase):
             model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
             wrapping.apply_activation_checkpointing(model, **chosen)
             inner = model[1]._checkpoint_wrapped_module
-            found = [type(module) for module in (model, model[0], model[1], inner, inner[0])]
+            actual = [type(module) for module in (model, model[0], model[1], inner, inner[0])]
             kind = wrapping.CheckpointWrapper
-            self.assertEqual(found, [nn.Sequential, kind, kind, nn.Sequential, kind])
+            self.assertEqual(actual, [nn.Sequential, kind, kind, nn.Sequential, kind])
         with self.assertRaisesRegex(ValueError, "to be callable or be a pre-defined wrap policy"):
             wrapping.apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
 
@@ -406,9 +406,9 @@ class CheckpointWrapperTest(TestCase):
                 optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
                 tolerance = None if wrapper is offload else 0
                 for _ in range(3):
-                    wanted, found = self._run(plain), self._run(wrapped)
-                    self.assertEqual(found, wanted, rtol=tolerance, atol=tolerance)
-                    self.assertGreater(wanted[1][0].abs().sum().item(), 0)
+                    expected, actual = self._run(plain), self._run(wrapped)
+                    self.assertEqual(actual, expected, rtol=tolerance, atol=tolerance)
+                    self.assertGreater(expected[1][0].abs().sum().item(), 0)
                     for optim in optims:
                         optim.step()
 

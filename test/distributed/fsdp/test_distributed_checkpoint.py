@@ -128,7 +128,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
         model, other = build(0), build(1)
         path = self._path(kind)
-        before, wanted = shards(other), shards(model)
+        before, expected = shards(other), shards(model)
         with mode(model, kind), mode(other, kind):
             # Local state dicts hold the live shards. A copy leaves something for load_state_dict to do.
             state_dict, loaded = model.state_dict(), copy.deepcopy(other.state_dict())
@@ -140,9 +140,9 @@ class TestCheckpointOnDisk(FSDPTest):
             dcp.load(loaded, storage_reader=FileSystemReader(path))
             other.load_state_dict(loaded)
 
-        self.assertEqual(shards(other), wanted, rtol=0, atol=0)
-        self.assertEqual(len(wanted), 2)
-        for value, old in zip(wanted, before, strict=True):
+        self.assertEqual(shards(other), expected, rtol=0, atol=0)
+        self.assertEqual(len(expected), 2)
+        for value, old in zip(expected, before, strict=True):
             self.assertEqual(torch.equal(value, old), value.numel() == 0)
         self.assertEqual(full_parameters(other), dict(layers(0, self.device).named_parameters()), rtol=0, atol=0)
         self.assertEqual(other.module.kept.tolist(), [1.0, 1.0])
@@ -229,7 +229,7 @@ class TestCheckpointOnDisk(FSDPTest):
             f"{layer}._flat_param": torch.cat([saved[f"{layer}.weight"].flatten(), saved[f"{layer}.bias"]])
             for layer in (0, 2)
         }
-        found = {name: torch.zeros_like(value) for name, value in flat.items()}
+        actual = {name: torch.zeros_like(value) for name, value in flat.items()}
         reader = FileSystemReader(f"{self.temp_dir}/model")
         with mode(model, LOCAL):
             with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
@@ -237,11 +237,11 @@ class TestCheckpointOnDisk(FSDPTest):
             self.assertEqual(list(state_dict), list(before))
             with self.assertRaisesRegex(CheckpointException, r"Missing key in checkpoint state_dict: 0\.(weight|bias)"):
                 dcp.load(state_dict, storage_reader=reader, process_group=groups[self.rank])
-            dcp.load(found, storage_reader=reader, process_group=groups[self.rank])
-            self.assertEqual(found, flat, rtol=0, atol=0)
+            dcp.load(actual, storage_reader=reader, process_group=groups[self.rank])
+            self.assertEqual(actual, flat, rtol=0, atol=0)
             words = r'Missing key\(s\) in state_dict: "0.weight"(.|\n)*Unexpected key\(s\) .*"0._flat_param"'
             with self.assertRaisesRegex(RuntimeError, words):
-                model.load_state_dict(found)
+                model.load_state_dict(actual)
         self.assertEqual(full_parameters(model), before, rtol=0, atol=0)
         for step in (2, 3):
             self._step(model, optim, step)
@@ -326,9 +326,9 @@ class TestCheckpointOnDisk(FSDPTest):
             model, optim, model_step = sharded(1, loaded_by)
             model_step(9)  # gives the optimizer a state that the load must replace
             self._load(path, model, optim, kind, offload_to_cpu=offload_to_cpu)
-            found = full_parameters(model)
+            actual = full_parameters(model)
             if saved:
-                self.assertEqual(found, saved, rtol=0, atol=0)
+                self.assertEqual(actual, saved, rtol=0, atol=0)
         for step in range(2, 5):
             ref_step(step)
             if self.rank < loaded_by:
@@ -383,10 +383,10 @@ class TestCheckpointOnDisk(FSDPTest):
             loaded = dcp.load_sharded_optimizer_state_dict(model.state_dict(), "optim", reader)
             loaded_by = torch.optim.Adam(model.parameters())
             loaded_by.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded_by, loaded["optim"]))
-        found = loaded_by.state[plain[2].weight]["exp_avg"]
+        actual = loaded_by.state[plain[2].weight]["exp_avg"]
         with torch_defect("dcp_ignored_optim_state_is_loaded_sharded"):
-            self.assertIs(type(found), torch.Tensor)
-            self.assertEqual(found.shape, plain[2].weight.shape)
+            self.assertIs(type(actual), torch.Tensor)
+            self.assertEqual(actual.shape, plain[2].weight.shape)
             loaded_by.step()
 
     # Damage.

@@ -178,8 +178,8 @@ class TestApply(FSDPTest):
                 optim.step()
             self._check_unsharded(model, root=False)
         check_losses(ref_losses)
-        found = list(full_parameters(model).values())
-        self.assertEqual(found, [param.detach() for param in plain.parameters()])
+        actual = list(full_parameters(model).values())
+        self.assertEqual(actual, [param.detach() for param in plain.parameters()])
 
     @skip_if_lt_x_gpu(2)
     def test_training_after_apply(self):

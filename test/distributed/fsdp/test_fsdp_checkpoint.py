@@ -234,7 +234,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
             "within": FSDP(self.SequentialModule(True, False, True, **kwargs), **kwargs),
             "around": FSDP(_wrapper(False)(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs),
         }
-        found = {}
+        actual = {}
         # With early stop, recomputation ends within the last layer. Otherwise it runs to the end.
         for name, stops_early in (("without", True), ("within", True), ("around", True), ("around", False)):
             model = models[name]
@@ -243,15 +243,15 @@ class TestFSDPCheckpoint(_CheckpointTest):
                 loss = model(x).sum()
                 in_forward = len(gathers)
                 loss.backward()
-            found[name, stops_early] = in_forward, len(gathers) - in_forward
+            actual[name, stops_early] = in_forward, len(gathers) - in_forward
             self.assertFalse(any(map(internals.is_unsharded, internals.flat_params(model))))
         if sharding_strategy is ShardingStrategy.FULL_SHARD:
             # When recomputation begins, the last of the three layers is already gathered, and stays so. The first two
             # are gathered for it, freed, and gathered again for their own backward.
             expected = [(3, 3), (3, 3), (3, 5), (3, 5)]
-            self.assertEqual(list(found.values()), expected)
+            self.assertEqual(list(actual.values()), expected)
         else:
-            self.assertEqual(found, dict.fromkeys(found, (3, 0)))
+            self.assertEqual(actual, dict.fromkeys(actual, (3, 0)))
 
 
 class CheckpointModule(nn.Module):

@@ -112,11 +112,11 @@ class TestClipGradNorm(FSDPTest):
         optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, reference)]
 
         def clip(max_norm: float) -> None:
-            found = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
-            self.assertGreater(found, max_norm)
+            actual = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
+            self.assertGreater(actual, max_norm)
             expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm=max_norm, norm_type=norm_type)
-            self.assertEqual(found, expected, exact_device=not offload_params)
-            self._assert_same_on_all_ranks(found.item())
+            self.assertEqual(actual, expected, exact_device=not offload_params)
+            self._assert_same_on_all_ranks(actual.item())
 
         tokens = self._tokens(device)
         for each in (model, reference):
@@ -209,8 +209,8 @@ class TestClipGradNorm(FSDPTest):
             model(torch.ones(20, device=device)).sum().backward()
             (grad,) = (param.grad for param in model.parameters())
             grad.fill_(1000)
-            found = model.clip_grad_norm_(max_norm=1000, norm_type=norm_type)
-            self.assertEqual(found.item(), math.inf if norm_type == 1 else norm, rtol=1e-3, atol=0, may_be="nonfinite")
+            actual = model.clip_grad_norm_(max_norm=1000, norm_type=norm_type)
+            self.assertEqual(actual.item(), math.inf if norm_type == 1 else norm, rtol=1e-3, atol=0, may_be="nonfinite")
             expected = torch.full_like(grad, 1000 * 1000 / norm)
             self.assertEqual(grad, expected, rtol=2 * torch.finfo(torch.float16).eps, atol=0)
 
@@ -264,14 +264,14 @@ class TestClipGradNorm(FSDPTest):
         def grads() -> list[torch.Tensor | None]:
             return [param.grad for param in model.parameters()]
 
-        found = model.clip_grad_norm_(max_norm=2 * expected, norm_type=norm_type)
-        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
-        self._assert_same_on_all_ranks(found.item())
+        actual = model.clip_grad_norm_(max_norm=2 * expected, norm_type=norm_type)
+        self.assertEqual(actual.item(), expected, rtol=1e-5, atol=0)
+        self._assert_same_on_all_ranks(actual.item())
         self.assertEqual(grads(), before, rtol=0, atol=0)
 
         max_norm = expected / 8
-        found = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
-        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
+        actual = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
+        self.assertEqual(actual.item(), expected, rtol=1e-5, atol=0)
         factor = max_norm / (expected + EPSILON)
         scaled = [None if grad is None else grad * factor for grad in before]
         self.assertEqual(grads(), scaled, rtol=1e-5, atol=1e-7)
@@ -289,8 +289,8 @@ class TestClipGradNorm(FSDPTest):
         with FSDP.summon_full_params(model, with_grads=True):
             expected = _norm([param.grad for param in model.parameters()], norm_type)
         before = ignored.grad.clone()
-        found = model.clip_grad_norm_(max_norm=expected / 2, norm_type=norm_type)
-        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
+        actual = model.clip_grad_norm_(max_norm=expected / 2, norm_type=norm_type)
+        self.assertEqual(actual.item(), expected, rtol=1e-5, atol=0)
         self.assertEqual(ignored.grad, before / 2)
 
     def _half_frozen(self, device: str) -> FSDP:
@@ -321,8 +321,8 @@ class TestClipGradNorm(FSDPTest):
     def _test_rank_without_gradients(self, device: str, norm_type: float) -> None:
         model = self._half_frozen(device)
         for scale in (2, 1):
-            found = self._clip_half_frozen(model, scale, norm_type)
-            self.assertEqual(found, 4.0 * scale * 16 ** (1 / norm_type))
+            actual = self._clip_half_frozen(model, scale, norm_type)
+            self.assertEqual(actual, 4.0 * scale * 16 ** (1 / norm_type))
             if self.rank == 0:
                 clipped = _norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
                 self.assertEqual(clipped, 1.0)

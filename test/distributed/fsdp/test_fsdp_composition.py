@@ -108,10 +108,10 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         model = FSDP(copy.deepcopy(local), use_orig_params=use_orig_params)
         inp = torch.sin(torch.arange(12.0, device=self.device)).view(4, 3) + self.rank
         if transform == "vmap":
-            found, expected = torch.vmap(model)(inp), torch.vmap(local)(inp)
-            self.assertEqual(found, expected)
+            actual, expected = torch.vmap(model)(inp), torch.vmap(local)(inp)
+            self.assertEqual(actual, expected)
             with torch_defect("fsdp1_backward_through_vmap_raises"):
-                found.sum().backward()
+                actual.sum().backward()
         else:
             function = getattr(torch.func, transform)
             arguments = ((inp,), (inp.cos(),)) if transform == "jvp" else (inp,)

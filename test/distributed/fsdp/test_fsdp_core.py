@@ -218,12 +218,12 @@ class TestParityWithDDP(_TwoRanks):
             self.assertEqual(losses[1], losses[0])
             expected = dict(reference.named_parameters())
             with FSDP.summon_full_params(model, with_grads=use_orig_params):
-                found = named(model)
-                self.assertEqual(list(found), list(expected))
+                actual = named(model)
+                self.assertEqual(list(actual), list(expected))
                 # With the fp32 tolerance: two ranks add in the same order as here, more ranks may add in another order.
-                self.assertEqual(found, expected)
+                self.assertEqual(actual, expected)
                 if use_orig_params:
-                    grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (found, expected))
+                    grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (actual, expected))
                     self.assertEqual(grads, expected_grads)
         check_losses(ref_losses)
 
@@ -398,8 +398,8 @@ class TestNoGrad(_TwoRanks):
             for optim in optims:
                 optim.step()
         check_losses(losses)
-        wanted = {name: param.detach() for name, param in ref_model.named_parameters()}
-        self.assertEqual(full_parameters(model), wanted, **tolerance)
+        expected = {name: param.detach() for name, param in ref_model.named_parameters()}
+        self.assertEqual(full_parameters(model), expected, **tolerance)
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -427,8 +427,8 @@ class TestNoGrad(_TwoRanks):
             average_gradients(ref_model)
             optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
             take_step(optims)
-            wanted = {name: param.detach() for name, param in ref_model.named_parameters()}
-            self.assertEqual(full_parameters(model), wanted, **tolerance)
+            expected = {name: param.detach() for name, param in ref_model.named_parameters()}
+            self.assertEqual(full_parameters(model), expected, **tolerance)
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -96,10 +96,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         result = model.load_state_dict(source.state_dict(), assign=assign)
         self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []), may_be="empty")
         rows = self._rows(2, 3)
-        output, wanted = model(rows), source(rows)
+        output, expected = model(rows), source(rows)
         unflattened = strategy is ShardingStrategy.NO_SHARD and use_orig_params
         with torch_defect("fsdp1_assigned_state_dict_is_lost", when=assign and not unflattened):
-            self.assertEqual(output, wanted)
+            self.assertEqual(output, expected)
 
 
 if __name__ == "__main__":

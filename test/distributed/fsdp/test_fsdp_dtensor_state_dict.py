@@ -105,8 +105,8 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         on_mesh, on_group = (self._create_model(is_even_sharded_model, mesh) for mesh in (self._mesh(), None))
         empty = self._check_same_rows(on_mesh, on_group, offload_to_cpu)
         last_of_four = self.rank == 3 and not is_even_sharded_model and self.world_size == 4
-        wanted = ["net4.1.weight", "net4.1.bias"] if last_of_four else []
-        self.assertEqual([name for name in empty if "exp_avg" not in name], wanted, may_be="empty")
+        expected = ["net4.1.weight", "net4.1.bias"] if last_of_four else []
+        self.assertEqual([name for name in empty if "exp_avg" not in name], expected, may_be="empty")
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -135,10 +135,10 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         fresh, _ = self._create_model(is_even_sharded_model, self._mesh(), range(0))
         for each in (model, fresh):
             use_sharded_state_dicts(each, offload_to_cpu=False)
-        wanted = full_parameters(model)
-        self.assertNotEqual(full_parameters(fresh), wanted)
+        expected = full_parameters(model)
+        self.assertNotEqual(full_parameters(fresh), expected)
         fresh.load_state_dict(model.state_dict())
-        self.assertEqual(full_parameters(fresh), wanted, rtol=0, atol=0)
+        self.assertEqual(full_parameters(fresh), expected, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -171,15 +171,15 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @EVEN
     def test_full_tensors(self, is_even_sharded_model):
         """The joined shards equal FULL_STATE_DICT and the plain model's values."""
-        wanted = plain_parameters_and_moments(*self._reference(is_even_sharded_model, range(1)))
+        expected = plain_parameters_and_moments(*self._reference(is_even_sharded_model, range(1)))
         model, optim = self._create_model(is_even_sharded_model, self._mesh())
         use_sharded_state_dicts(model)
-        found = {name: value.full_tensor() for name, value in parameters_and_moments(model, optim).items()}
+        actual = {name: value.full_tensor() for name, value in parameters_and_moments(model, optim).items()}
         full = FullOptimStateDictConfig(rank0_only=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), full)
-        self.assertEqual(found, parameters_and_moments(model, optim), rtol=0, atol=0, exact_device=False)
+        self.assertEqual(actual, parameters_and_moments(model, optim), rtol=0, atol=0, exact_device=False)
         # The reference adds the rows of all ranks in another order.
-        self.assertEqual(found, wanted)
+        self.assertEqual(actual, expected)
 
     @with_comms
     @skip_if_lt_x_gpu(2)

@@ -131,14 +131,14 @@ class TestFSDPExecOrder(FSDPTest):
             model.flip_path()
 
         data, status = internals.execution_order(model), exec_order_utils._ExecOrderWarnStatus
-        with _order_warnings() as found:
+        with _order_warnings() as actual:
             loss = self._forward(model, device)
         expected = (
             f"Forward order differs from that of the first iteration on rank {self.rank}. Collectives are unchecked "
             "and may give incorrect results or hang.\nExpected to all-gather for [['layer1.weight']] but trying to "
             "all-gather parameters for [['layer2.0.weight', 'layer2.2.weight']]"
         )
-        self.assertEqual(found, [expected] if deviates else [], may_be="empty")
+        self.assertEqual(actual, [expected] if deviates else [], may_be="empty")
         self.assertIs(data.warn_status, status.WARNING if deviates else status.NONE)
 
         model.module.run_backward(loss)
@@ -154,7 +154,7 @@ class TestFSDPExecOrder(FSDPTest):
     def test_train_eval(self, device, sharding_strategy):
         """Forwards in eval mode are not checked, since no backward ends their iteration."""
         model = self._wrapped(sharding_strategy, device)
-        with _order_warnings() as found:
+        with _order_warnings() as actual:
             for _ in range(2):
                 model.train()
                 for _ in range(3):
@@ -162,14 +162,14 @@ class TestFSDPExecOrder(FSDPTest):
                 model.eval()
                 for _ in range(3):
                     self._forward(model, device)
-        self.assertEqual(found, [], may_be="empty")
+        self.assertEqual(actual, [], may_be="empty")
         self.assertEqual(internals.execution_order(model).current_order_index, 0)
         # The check still works: in train mode the other path is detected.
         model.train()
         model.flip_path()
-        with _order_warnings() as found:
+        with _order_warnings() as actual:
             self._forward(model, device)
-        self.assertEqual(len(found), 1)
+        self.assertEqual(len(actual), 1)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
@@ -194,7 +194,7 @@ class TestFSDPExecOrder(FSDPTest):
         checks = level is dist.DebugLevel.DETAIL
         if not checks and self.rank != 0:
             model.flip_path()
-        with recorded("all_gather") as gathers, _order_warnings() as found:
+        with recorded("all_gather") as gathers, _order_warnings() as actual:
             self._iterate(model, device)
             self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # two for each unit: the root and one path
             self._iterate(model, device)
@@ -202,7 +202,7 @@ class TestFSDPExecOrder(FSDPTest):
             if not checks:
                 model.flip_path()
             self._iterate(model, device)
-        self.assertEqual(found, [], may_be="empty")
+        self.assertEqual(actual, [], may_be="empty")
 
 
 def _validations(gathers: list[Call]) -> int:

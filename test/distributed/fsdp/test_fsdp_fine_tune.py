@@ -117,16 +117,16 @@ class TestFSDPFineTune(FSDPTest):
         """Each instance's reduced gradient, joined from the ranks, must equal that of the reference's layer."""
         layers = [layer for layer in reference.modules() if isinstance(layer, nn.Linear)]
         for instance, layer in zip(internals.managing_instances(model), layers, strict=True):
-            wanted = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
+            expected = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
             mine = [None if param.grad is None else param.grad.flatten().cpu() for param in instance.parameters()]
             everywhere = [mine] if instance.sharding_strategy is NO_SHARD else of_all_ranks(mine)
             of_each = [[piece for piece in pieces if piece is not None] for pieces in zip(*everywhere, strict=True)]
-            if not any(grad is not None for grad in wanted):
+            if not any(grad is not None for grad in expected):
                 self.assertEqual([piece for pieces in of_each for piece in pieces], [], may_be="empty")
                 continue
             # Either one flat gradient, which may end in padding, or a gradient for each parameter.
-            found = torch.cat([piece for pieces in of_each for piece in pieces])
-            self.assertEqual(found[: 5 * 5 + 5], torch.cat(wanted))
+            actual = torch.cat([piece for pieces in of_each for piece in pieces])
+            self.assertEqual(actual[: 5 * 5 + 5], torch.cat(expected))
 
     def _optims(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
         return [
@@ -292,10 +292,10 @@ class TestFSDPFineTune(FSDPTest):
                 optim.step()
                 optim.zero_grad()
         check_losses(ref_losses)
-        found = full_parameters(fsdp_model)
-        self.assertEqual(found, dict(ddp_model.module.named_parameters()))
+        actual = full_parameters(fsdp_model)
+        self.assertEqual(actual, dict(ddp_model.module.named_parameters()))
         for name, value in frozen.items():
-            self.assertEqual(found[name], value, rtol=0, atol=0)
+            self.assertEqual(actual[name], value, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -380,13 +380,13 @@ class TestFSDPFineTune(FSDPTest):
                 self.assertEqual(learnable_input.grad, expected)
             self.assertEqual([param.grad for param in frozen.parameters()], [None] * len(list(frozen.parameters())))
         check_losses(ref_losses)
-        found = full_parameters(frozen_model)
-        self.assertEqual(found, full_parameters(ref_model))
+        actual = full_parameters(frozen_model)
+        self.assertEqual(actual, full_parameters(ref_model))
         for name, value in initial.items():
             if name.startswith("layer1_frozen"):
-                self.assertEqual(found[name], value, rtol=0, atol=0)
+                self.assertEqual(actual[name], value, rtol=0, atol=0)
             else:
-                self.assertNotEqual(found[name], value)
+                self.assertNotEqual(actual[name], value)
 
 
 instantiate_device_type_tests(TestFSDPFineTune, globals(), allow_xpu=True)

@@ -479,14 +479,14 @@ class ShardsTest(FlattenTest):
     def test_sharded_state_dict_of_any_layout(self, layout, use_orig_params):
         layer = nn.Linear(3, 3).to(self.device)
         layer.weight = nn.Parameter(LAYOUTS[layout](torch.rand(6, 6).to(self.device)))
-        wanted = layer.weight.detach().chunk(self.world_size)[self.rank].clone()  # which keeps dense strides
+        expected = layer.weight.detach().chunk(self.world_size)[self.rank].clone()  # which keeps dense strides
         model = FSDP(layer, use_orig_params=use_orig_params)
         with (
             FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
-            torch_defect("fsdp1_sharded_state_dict_of_channels_last_raises", when=not wanted.is_contiguous()),
+            torch_defect("fsdp1_sharded_state_dict_of_channels_last_raises", when=not expected.is_contiguous()),
         ):
             shards = [shard.tensor for shard in model.state_dict()["weight"].local_shards()]
-            self.assertEqual(shards, [wanted])
+            self.assertEqual(shards, [expected])
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -510,11 +510,11 @@ class ShardsTest(FlattenTest):
             optim.step()
         with FSDP.summon_full_params(model):
             self.check_sharing(model.module)
-            found = {name: param.detach().clone() for name, param in model.module.named_parameters()}
-        wanted = {name: param.detach() for name, param in reference.named_parameters()}
-        self.assertEqual(found, wanted)
+            actual = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+        expected = {name: param.detach() for name, param in reference.named_parameters()}
+        self.assertEqual(actual, expected)
         # This proves that there was a gradient.
-        self.assertNotEqual(found["encoder.layers.0.linear1.weight"], initial["encoder.layers.0.linear1.weight"])
+        self.assertNotEqual(actual["encoder.layers.0.linear1.weight"], initial["encoder.layers.0.linear1.weight"])
         self.assertEqual(model(*inputs), reference(*inputs))
 
     def check_sharing(self, module: nn.Module) -> None:

@@ -153,15 +153,15 @@ class TestFreezingWeights(FSDPTest):
             disable_autograd,
             {"device_id": self.device, "forward_prefetch": forward_prefetch},
         )
-        found = self._dist_train(model, freezing_method)
+        actual = self._dist_train(model, freezing_method)
 
-        self.assertEqual(found, expected, exact_device=True)
-        unchanged = [torch.equal(param, old) for param, old in zip(found, initial, strict=True)]
+        self.assertEqual(actual, expected, exact_device=True)
+        unchanged = [torch.equal(param, old) for param, old in zip(actual, initial, strict=True)]
         self.assertEqual(unchanged, in_trunk)
         if freezing_method is FreezingMethod.RequiresGrad:
             trainable = [param.requires_grad for param in expected]
             self.assertEqual(trainable, [not frozen for frozen in in_trunk])
-            self.assertEqual([param.requires_grad for param in found], trainable)
+            self.assertEqual([param.requires_grad for param in actual], trainable)
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -260,11 +260,11 @@ class TestFreezingWeights(FSDPTest):
             for optim in optims:
                 optim.step()
 
-        found = get_full_params(model)
+        actual = get_full_params(model)
         trainable = [param.requires_grad for param in plain.parameters()]
-        self.assertEqual([param.requires_grad for param in found], trainable)
-        self.assertEqual(found, list(plain.parameters()))
-        changed = [not torch.equal(param, old) for param, old in zip(found, initial.parameters())]
+        self.assertEqual([param.requires_grad for param in actual], trainable)
+        self.assertEqual(actual, list(plain.parameters()))
+        changed = [not torch.equal(param, old) for param, old in zip(actual, initial.parameters())]
         self.assertEqual(changed, trainable)
 
     @skip_if_lt_x_gpu(2)
@@ -278,11 +278,11 @@ class TestFreezingWeights(FSDPTest):
                 next(each.parameters()).requires_grad_(requires_grad)
                 each(torch.ones(1, 4, device=self.device)).sum().backward()
         with FSDP.summon_full_params(model, with_grads=True):
-            found = [param.grad.clone() for param in model.parameters()]
-        (frozen, trained), (wanted_of_frozen, wanted) = found, [param.grad for param in plain.parameters()]
+            actual = [param.grad.clone() for param in model.parameters()]
+        (frozen, trained), (wanted_of_frozen, expected) = actual, [param.grad for param in plain.parameters()]
         with torch_defect("fsdp1_freezing_drops_gradients"):
             self.assertEqual(frozen, wanted_of_frozen)
-        self.assertEqual(trained, wanted)
+        self.assertEqual(trained, expected)
 
     @torch_defect("fsdp1_frozen_unit_that_returns_its_input_raises")
     @skip_if_lt_x_gpu(2)

@@ -230,12 +230,12 @@ class TestGradAcc(FSDPTest):
                 plain.get_loss(batch, plain(*batch)).backward()
             average_gradients(plain)
             with FSDP.summon_full_params(model, with_grads=True):
-                found = [param.grad.clone() for param in model.parameters()]
-            self._assert_alike(found, [param.grad for param in plain.parameters()])
+                actual = [param.grad.clone() for param in model.parameters()]
+            self._assert_alike(actual, [param.grad for param in plain.parameters()])
             for optim in optims:
                 optim.step()
-        found = list(full_parameters(model).values())
-        self._assert_alike(found, [param.detach() for param in plain.parameters()])
+        actual = list(full_parameters(model).values())
+        self._assert_alike(actual, [param.detach() for param in plain.parameters()])
 
     def _assert_alike(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(expected))
@@ -294,8 +294,8 @@ class TestGradAcc(FSDPTest):
             torch_defect("fsdp1_gradient_of_no_sync_raises", when=not replicates),
         ):
             model(self._mine(1), 1).sum().backward()
-            found = [internals.flat_param_of(branch).grad.unique().tolist() for branch in branches]
-            self.assertEqual(found, [[1.5], [1.5]])
+            actual = [internals.flat_param_of(branch).grad.unique().tolist() for branch in branches]
+            self.assertEqual(actual, [[1.5], [1.5]])
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True], second_in_no_sync=[False, True])

@@ -125,17 +125,17 @@ class TestFSDPHybridShard(FSDPTest):
         self, model: FSDP, optim: torch.optim.Optimizer, loaded: FSDP, loaded_optim: torch.optim.Optimizer
     ) -> None:
         """Full parameters and moments equal the source's and are the same on all ranks."""
-        found, wanted = full_parameters(loaded), full_parameters(model)
-        self.assertEqual(found, wanted, rtol=0, atol=0)
-        for name, value in found.items():
+        actual, expected = full_parameters(loaded), full_parameters(model)
+        self.assertEqual(actual, expected, rtol=0, atol=0)
+        for name, value in actual.items():
             self._assert_alike(value, msg=name)
         for each, each_optim in ((model, optim), (loaded, loaded_optim)):
             FSDP.set_state_dict_type(each, StateDictType.FULL_STATE_DICT)
             self.assertGreater(len(each_optim.state), 0)
-        found, wanted = FSDP.optim_state_dict(loaded, loaded_optim), FSDP.optim_state_dict(model, optim)
+        actual, expected = FSDP.optim_state_dict(loaded, loaded_optim), FSDP.optim_state_dict(model, optim)
         if self.rank == 0:  # by default, only rank 0 gets the FULL_STATE_DICT of an optimizer
-            self.assertEqual(len(wanted["state"]), 6)
-        self.assertEqual(found["state"], wanted["state"], rtol=0, atol=0)
+            self.assertEqual(len(expected["state"]), 6)
+        self.assertEqual(actual["state"], expected["state"], rtol=0, atol=0)
         for mine, theirs in zip(optim.state.values(), loaded_optim.state.values(), strict=True):
             self.assertEqual(theirs, mine, rtol=0, atol=0)
 
@@ -185,13 +185,13 @@ class TestFSDPHybridShard(FSDPTest):
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)
         model.register_buffer("buffer", torch.full((3,), self.rank + 1.0, device=self.device))
-        wanted = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-        for tensor in wanted:
+        expected = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+        for tensor in expected:
             dist.broadcast(tensor, 0)
         groups = self._groups()
         with states_may_be_synced():
             model = self._wrapped(model, groups, sync_module_states=True)
-        *params, buffer = wanted
+        *params, buffer = expected
         self.assertEqual([*full_parameters(model).values()], params, rtol=0, atol=0)
         with torch_defect("fsdp1_hybrid_shard_leaves_buffers", when=self.rank >= 2):
             self.assertEqual([*model.buffers()], [buffer], rtol=0, atol=0)

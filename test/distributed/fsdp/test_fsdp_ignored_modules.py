@@ -148,9 +148,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         before = {name: param.detach().clone() for name, param in local.named_parameters()}
 
         def follow(inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            found = local(*inputs)
-            self.assertEqual(output, found.detach())
-            own = torch.autograd.grad(local.get_loss(inputs, found), list(local.parameters()))
+            actual = local(*inputs)
+            self.assertEqual(output, actual.detach())
+            own = torch.autograd.grad(local.get_loss(inputs, actual), list(local.parameters()))
             for (name, param), grad in zip(local.named_parameters(), own, strict=True):
                 if name not in ignored:
                     average([grad])
@@ -164,9 +164,9 @@ class TestFSDPIgnoredModules(FSDPTest):
             self.assertIs(named(model)[name], param)
             self.assertEqual(param.shape, before[name].shape)
         self._train_model(model, make_optim(model.parameters()), 3, follow)
-        found = full_parameters(model)
-        self.assertEqual(found, {name: param.detach() for name, param in local.named_parameters()})
-        for name, value in found.items():
+        actual = full_parameters(model)
+        self.assertEqual(actual, {name: param.detach() for name, param in local.named_parameters()})
+        for name, value in actual.items():
             self.assertNotEqual(value, before[name], rtol=0, atol=0)
 
     def _check_managed(self, model: nn.Module, ignored: Iterable[str]) -> list[str]:
@@ -211,9 +211,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         managed = self._check_managed(model, ignored)
         self.assertEqual({*managed, *ignored}, set(dict(local.named_parameters())))
         with FSDP.summon_full_params(model):
-            found = _unpadded_numel(internals.flat_param_of(model))
-        self.assertEqual(found, _numel(local) - _numel(local.layer1))
-        self.assertEqual(found, 36)
+            actual = _unpadded_numel(internals.flat_param_of(model))
+        self.assertEqual(actual, _numel(local) - _numel(local.layer1))
+        self.assertEqual(actual, 36)
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(2)
@@ -231,9 +231,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         ignored = {name: model.get_parameter(name) for name in names}
         model = FSDP(model, auto_wrap_policy=policy, ignored_states=set(ignored.values()), use_orig_params=False)
         self._check_managed(model, ignored)
-        found = [flat_param.numel() for flat_param in internals.flat_params(model)]
+        actual = [flat_param.numel() for flat_param in internals.flat_params(model)]
         unsharded = [36, 44 if ignore_bias else 48]
-        self.assertEqual(found, [math.ceil(numel / self.world_size) for numel in unsharded])
+        self.assertEqual(actual, [math.ceil(numel / self.world_size) for numel in unsharded])
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(1)

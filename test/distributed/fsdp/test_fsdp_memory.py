@@ -168,8 +168,8 @@ class TestFSDPMemory(FSDPTest):
             activations = 51 if with_checkpoint else 340
         first = [shard + 1, activations, activations, 2 * shard + 1, 3 * shard + 1, 2 * shard + 1]
         later = [2 * shard + 1, *[activations + shard] * 2, 3 * shard + 1, 3 * shard + 1, 2 * shard + 1]
-        for found, expected in zip(seen, [first, *[later] * (ITERATIONS - 1)], strict=True):
-            self.assertEqual(found, dict(zip(POINTS, expected, strict=True)), rtol=0, atol=1)
+        for actual, expected in zip(seen, [first, *[later] * (ITERATIONS - 1)], strict=True):
+            self.assertEqual(actual, dict(zip(POINTS, expected, strict=True)), rtol=0, atol=1)
 
     # By storages.
 
@@ -205,12 +205,12 @@ class TestFSDPMemory(FSDPTest):
         plain = create_model(False, False, hidden_dim)
         self.assertEqual(total, BYTES * sum(param.numel() for param in plain.parameters()))
         seen = self._dist_train(model, optim, x, lambda: self._held(model, optim))
-        for iteration, found in enumerate(seen):
+        for iteration, actual in enumerate(seen):
             momentum = shard if iteration else 0
             forward = {"shards": shard, "gathered": 0, "gradients": 0, "momentum": momentum}
             backward = {**forward, "gradients": shard}
             expected = [*[forward] * 3, backward, {**backward, "momentum": shard}, {**forward, "momentum": shard}]
-            self.assertEqual(found, dict(zip(POINTS, expected, strict=True)))
+            self.assertEqual(actual, dict(zip(POINTS, expected, strict=True)))
 
         # The shards hold all parameters, and less than one element of padding per rank and unit.
         of_all = torch.tensor(shard, device=self.device)

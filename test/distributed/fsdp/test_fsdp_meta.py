@@ -129,10 +129,10 @@ class TestFSDPWithMetaDevice(FSDPTest):
             for model in models:
                 if isinstance(model, FSDP):
                     stack.enter_context(FSDP.summon_full_params(model, writeback=False))
-            found, *others = [[tensor.detach().clone() for tensor in _states(model)] for model in models]
-        self.assertEqual({tensor.device for tensor in found}, {self.device})
+            actual, *others = [[tensor.detach().clone() for tensor in _states(model)] for model in models]
+        self.assertEqual({tensor.device for tensor in actual}, {self.device})
         for other in others:
-            self.assertEqual(found, other)
+            self.assertEqual(actual, other)
 
     def _check_training(self, from_meta: nn.Module, regular: nn.Module, plain: nn.Module) -> None:
         """Compare before and after a step, and with a model without FSDP that gets the data of all ranks."""
@@ -358,9 +358,9 @@ class TestFSDPWithMetaDevice(FSDPTest):
         kwargs = {"use_orig_params": use_orig_params, "device_id": self.device}
         first = FSDP(loaded, **kwargs) if in_own_unit else loaded
         model = FSDP(nn.Sequential(first, MyLinear(2, 3, device=META)), **kwargs)
-        found = list(full_parameters(model).values())[0]
+        actual = list(full_parameters(model).values())[0]
         with torch_defect("fsdp1_materialization_loses_values", when=not in_own_unit):
-            self.assertEqual(found, torch.full((2, 3), 5.0, device=self.device))
+            self.assertEqual(actual, torch.full((2, 3), 5.0, device=self.device))
 
 
 instantiate_parametrized_tests(TestFSDPWithMetaDevice)

@@ -252,13 +252,13 @@ class TestMethods(FSDPTest):
     def _call(self, method: str, errors: dict[str, str], fsdp: Side, plain: Side) -> None:
         """The method gives what the plain side gives, or raises its own error."""
         try:
-            found, wanted = METHODS[method](fsdp, plain)
+            actual, expected = METHODS[method](fsdp, plain)
         except (AssertionError, RuntimeError, ValueError) as error:
             if method not in errors:
                 raise
             self.assertRegex(str(error), errors[method])
         else:
-            self.assertEqual(found, wanted, may_be=("empty", "zero"), exact_device=False)
+            self.assertEqual(actual, expected, may_be=("empty", "zero"), exact_device=False)
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -235,13 +235,13 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """A device without an index means the current one, and gives a warning. The host needs no index."""
         current = torch.device("meta", self.rank)
         with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
-            found = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
-        self.assertEqual(found, current)
+            actual = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
+        self.assertEqual(actual, current)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for device_id in (torch.device("meta", 1), HOST):
-                found = internals.fsdp1_init._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
-                self.assertEqual(found, device_id)
+                actual = internals.fsdp1_init._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
+                self.assertEqual(actual, device_id)
             self.assertIsNone(internals.fsdp1_init._get_device_from_device_id(None, self.rank, _stub_handle(current)))
 
     @requires(lambda: None if accelerator.current().is_cpu else "needs a host without an accelerator")
@@ -629,10 +629,10 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 DEVICEInitMode.DEVICE_NEVER,
                 {"auto_wrap_policy": policy, "device_id": device},
             )
-        found = [module.compute_device for module in FSDP.fsdp_modules(model)]
-        self.assertEqual(found, [device] * 5)
-        found = [flat_param.device for flat_param in internals.flat_params(model)]
-        self.assertEqual(found, [device] * 5)
+        actual = [module.compute_device for module in FSDP.fsdp_modules(model)]
+        self.assertEqual(actual, [device] * 5)
+        actual = [flat_param.device for flat_param in internals.flat_params(model)]
+        self.assertEqual(actual, [device] * 5)
         self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
     @skip_if_lt_x_gpu(1)
@@ -859,8 +859,8 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             model.module[1] = wrap(model.module[1], False)
             model = wrap(model, True)
         inputs = [torch.rand(4, 8, device=self.device)]
-        found = [getattr(module, attr_name) for module in FSDP.fsdp_modules(model)]
-        self.assertEqual(found, [True, False])
+        actual = [getattr(module, attr_name) for module in FSDP.fsdp_modules(model)]
+        self.assertEqual(actual, [True, False])
         with self.assertRaisesRegex(ValueError, f"Expects one homogeneous value for {attr_name}"):
             model(*inputs)
 
@@ -909,10 +909,10 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
             model = FSDP(nn.Linear(3, 3).to(self.device), sharding_strategy=sharding_strategy)
         self.assertIs(model.sharding_strategy, ShardingStrategy.NO_SHARD)
         prefix = "FSDP is switching to use `NO_SHARD` instead of"
-        found = [str(each.message) for each in caught if str(each.message).startswith(prefix)]
+        actual = [str(each.message) for each in caught if str(each.message).startswith(prefix)]
         asked = sharding_strategy or ShardingStrategy.FULL_SHARD
         switched = [] if asked is ShardingStrategy.NO_SHARD else [f"{prefix} {asked} since the world size is 1."]
-        self.assertEqual(found, switched, may_be="empty")
+        self.assertEqual(actual, switched, may_be="empty")
 
     @skip_if_lt_x_gpu(1)
     def test_training_device_mismatch_errors(self):

@@ -180,8 +180,8 @@ class TestFSDPMixedPrecision(FSDPTest):
             before = [param.detach().clone() for param in model.parameters()]
             with recorded() as calls:
                 others = [object(), torch.float64, config]  # no tensors, so FSDP hands them on
-                output, *found = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full), *others))
-                self.assertListEqual(found, others)
+                output, *actual = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full), *others))
+                self.assertListEqual(actual, others)
                 self._check_low_shards_and_buffers(model, dtypes)
                 loss = scaler.scale(output.sum())
                 self.assertEqual(loss.dtype, dtypes.param)
@@ -211,8 +211,8 @@ class TestFSDPMixedPrecision(FSDPTest):
 
     def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[Any, ...], dtypes: Dtypes) -> None:
         """The layer computes in low dtypes. Gathered flat parameters have the low dtype, the others the full one."""
-        found = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
-        self.assertEqual(found, (dtypes.param, dtypes.param, dtypes.buffer))
+        actual = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
+        self.assertEqual(actual, (dtypes.param, dtypes.param, dtypes.buffer))
         if model.sharding_strategy is ShardingStrategy.NO_SHARD:
             return
         flat_params = internals.flat_params(model)

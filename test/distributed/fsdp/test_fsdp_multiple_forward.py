@@ -136,8 +136,8 @@ class TestMultiForward(FewRanksTest):
         with torch_defect("fsdp1_second_backward_raises"):
             second.backward()
             with FSDP.summon_full_params(model, with_grads=True):
-                found = [param.grad.clone() for param in model.parameters()]
-            self.assertEqual(found, [param.grad for param in reference.parameters()])
+                actual = [param.grad.clone() for param in model.parameters()]
+            self.assertEqual(actual, [param.grad for param in reference.parameters()])
 
 
 instantiate_device_type_tests(TestMultiForward, globals(), allow_xpu=True)

@@ -143,8 +143,8 @@ class TestFSDPOptimState(OptimStateTest):
         self._train(models.reference, iterations)
         if models.target is not None:
             self._train(models.target, iterations, models.group)
-            wanted = dict(models.reference.model.named_parameters())
-            self.assertEqual(full_parameters(models.target.model), wanted)
+            expected = dict(models.reference.model.named_parameters())
+            self.assertEqual(full_parameters(models.target.model), expected)
 
     def _test_load_optim_state(self, models: Trio, ways: Sequence[Way]) -> None:
         """In each way, save the source's state and load it into the target. All models go on like the reference."""
@@ -163,12 +163,12 @@ class TestFSDPOptimState(OptimStateTest):
         group = models.group
         own = way.save(target, group)
         self._check_saved(own, models.reference, group, way.rank0_only)
-        wanted = copy.deepcopy(target.optim.state_dict())
-        self._check_same_osd(way.convert(own, target, group), wanted, rtol=0, atol=0)
+        expected = copy.deepcopy(target.optim.state_dict())
+        self._check_same_osd(way.convert(own, target, group), expected, rtol=0, atol=0)
         converted = way.convert(saved, target, group)
         # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
         converted["state"] = gathered(converted["state"], group)
-        self._check_same_osd(converted, wanted)
+        self._check_same_osd(converted, expected)
         load_into(target.optim, converted)
 
     # Saving
@@ -247,10 +247,10 @@ class TestFSDPOptimState(OptimStateTest):
         for optim in optims:
             optim.step()
         set_state_dict_type(model, full_with_orig_params())
-        found = FSDP.optim_state_dict(model, optims[1])
-        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
-        self.assertEqual(found["state"], wanted, exact_device=False)
-        self.assertEqual([group["params"] for group in found["param_groups"]], [list(wanted)])
+        actual = FSDP.optim_state_dict(model, optims[1])
+        expected = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        self.assertEqual(actual["state"], expected, exact_device=False)
+        self.assertEqual([group["params"] for group in actual["param_groups"]], [list(expected)])
 
     @unperturbed("the optimizers of the ranks have different parameters")
     @skip_if_lt_x_gpu(2)
@@ -564,12 +564,12 @@ class TestFSDPOptimState(OptimStateTest):
             self._train(run)
 
         def check_same() -> None:
-            saved, found = (FSDP.optim_state_dict(run.model, run.optim) for run in runs)
-            wanted = [name for name, _ in TestDummyModel().named_parameters(prefix="dense")]
+            saved, actual = (FSDP.optim_state_dict(run.model, run.optim) for run in runs)
+            expected = [name for name, _ in TestDummyModel().named_parameters(prefix="dense")]
             sparse = [f"{models[0].sparse_name}.0.{name}" for name in ("weight", "bias")]
-            self.assertEqual(set(found["state"]), {*wanted, *sparse})
-            self.assertEqual(found["state"], saved["state"], rtol=0, atol=0)
-            for mine, theirs in zip(found["param_groups"], saved["param_groups"], strict=True):
+            self.assertEqual(set(actual["state"]), {*expected, *sparse})
+            self.assertEqual(actual["state"], saved["state"], rtol=0, atol=0)
+            for mine, theirs in zip(actual["param_groups"], saved["param_groups"], strict=True):
                 self.assertEqual({**mine, "params": set(mine["params"])}, {**theirs, "params": set(theirs["params"])})
 
         check_same()
@@ -598,7 +598,7 @@ class TestFSDPOptimState(OptimStateTest):
 
         step()
         original = copy.deepcopy(optim.state_dict())
-        wanted = copy.deepcopy(FSDP.optim_state_dict(model, optim, optim_state_dict=original))
+        expected = copy.deepcopy(FSDP.optim_state_dict(model, optim, optim_state_dict=original))
         states = {"state": copy.deepcopy(original["state"])}
         osd = FSDP.optim_state_dict(model, optim, optim_state_dict=states)
         self.assertEqual(list(osd), ["state"])
@@ -608,7 +608,7 @@ class TestFSDPOptimState(OptimStateTest):
         self.assertEqual(list(loaded), ["state"])
         optim.load_state_dict({**loaded, "param_groups": original["param_groups"]})
         self._check_same_osd(optim.state_dict(), original, rtol=0, atol=0)
-        self._check_same_osd(FSDP.optim_state_dict(model, optim), wanted, rtol=0, atol=0)
+        self._check_same_osd(FSDP.optim_state_dict(model, optim), expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_with_empty_optimizer_state(self):
@@ -616,8 +616,8 @@ class TestFSDPOptimState(OptimStateTest):
         state = run.optim.state_dict()["state"]
         osd = FSDP.optim_state_dict(run.model, run.optim)
         self.assertEqual((state, osd["state"]), ({}, {}), may_be="empty")
-        wanted = {name for name, _ in TestDummyModel().named_parameters()}
-        self.assertEqual(set(osd["param_groups"][0]["params"]), wanted)
+        expected = {name for name, _ in TestDummyModel().named_parameters()}
+        self.assertEqual(set(osd["param_groups"][0]["params"]), expected)
 
     @skip_if_lt_x_gpu(2)
     def test_interface_arguments(self):

@@ -82,13 +82,13 @@ class TestFSDPOptimState(OptimStateTest):
         average_gradients(plain)
         for optim in optims[:2]:
             optim.step()
-        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        expected = {name: optims[0].state[param] for name, param in plain.named_parameters()}
         saved = FSDP.optim_state_dict(model, optims[1])
-        self.assertEqual(saved["state"], wanted)
+        self.assertEqual(saved["state"], expected)
         load_into(optims[2], FSDP.optim_state_dict_to_load(model, optims[2], saved))
         loaded = FSDP.optim_state_dict(model, optims[2])["state"]
         with torch_defect("fsdp1_optim_state_in_channels_last_is_reordered", when=memory_format is torch.channels_last):
-            self.assertEqual(loaded, wanted)
+            self.assertEqual(loaded, expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(saved=["01", "0 1"], use_orig_params=[False, True], reverse=[False, True])
@@ -109,9 +109,9 @@ class TestFSDPOptimState(OptimStateTest):
         optims[0].step()
         osd = FSDP.optim_state_dict(model, optims[0])
         load_into(optims[1], FSDP.optim_state_dict_to_load(model, optims[1], osd))
-        found = [optims[1].state[param]["momentum_buffer"].flatten().tolist() for param in params]
+        actual = [optims[1].state[param]["momentum_buffer"].flatten().tolist() for param in params]
         with torch_defect("fsdp1_optim_state_follows_the_order_of_groups", when=saved == "0 1" and reverse):
-            self.assertEqual(found, [[1 + self.rank / 2], [2 + self.rank / 2]])
+            self.assertEqual(actual, [[1 + self.rank / 2], [2 + self.rank / 2]])
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -119,13 +119,13 @@ class TestFSDPOptimState(OptimStateTest):
         """Beyond upstream: a parameter has a state in bfloat16 beside its moments in float32."""
         run = self._dummy(use_orig_params=use_orig_params)
         self._train(run)
-        wanted = {name: param.bfloat16().cpu() for name, param in full_parameters(run.model).items()}
+        expected = {name: param.bfloat16().cpu() for name, param in full_parameters(run.model).items()}
         for param in run.model.parameters():
             if param.numel() > 0:
                 run.optim.state[param]["low"] = param.detach().bfloat16()
         with torch_defect("fsdp1_optim_states_of_two_dtypes_raise", when=use_orig_params):
             saved = FSDP.optim_state_dict(run.model, run.optim)
-            self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, wanted)
+            self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(is_subclass=[False, True])
@@ -174,9 +174,9 @@ class TestFSDPOptimState(OptimStateTest):
         average_gradients(plain)
         for optim in optims:
             optim.step()
-        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        expected = {name: optims[0].state[param] for name, param in plain.named_parameters()}
         with torch_defect("fsdp1_optim_states_of_unlike_groups_raise", when=amsgrad[0] != amsgrad[1]):
-            self.assertEqual(FSDP.optim_state_dict(model, optims[1])["state"], wanted)
+            self.assertEqual(FSDP.optim_state_dict(model, optims[1])["state"], expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])

@@ -132,9 +132,9 @@ class TestPureFP16(FewRanksTest):
             optim.step()
         # Two roundings: the sum of gradients over ranks, and the updated parameter. In fp16, 2e-3.
         tolerance = 2 * torch.finfo(dtype).eps
-        found = list(full_parameters(model).values())
+        actual = list(full_parameters(model).values())
         expected = list(reference.parameters())
-        self.assertEqual(found, expected, rtol=tolerance, atol=tolerance)
+        self.assertEqual(actual, expected, rtol=tolerance, atol=tolerance)
         moved = max((after - at_first).abs().max().item() for after, at_first in zip(expected, before))
         self.assertGreater(moved, 10 * tolerance)  # the step is larger than the tolerance
 

@@ -215,13 +215,13 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             return model
 
         names = {self._get_simple_model: ["weight"], self._get_simple_nested_model: ["0.weight", "1.weight"]}
-        for builder, wanted in names.items():
+        for builder, expected in names.items():
             source, dest = build(builder, "source"), build(builder, "dest")
             state_dict = gathered(self._save(source, state_dict_type, rank0_only_and_offload), self.device)
             rank0_only = rank0_only_and_offload and state_dict_type == "state_dict"
             self._validate_state_dict_contents(source, state_dict, rank0_only)
             state_dict = self._received(state_dict, rank0_only)
-            self.assertEqual(list(state_dict), wanted)
+            self.assertEqual(list(state_dict), expected)
             _zero_model(dest)
             self._compare_models(source, dest, self.assertNotEqual)
             self._load(dest, "state_dict", state_dict)
@@ -689,9 +689,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(sorted(name for name in state_dict if "buffer" in name), ["inner.buffer", "outer.buffer"])
             before = summoned(other)
             self._load(other, kind, state_dict)
-            after, wanted = summoned(other), summoned(model)
+            after, expected = summoned(other), summoned(model)
             for name in after:
-                self.assertEqual(after[name], (before if "non_persistent" in name else wanted)[name], msg=name)
+                self.assertEqual(after[name], (before if "non_persistent" in name else expected)[name], msg=name)
 
     @skip_if_lt_x_gpu(2)
     def test_plain_tensors_are_refused(self):
@@ -865,8 +865,8 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
             mine = [shard.tensor for shard in value.local_shards()]
             expected = [whole[name][starts[rank] : starts[rank] + chunk]] if rank < len(starts) else []
             self.assertEqual(mine, expected, rtol=0, atol=0, exact_device=False, may_be="empty")
-            found = [shard.metadata.shard_offsets[0] for shard in value.local_shards()]
-            self.assertEqual(found, starts[rank : rank + 1], may_be="empty")
+            actual = [shard.metadata.shard_offsets[0] for shard in value.local_shards()]
+            self.assertEqual(actual, starts[rank : rank + 1], may_be="empty")
             for tensor in mine:
                 self.assertEqual(tensor.device, HOST if offload_to_cpu else self.device)
 

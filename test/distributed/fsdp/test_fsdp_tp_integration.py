@@ -409,10 +409,10 @@ class TestTPFSDPIntegration(TPTest):
         whole = model[0].weight.full_tensor()
         model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            found = model.state_dict()["0.weight"]
+            actual = model.state_dict()["0.weight"]
         with torch_defect("fsdp1_uneven_tp_shard_has_a_wrong_shape"):
-            self.assertEqual(found.shape, whole.shape)
-            self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
+            self.assertEqual(actual.shape, whole.shape)
+            self.assertEqual(actual.full_tensor(), whole, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[FULL, SHARDED], use_orig_params=[True, False])
@@ -429,8 +429,8 @@ class TestTPFSDPIntegration(TPTest):
             for moment in ("exp_avg", "exp_avg_sq"):
                 is_split = name in SimpleModel.get_sharded_param_names()
                 with torch_defect("fsdp1_full_optim_state_stays_split_by_tp", when=is_split):
-                    found = local_of(states[name][moment])
-                    self.assertEqual(found, ref_optim.state[param][moment], f"{moment} of {name}")
+                    actual = local_of(states[name][moment])
+                    self.assertEqual(actual, ref_optim.state[param][moment], f"{moment} of {name}")
 
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])

@@ -66,10 +66,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         model = self._wrapped(self._uneven_layers())
         state_dict = self._save(model, "local_state_dict")
         self._step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=0)
-        wanted = self._save(model, "local_state_dict")
+        expected = self._save(model, "local_state_dict")
         with torch_defect("fsdp1_local_state_dict_is_not_copied"):
             copied = copy.deepcopy(state_dict)
-            self.assertEqual(gathered(copied, self.device), gathered(wanted, self.device), rtol=0, atol=0)
+            self.assertEqual(gathered(copied, self.device), gathered(expected, self.device), rtol=0, atol=0)
 
     def _test_trained_state_dict(self, form: tuple[str, bool], offload_to_cpu: bool) -> None:
         kind, use_orig_params = form
@@ -87,15 +87,15 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         state_dict_type, config = KINDS[kind]
         with FSDP.state_dict_type(model, state_dict_type, config(offload_to_cpu=offload_to_cpu)), to_host_is_a_copy():
             saved = model.state_dict()
-        wanted = {name: value.clone() for name, value in ref_model.state_dict().items()}
+        expected = {name: value.clone() for name, value in ref_model.state_dict().items()}
         if kind == "local_state_dict":
-            layers = {name: param.flatten() for name, param in wanted.items()}
-            wanted = {
+            layers = {name: param.flatten() for name, param in expected.items()}
+            expected = {
                 f"{i}.{unshard_utils.FLAT_PARAM}": torch.cat([layers[f"{i}.weight"], layers[f"{i}.bias"]])
                 for i in (0, 2)
             }
         # The float32 gradients of two ranks are added in another order, hence the tolerances of assertEqual.
-        self.assertEqual(gathered(saved, self.device), wanted, exact_device=False)
+        self.assertEqual(gathered(saved, self.device), expected, exact_device=False)
         for value in saved.values():
             for tensor in [shard.tensor for shard in value.local_shards()] if kind != "state_dict" else [value]:
                 self.assertEqual(tensor.device, HOST if offload_to_cpu else self.device)

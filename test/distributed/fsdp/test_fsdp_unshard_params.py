@@ -621,9 +621,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         model, grads = self._two_layers_with_grads()
         if self.rank == 1:
             model.zero_grad(set_to_none=True)
-        found = list(_get_fsdp_grads(model, writeback=writeback).values())
+        actual = list(_get_fsdp_grads(model, writeback=writeback).values())
         of_rank_0 = [(self._owners(grad.numel()) == 0).view_as(grad) for grad in grads]
-        self.assertEqual(found, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
+        self.assertEqual(actual, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
         kept = [param.grad is not None for param in model.parameters()]
         self.assertEqual(kept, [self.rank == 0] * 2)
 
@@ -665,13 +665,13 @@ class TestUnshardParams(TestUnshardParamsBase):
         config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
         model = FSDP(nn.Linear(4, 3, bias=False, device=self.device), mixed_precision=config, use_orig_params=True)
         inputs = torch.arange(4.0, device=self.device).view(1, 4)
-        wanted = (inputs * 1.5).expand(3, 4).bfloat16()
+        expected = (inputs * 1.5).expand(3, 4).bfloat16()
         model(inputs * (self.rank + 1)).sum().backward()
-        mine = wanted.flatten().chunk(self.world_size)[self.rank]
+        mine = expected.flatten().chunk(self.world_size)[self.rank]
         self.assertEqual(internals.flat_param_of(model).grad, mine, rtol=0, atol=0)
         with torch_defect("fsdp1_low_gradients_are_not_shown"):
             for _ in range(2):
-                self.assertEqual(_get_fsdp_grads(model), {"weight": wanted}, rtol=0, atol=0)
+                self.assertEqual(_get_fsdp_grads(model), {"weight": expected}, rtol=0, atol=0)
                 model.zero_grad()
                 model(inputs * (self.rank + 1)).sum().backward()
 
@@ -701,9 +701,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         """
         model = self._two_layers(use_orig_params=True)
         with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
-            found = [param.untyped_storage().nbytes() >= param.nbytes for param in model.parameters()]
+            actual = [param.untyped_storage().nbytes() >= param.nbytes for param in model.parameters()]
         with torch_defect("fsdp1_offloading_on_the_host_frees_parameters"):
-            self.assertEqual(found, [True] * 2)
+            self.assertEqual(actual, [True] * 2)
 
 
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):

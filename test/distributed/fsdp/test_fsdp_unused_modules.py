@@ -69,10 +69,10 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         for uses_b in (True, False, True):
             for optim in optims:
                 optim.zero_grad(set_to_none=False)
-            found = loss(model, inputs[self.rank], uses_b)
+            actual = loss(model, inputs[self.rank], uses_b)
             expected = [loss(local, x, uses_b) for x in inputs]
-            self.assertEqual(found, expected[self.rank])
-            found.backward()
+            self.assertEqual(actual, expected[self.rank])
+            actual.backward()
             torch.stack(expected).mean().backward()
             ref_losses.append(expected[self.rank])
             for optim in optims:

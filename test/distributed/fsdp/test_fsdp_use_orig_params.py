@@ -386,11 +386,11 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
 
     def assert_local(self, model: FSDP, reference: nn.Module, is_sharded: bool) -> None:
         """Parameters and gradients are this rank's part of the reference's. A gradient without elements is None."""
-        wanted = named(reference)
-        found = named(model)
-        self.assertEqual(list(found), list(wanted))
-        for name, param in found.items():
-            value, grad = wanted[name].detach(), wanted[name].grad
+        expected = named(reference)
+        actual = named(model)
+        self.assertEqual(list(actual), list(expected))
+        for name, param in actual.items():
+            value, grad = expected[name].detach(), expected[name].grad
             if is_sharded:
                 value = self._local(name, value)
                 grad = None if grad is None or value.numel() == 0 else self._local(name, grad)
@@ -770,10 +770,10 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         self.assert_same_full_params(model, reference)
         check_forward(training=False).sum().backward()
         if not unused_forwards:
-            found = self._joined({name: param.grad for name, param in named(model).items()})
+            actual = self._joined({name: param.grad for name, param in named(model).items()})
             for name, param in named(self._averaged(inp)).items():
                 # The sum of two backwards, each with half precision roundings.
-                self.assertEqual(found[name], 2 * param.grad.flatten().cpu(), rtol=1e-2, atol=1e-2)
+                self.assertEqual(actual[name], 2 * param.grad.flatten().cpu(), rtol=1e-2, atol=1e-2)
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
@@ -791,11 +791,11 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         inp = model.module.get_input(self.rank)
         model(inp)
         model(inp).sum().backward()
-        found = self._joined({name: param.grad for name, param in named(model).items()})
+        actual = self._joined({name: param.grad for name, param in named(model).items()})
         for name, param in named(self._averaged(inp)).items():
             with self.subTest(name=name), torch_defect("fsdp1_unused_forward_costs_gradients"):
-                self.assertIsNotNone(found[name])
-                self.assertEqual(found[name], param.grad.flatten().cpu(), rtol=5e-3, atol=5e-3)
+                self.assertIsNotNone(actual[name])
+                self.assertEqual(actual[name], param.grad.flatten().cpu(), rtol=5e-3, atol=5e-3)
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
@@ -942,10 +942,10 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
                 self.assertEqual(param.grad.flatten().float(), grad.flatten(), rtol=4e-3, atol=4e-3)
         self.assertEqual(backward(), {torch.float32})
         average_gradients(plain)
-        found = {name: param.grad for name, param in named(model).items()}
-        found = found if sharding_strategy is NO_SHARD else self._joined(found)
+        actual = {name: param.grad for name, param in named(model).items()}
+        actual = actual if sharding_strategy is NO_SHARD else self._joined(actual)
         for name, param in named(plain).items():
-            self.assertEqual(found[name].flatten().cpu(), param.grad.flatten().cpu(), rtol=4e-3, atol=4e-3)
+            self.assertEqual(actual[name].flatten().cpu(), param.grad.flatten().cpu(), rtol=4e-3, atol=4e-3)
 
 
 class TestFSDPUseOrigParamsInit(UseOrigParamsTest):
@@ -953,18 +953,18 @@ class TestFSDPUseOrigParamsInit(UseOrigParamsTest):
     def test_non_uniform_requires_grad(self):
         """Some parameters of one instance may be frozen before wrapping, and stay frozen."""
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(self.device)
-        wanted = {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": False}
+        expected = {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": False}
         for name, param in model.named_parameters():
-            param.requires_grad_(wanted[name])
+            param.requires_grad_(expected[name])
         with self.assertRaisesRegex(ValueError, "Must flatten tensors with uniform `requires_grad`"):
             FSDP(copy.deepcopy(model), use_orig_params=False)
         fsdp_model = FSDP(model, use_orig_params=True)
         self.assertEqual(len(internals.handles(fsdp_model)), 1)
-        self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, wanted)
+        self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, expected)
         fsdp_model(torch.ones(2, 3, device=self.device)).sum().backward()
         for name, param in named(fsdp_model).items():
-            self.assertEqual(param.grad is not None, wanted[name] and param.numel() > 0, name)
-        self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, wanted)
+            self.assertEqual(param.grad is not None, expected[name] and param.numel() > 0, name)
+        self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, expected)
 
 
 # If a parameter's local shard is empty, optimizers with foreach=True get tensors without elements.

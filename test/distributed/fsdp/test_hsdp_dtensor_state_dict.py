@@ -147,7 +147,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         optim.step()
         sparse = getattr(model, model.sparse_name)[0]
         states = copy.deepcopy({name: optim.state[param] for name, param in sparse.named_parameters()})
-        wanted = {f"{model.sparse_name}.0.{name}": state for name, state in states.items()}
+        expected = {f"{model.sparse_name}.0.{name}": state for name, state in states.items()}
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         state = FSDP.optim_state_dict(model, optim)["state"]
         dense = {name for name in state if "dense" in name}
@@ -159,7 +159,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         rest = {name: state[name] for name in state if name not in dense}
         self.assertEqual(len(rest), 2)
         self.assertEqual({type(value) for each in rest.values() for value in each.values()}, {torch.Tensor})
-        self.assertEqual(rest, wanted, rtol=0, atol=0, exact_device=False)
+        self.assertEqual(rest, expected, rtol=0, atol=0, exact_device=False)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -168,18 +168,18 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         """Shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
         mesh = self._mesh()
         ddp = self._trained(DDP(model_class().to(self.device)), range(3), self.world_size)
-        wanted = plain_parameters_and_moments(*ddp)
+        expected = plain_parameters_and_moments(*ddp)
 
         hybrid = self._create_model(mesh, model_class=model_class, steps=range(3), use_orig_params=use_orig_params)
         use_sharded_state_dicts(hybrid[0])
-        found = parameters_and_moments(*hybrid)
-        self.assertEqual(set(found), set(wanted))
-        for name, value in found.items():
+        actual = parameters_and_moments(*hybrid)
+        self.assertEqual(set(actual), set(expected))
+        for name, value in actual.items():
             local = value.to_local().cpu()  # used by both calls below
             first, second = of_all_ranks(local, mesh.get_group(0))
             self.assertEqual(first, second, msg=name, rtol=0, atol=0, may_be="empty")
             whole = torch.cat(of_all_ranks(local, mesh.get_group(1)))
-            self.assertEqual(whole, wanted[name], msg=name, exact_device=False)
+            self.assertEqual(whole, expected[name], msg=name, exact_device=False)
 
     @with_comms
     @skip_if_lt_x_gpu(4)

@@ -91,18 +91,18 @@ class TestShardUtilsDistributed(FSDPTest):
 def check_metadata(case: TestCase, sharded: Any, tensor: torch.Tensor, ranks: list[int], rank: int) -> None:
     """Every rank must know the offset, size and rank of each shard, and must have its own shard."""
     world_size = len(ranks)
-    wanted = [(index, rows_of(tensor, index, world_size)) for index in range(world_size)]
-    offsets = [[math.ceil(len(tensor) / world_size) * index, *[0] * (tensor.dim() - 1)] for index, _ in wanted]
-    holders = [index for index, rows in wanted if len(rows) > 0]
-    found = sharded.metadata()
-    case.assertEqual(found.size, tensor.size())
-    case.assertEqual([each.shard_offsets for each in found.shards_metadata], [offsets[index] for index in holders])
-    sizes = [list(rows.size()) for _, rows in wanted if len(rows) > 0]
-    case.assertEqual([each.shard_sizes for each in found.shards_metadata], sizes)
+    expected = [(index, rows_of(tensor, index, world_size)) for index in range(world_size)]
+    offsets = [[math.ceil(len(tensor) / world_size) * index, *[0] * (tensor.dim() - 1)] for index, _ in expected]
+    holders = [index for index, rows in expected if len(rows) > 0]
+    actual = sharded.metadata()
+    case.assertEqual(actual.size, tensor.size())
+    case.assertEqual([each.shard_offsets for each in actual.shards_metadata], [offsets[index] for index in holders])
+    sizes = [list(rows.size()) for _, rows in expected if len(rows) > 0]
+    case.assertEqual([each.shard_sizes for each in actual.shards_metadata], sizes)
     places = [f"rank:{ranks[index]}/{device_of(ranks[index])}" for index in holders]
-    case.assertEqual([str(each.placement) for each in found.shards_metadata], places)
+    case.assertEqual([str(each.placement) for each in actual.shards_metadata], places)
 
-    mine = wanted[ranks.index(rank)][1]
+    mine = expected[ranks.index(rank)][1]
     case.assertEqual(len(sharded.local_shards()), 1 if len(mine) > 0 else 0)
     for shard in sharded.local_shards():
         case.assertEqual(shard.tensor, mine, rtol=0, atol=0)
@@ -120,17 +120,17 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for size in SIZES:
             tensor = _create_tensor(self.rank, *size)
-            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
-            self.assertEqual((found.size(), found.placements, found.device_mesh), (tensor.size(), (Shard(0),), mesh))
+            actual = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertEqual((actual.size(), actual.placements, actual.device_mesh), (tensor.size(), (Shard(0),), mesh))
             chunks = torch.chunk(tensor, self.world_size, dim=0)
-            local = found.to_local()
+            local = actual.to_local()
             if local.numel() != 0:
                 self.assertEqual(local, chunks[self.rank], rtol=0, atol=0)
             else:
                 self.assertGreaterEqual(self.rank, len(chunks))
             # No rank loses rows.
             self.assertEqual(len(local), len(rows_of(tensor, self.rank, self.world_size)))
-            self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
+            self.assertEqual(actual.full_tensor(), tensor, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -140,9 +140,9 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
             mesh = init_device_mesh(self.device_type, shape)
             tensor = _create_tensor(self.rank, 5, 3)
             mine = (rows_of(tensor, self.rank, 2) if len(shape) == 1 else tensor).clone()
-            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
+            actual = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             tensor.zero_()
-            self.assertEqual(found.to_local(), mine, rtol=0, atol=0)
+            self.assertEqual(actual.to_local(), mine, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -151,10 +151,12 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype).requires_grad_(dtype.is_floating_point)
-            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
-            self.assertEqual((found.dtype, found.to_local().dtype), (dtype, dtype))
-            self.assertEqual((found.requires_grad, found.is_leaf, found.to_local().requires_grad), (False, True, False))
-            self.assertEqual(found.full_tensor(), tensor.detach(), rtol=0, atol=0)
+            actual = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertEqual((actual.dtype, actual.to_local().dtype), (dtype, dtype))
+            self.assertEqual(
+                (actual.requires_grad, actual.is_leaf, actual.to_local().requires_grad), (False, True, False)
+            )
+            self.assertEqual(actual.full_tensor(), tensor.detach(), rtol=0, atol=0)
 
 
 class TestShardUtilsFourRanks(FSDPTest):
@@ -175,10 +177,10 @@ class TestShardUtilsFourRanks(FSDPTest):
             self.assertEqual(gathered, tensor, rtol=0, atol=0)
 
         mesh = init_device_mesh(accelerator.current().type, (4,))
-        found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
-        self.assertEqual(len(found.to_local()), [2, 2, 1, 0][self.rank])
-        self.assertEqual(found.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0, may_be="empty")
-        self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
+        actual = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
+        self.assertEqual(len(actual.to_local()), [2, 2, 1, 0][self.rank])
+        self.assertEqual(actual.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0, may_be="empty")
+        self.assertEqual(actual.full_tensor(), tensor, rtol=0, atol=0)
 
     def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, Any]:
         """The ranks of this rank's group, a tensor that differs by group, and its shards over the group."""
@@ -231,13 +233,13 @@ class TestShardUtilsFourRanks(FSDPTest):
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for size in ((5, 3), (1, 3)):
             tensor = _create_tensor(self.rank, *size)
-            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
-            self.assertIsInstance(found, DTensor)
-            self.assertEqual((found.size(), found.placements), (tensor.size(), (Replicate(), Shard(0))))
-            self.assertEqual(found.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0, may_be="empty")
-            self.assertEqual(shard_utils._all_gather_dtensor(found, mesh), tensor, rtol=0, atol=0)
+            actual = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertIsInstance(actual, DTensor)
+            self.assertEqual((actual.size(), actual.placements), (tensor.size(), (Replicate(), Shard(0))))
+            self.assertEqual(actual.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0, may_be="empty")
+            self.assertEqual(shard_utils._all_gather_dtensor(actual, mesh), tensor, rtol=0, atol=0)
             with self.assertRaisesRegex(AssertionError, "should be a root mesh"):
-                shard_utils._all_gather_dtensor(found, mesh["shard"])
+                shard_utils._all_gather_dtensor(actual, mesh["shard"])
 
 
 if __name__ == "__main__":

@@ -219,8 +219,8 @@ class TestUtils(TestCase):
         )  # fmt: skip
         for cast in (args[0], args[1][0], kwargs["a"]["b"]):
             self.assertEqual(cast, half)
-        for found, given in ((args[1][1], whole), (kwargs["c"], half), (kwargs["d"][0], flag), (kwargs["d"][1], wave)):
-            self.assertIs(found, given)
+        for actual, given in ((args[1][1], whole), (kwargs["c"], half), (kwargs["d"][0], flag), (kwargs["d"][1], wave)):
+            self.assertIs(actual, given)
         self.assertEqual(kwargs["d"][2], 1.5)
         tensor = torch.ones(2)
         args, kwargs = utils._cast_forward_inputs(None, tensor, c=tensor)
@@ -302,9 +302,9 @@ class TestUtils(TestCase):
             class Nothing(NamedTuple): pass
             utils._to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
         """
-        found = utils._to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
+        actual = utils._to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
         with torch_defect("fsdp1_empty_named_tuple_swallows_inputs"):
-            self.assertEqual(found, (((Nothing(), 1),), ({"a": 2},)))
+            self.assertEqual(actual, (((Nothing(), 1),), ({"a": 2},)))
 
     def test_to_kwargs_takes_a_defaultdict(self):
         """A dict can be moved even if its constructor does not take its items.
@@ -316,8 +316,8 @@ class TestUtils(TestCase):
         """
         given = collections.defaultdict(list, a=torch.ones(1))
         with torch_defect("fsdp1_defaultdict_input_raises"):
-            ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
-            self.assertEqual(found["a"].device.type, OTHER)
+            ((actual,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
+            self.assertEqual(actual["a"].device.type, OTHER)
 
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
         """FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are also inputs.
@@ -328,9 +328,9 @@ class TestUtils(TestCase):
             utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the CPU
         """
         given = SomeDataClass("", 1.0, [torch.ones(1)])
-        ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
+        ((actual,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
         with torch_defect("fsdp1_dataclass_inputs_are_not_moved"):
-            self.assertEqual(found.some_tensor[0].device.type, OTHER)
+            self.assertEqual(actual.some_tensor[0].device.type, OTHER)
 
 
 def _leaves(container: Any) -> list[torch.Tensor]:

@@ -485,8 +485,8 @@ class TestAutoWrap(TestCase):
         for each in (reference, model):
             F.mse_loss(inp, each(inp)).backward()
         # One rank has no shards and no padding: the gradients of the root and then the inner unit are complete.
-        found = torch.cat([flat_param.grad for flat_param in internals.flat_params(model)])
-        self.assertEqual(found, torch.cat([param.grad.flatten() for param in reference.parameters()]))
+        actual = torch.cat([flat_param.grad for flat_param in internals.flat_params(model)])
+        self.assertEqual(actual, torch.cat([param.grad.flatten() for param in reference.parameters()]))
 
     @parametrize("wrap_method", [WrapMethod.FSDP_CTOR, WrapMethod.WRAP_API])
     def test_always_wrap_with_ignored_modules(self, wrap_method):
@@ -633,8 +633,8 @@ class TestAutoWrap(TestCase):
     def _check_each(self, model: nn.Module, **expected: list[Any]) -> None:
         """The units, in the order of :func:`units`, must have these attribute values."""
         for attribute, values in expected.items():
-            found = [getattr(instance, attribute) for instance in internals.instances(model).values()]
-            self.assertEqual(found, values, msg=attribute)
+            actual = [getattr(instance, attribute) for instance in internals.instances(model).values()]
+            self.assertEqual(actual, values, msg=attribute)
 
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
         """A norm that no policy lists gets its own arguments, not the caller's dict.

@@ -68,9 +68,9 @@ class TestDTensorCompileE2E(DTensorTestBase):
 
     def _check_losses(self, mesh: DeviceMesh, found: list[torch.Tensor]) -> None:
         plain = self._model()
-        wanted = self._train(plain, plain, mesh, is_plain=True)
-        check_losses(wanted)
-        self.assertEqual(found, wanted)
+        expected = self._train(plain, plain, mesh, is_plain=True)
+        check_losses(expected)
+        self.assertEqual(found, expected)
 
     def _test_2d_fsdp_tp(self, checkpoints: bool) -> None:
         """An eager and a compiled model must train like a plain one."""

@@ -127,12 +127,12 @@ class Test2DStridedLocalShard(LayoutMixin):
         cut = distribute_tensor(self._whole(), mesh["tp"], [Shard(0)])
         extension = internals.tensor_parallel_fsdp.DTensorExtensions(device_handle=None)
         with CommDebugMode() as communication:
-            found = extension.chunk_dtensor(cut, self.rank, mesh["dp"])
+            actual = extension.chunk_dtensor(cut, self.rank, mesh["dp"])
         self.assertEqual(dict(communication.get_comm_counts()), {torch.ops.c10d_functional.all_gather_into_tensor: 1})
-        self.assertEqual((found.device_mesh, found.placements), (mesh, (Shard(0), Shard(0))))
-        self.assertEqual(found.to_local(), self._whole()[self.rank : self.rank + 1])
-        self.assertEqual(found.full_tensor(), self._whole())
-        shape, offsets = internals.local_shape_and_offsets(found.shape, mesh, found.placements)
+        self.assertEqual((actual.device_mesh, actual.placements), (mesh, (Shard(0), Shard(0))))
+        self.assertEqual(actual.to_local(), self._whole()[self.rank : self.rank + 1])
+        self.assertEqual(actual.full_tensor(), self._whole())
+        shape, offsets = internals.local_shape_and_offsets(actual.shape, mesh, actual.placements)
         self.assertEqual((tuple(shape), tuple(offsets)), ((1, 2), (self.rank, 0)))
 
     @with_comms
@@ -145,12 +145,12 @@ class Test2DStridedLocalShard(LayoutMixin):
         with CommDebugMode() as communication:
             fully_shard(module, mesh=mesh["dp"])
         self.assertEqual(communication.get_total_counts(), 0)
-        found: Any = module.weight
-        self.assertEqual((found.device_mesh, found.placements), (mesh, (strided(0, 2), Shard(0))))
+        actual: Any = module.weight
+        self.assertEqual((actual.device_mesh, actual.placements), (mesh, (strided(0, 2), Shard(0))))
         row = 2 * mesh.get_local_rank("tp") + mesh.get_local_rank("dp")
-        self.assertEqual(found.to_local(), self._whole()[row : row + 1])
-        self.assertEqual(found.full_tensor(), self._whole())
-        shape, offsets = internals.local_shape_and_offsets(found.shape, mesh, found.placements)
+        self.assertEqual(actual.to_local(), self._whole()[row : row + 1])
+        self.assertEqual(actual.full_tensor(), self._whole())
+        shape, offsets = internals.local_shape_and_offsets(actual.shape, mesh, actual.placements)
         self.assertEqual((tuple(shape), tuple(offsets)), ((1, 2), (row, 0)))
 
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
@@ -238,12 +238,12 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
         fully_shard(module, mesh=mesh["dp"])
         local = module.weight.to_local().detach()
-        wanted = local.clone()
+        expected = local.clone()
         dcp.save(module.state_dict(), checkpoint_id=self.temp_dir)
         local.fill_(-1)
         dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
         with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
-            self.assertEqual(local, wanted, may_be="empty")
+            self.assertEqual(local, expected, may_be="empty")
 
     @with_comms
     @skip_if_lt_x_gpu(6)
@@ -256,12 +256,12 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
         fully_shard(module, mesh=mesh["dp"])
         local = module.weight.to_local().detach()
-        wanted = local.clone()
+        expected = local.clone()
         with torch_defect("dtensor_checkpoint_of_uneven_rows_with_tp_raises"):
             dcp.save(module.state_dict(), checkpoint_id=self.temp_dir)
             local.fill_(-1)
             dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
-        self.assertEqual(local, wanted, may_be="empty")
+        self.assertEqual(local, expected, may_be="empty")
 
 
 class TestLocalMap(DTensorTestBase):

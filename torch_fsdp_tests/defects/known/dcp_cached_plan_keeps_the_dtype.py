@@ -42,6 +42,6 @@ def reproduce(rank, world_size, device, workaround=False):
             dcp.save(model.state_dict(), checkpoint_id=path, planner=planner)
         file = os.path.join(folders[0], f"{rank}.pt")
         dcp_to_torch_save(path, file)
-        found = torch.load(file)["weight"][0].item()
+        actual = torch.load(file)["weight"][0].item()
         dist.barrier()
-    return found, FINE
+    return actual, FINE

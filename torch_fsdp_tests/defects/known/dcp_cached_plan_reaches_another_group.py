@@ -41,8 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
                 planner = dcp.DefaultSavePlanner(enable_plan_caching=not workaround)
                 dcp.save(state_dict, checkpoint_id=path, planner=planner, no_dist=alone)
             dcp.load(dict(state_dict), checkpoint_id=path, no_dist=True)
-            found = "loaded"
+            actual = "loaded"
         except dcp.CheckpointException as error:
-            found = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
+            actual = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
         dist.barrier()
-    return found, "loaded"
+    return actual, "loaded"

@@ -39,7 +39,7 @@ def reproduce(rank, world_size, device, workaround=False):
             stager = BlockingAsyncStager(cache_staged_state_dict=True)
         with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):  # it needs an accelerator
             try:
-                found = stager.stage(model.state_dict())["weight"].to_local()[0].item()
+                actual = stager.stage(model.state_dict())["weight"].to_local()[0].item()
             except Exception:
                 return "an error", "an error"
-    return found, FINE
+    return actual, FINE

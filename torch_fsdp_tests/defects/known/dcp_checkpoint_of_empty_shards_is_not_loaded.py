@@ -45,10 +45,10 @@ def reproduce(rank, world_size, device, workaround=False):
         dcp.save(state_dict, checkpoint_id=folders[0])
         try:
             dcp.load(state_dict, checkpoint_id=folders[0], planner=planner)
-            found = "loaded"
+            actual = "loaded"
         except dcp.CheckpointException as error:
-            found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
-            if "Missing key" not in found:  # such a tensor has other problems on some devices
-                raise NotImplementedError(found) from error
+            actual = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+            if "Missing key" not in actual:  # such a tensor has other problems on some devices
+                raise NotImplementedError(actual) from error
         dist.barrier()
-    return found, "loaded"
+    return actual, "loaded"

@@ -41,6 +41,6 @@ def reproduce(rank, world_size, device, workaround=False):
         dist.barrier()
         from safetensors.torch import load_file
 
-        found = load_file(os.path.join(folders[0], "model-00001-of-00001.safetensors"))["scale"].sum().item()
+        actual = load_file(os.path.join(folders[0], "model-00001-of-00001.safetensors"))["scale"].sum().item()
         dist.barrier()
-    return found, 3.0
+    return actual, 3.0

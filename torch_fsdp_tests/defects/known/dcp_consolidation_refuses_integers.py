@@ -44,8 +44,8 @@ def reproduce(rank, world_size, device, workaround=False):
             dist.barrier()
             from safetensors.torch import load_file
 
-            found = load_file(os.path.join(folders[0], "model-00001-of-00001.safetensors"))["steps"].tolist()
+            actual = load_file(os.path.join(folders[0], "model-00001-of-00001.safetensors"))["steps"].tolist()
         except dcp.CheckpointException as error:
-            found = " ".join(str(failure[0]).partition(". ")[0] for failure in error.failures.values())
+            actual = " ".join(str(failure[0]).partition(". ")[0] for failure in error.failures.values())
         dist.barrier()
-    return found, [3]
+    return actual, [3]

@@ -41,8 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
             dcp.save(state, storage_writer=FailingWriter(path), planner=planner)
         try:
             dcp.save(state, checkpoint_id=path, planner=planner)
-            found = "saved"
+            actual = "saved"
         except dcp.CheckpointException as error:
-            found = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
+            actual = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
         dist.barrier()
-    return found, "saved"
+    return actual, "saved"

@@ -46,8 +46,8 @@ def reproduce(rank, world_size, device, workaround=False):
         try:
             dcp.save(state, checkpoint_id=path, planner=planner)
             dcp.load(state, checkpoint_id=path)
-            found = "loaded"
+            actual = "loaded"
         except dcp.CheckpointException as error:
-            found = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
+            actual = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
         dist.barrier()
-    return found, "loaded"
+    return actual, "loaded"

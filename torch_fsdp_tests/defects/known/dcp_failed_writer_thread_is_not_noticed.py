@@ -48,9 +48,9 @@ def reproduce(rank, world_size, device):
         writer.fs.create_stream = create_unless_in_thread
         try:
             dcp.save(model.state_dict(), storage_writer=writer)
-            found = "saved"
+            actual = "saved"
         except dcp.CheckpointException:
-            found = "raised"
+            actual = "raised"
         dist.barrier()
     threading.excepthook = threading.__excepthook__
-    return found, "raised"
+    return actual, "raised"

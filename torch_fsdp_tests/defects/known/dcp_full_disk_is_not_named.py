@@ -37,11 +37,11 @@ def reproduce(rank, world_size, device):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))  # as if the disk were full then
         try:
             dcp.save(model.state_dict(), checkpoint_id=os.path.join(folders[0], "checkpoint"))
-            found = "saved"
+            actual = "saved"
         except dcp.CheckpointException as error:
-            found = str(error).splitlines()[-1]
+            actual = str(error).splitlines()[-1]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
     named = "OSError: [Errno 27] File too large"
-    return named if named in found else found, named
+    return named if named in actual else actual, named

@@ -39,12 +39,12 @@ def reproduce(rank, world_size, device, workaround=False):
         try:
             dcp.save(state_dict, storage_writer=dcp.HuggingFaceStorageWriter(folders[0], save_distributed=True))
         except dcp.CheckpointException:
-            found = "is reported by the save"
+            actual = "is reported by the save"
         else:
             try:
                 dcp.load(model.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(folders[0]))
-                found = "is loaded"
+                actual = "is loaded"
             except dcp.CheckpointException:
-                found = "cannot be read"
+                actual = "cannot be read"
         dist.barrier()
-    return found, "is loaded" if found == "is loaded" else "is reported by the save"
+    return actual, "is loaded" if actual == "is loaded" else "is reported by the save"

@@ -44,5 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
         loaded = {"state": {key: {"moment": moment, "steps": 0}}}
         dcp.load(loaded, checkpoint_id=path)
         dist.barrier()
-    found = {name: state["steps"] for name, state in loaded["state"].items()}
-    return str(found), str({key: 3})
+    actual = {name: state["steps"] for name, state in loaded["state"].items()}
+    return str(actual), str({key: 3})

@@ -51,8 +51,8 @@ def reproduce(rank, world_size, device):
         nn.init.zeros_(model.weight)
         try:
             dcp.load(model.state_dict(), checkpoint_id=path)
-            found = model.weight.full_tensor().flatten().tolist()
+            actual = model.weight.full_tensor().flatten().tolist()
         except dcp.CheckpointException:
-            found = "raised"
+            actual = "raised"
         dist.barrier()
-    return found, "raised" if found == "raised" else [1.0, 1.0, 1.0, 1.0]
+    return actual, "raised" if actual == "raised" else [1.0, 1.0, 1.0, 1.0]

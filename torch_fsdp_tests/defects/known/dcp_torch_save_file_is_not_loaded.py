@@ -46,8 +46,8 @@ def reproduce(rank, world_size, device):
             storage_reader=BroadcastingTorchSaveReader(),
             planner=DynamicMetaLoadPlanner(),
         )
-        found = model.weight.full_tensor().flatten().tolist()
+        actual = model.weight.full_tensor().flatten().tolist()
     except (RuntimeError, dcp.CheckpointException) as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+        actual = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
     os.remove(path)
-    return found, [1.0, 2.0, 3.0, 4.0]
+    return actual, [1.0, 2.0, 3.0, 4.0]

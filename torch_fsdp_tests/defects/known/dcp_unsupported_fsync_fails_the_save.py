@@ -45,9 +45,9 @@ def reproduce(rank, world_size, device, workaround=False):
         os.fsync = unsupported
         try:
             dcp.save(model.state_dict(), storage_writer=dcp.FileSystemWriter(folders[0], sync_files=not workaround))
-            found = "saved"
+            actual = "saved"
         except dcp.CheckpointException as error:
-            found = str(next(iter(error.failures.values()))[0])
+            actual = str(next(iter(error.failures.values()))[0])
         os.fsync = sync
         dist.barrier()
-    return found, "saved"
+    return actual, "saved"

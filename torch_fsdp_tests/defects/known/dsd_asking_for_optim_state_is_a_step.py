@@ -29,7 +29,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    found = []
+    actual = []
     for asks in (True, False):
         model = nn.Linear(1, 2, bias=False, device=device)
         with torch.no_grad():
@@ -40,5 +40,5 @@ def reproduce(rank, world_size, device):
             get_optimizer_state_dict(model, optim)
         model(torch.ones(1, 1, device=device)).sum().backward()
         optim.step()
-        found.append(model.weight.full_tensor().flatten().tolist())
-    return tuple(found)
+        actual.append(model.weight.full_tensor().flatten().tolist())
+    return tuple(actual)

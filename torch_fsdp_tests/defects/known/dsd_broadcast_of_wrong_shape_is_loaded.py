@@ -30,7 +30,7 @@ def reproduce(rank, world_size, device):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     try:
         set_model_state_dict(model, state_dict, options=options)
-        found = model.bias.full_tensor().tolist()
+        actual = model.bias.full_tensor().tolist()
     except RuntimeError:
-        found = "raised"
-    return found, "raised"
+        actual = "raised"
+    return actual, "raised"

@@ -31,7 +31,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    found = []
+    actual = []
     for around in (False, True):
         layer = nn.Linear(2, 2, bias=False, device=device)
         inner = FSDP(layer, use_orig_params=True, device_id=device) if around else layer
@@ -42,7 +42,7 @@ def reproduce(rank, world_size, device):
         osd = get_optimizer_state_dict(model, optim)
         try:
             set_optimizer_state_dict(model, optim, osd)
-            found.append("loaded")
+            actual.append("loaded")
         except (RuntimeError, KeyError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found, ["loaded", "loaded"]
+            actual.append(f"{type(error).__name__}: {error}")
+    return actual, ["loaded", "loaded"]

@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device):
     state = get_optimizer_state_dict(model, adam, options=options)
     try:
         set_optimizer_state_dict(model, adam, state, options=options)
-        found = "loaded"
+        actual = "loaded"
     except IndexError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "loaded"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "loaded"

@@ -38,7 +38,7 @@ def reproduce(rank, world_size, device):
     osd = get_optimizer_state_dict(model, optims[0], options=options)
     try:
         set_optimizer_state_dict(model, optims[1], osd, options=options)
-        found = optims[1].param_groups[0]["lr"]
+        actual = optims[1].param_groups[0]["lr"]
     except KeyError as error:
-        found = f"KeyError: {error}"
-    return found, 0.5
+        actual = f"KeyError: {error}"
+    return actual, 0.5

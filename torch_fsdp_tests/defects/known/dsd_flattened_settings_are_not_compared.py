@@ -38,7 +38,7 @@ def reproduce(rank, world_size, device):
     try:
         osd = get_optimizer_state_dict(model, two, options=options)
         set_optimizer_state_dict(model, one, osd, options=options)
-        found = f"a learning rate of {one.param_groups[0]['lr']} for both"
+        actual = f"a learning rate of {one.param_groups[0]['lr']} for both"
     except RuntimeError:
-        found = "raised"
-    return found, "raised"
+        actual = "raised"
+    return actual, "raised"

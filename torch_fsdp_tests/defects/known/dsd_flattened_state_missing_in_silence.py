@@ -43,7 +43,7 @@ def reproduce(rank, world_size, device):
     del osd["state.bias.momentum_buffer"]
     try:
         set_optimizer_state_dict(model, optim, osd, options=options)
-        found = f"a momentum of type {type(optim.state[model.bias]['momentum_buffer']).__name__}"
+        actual = f"a momentum of type {type(optim.state[model.bias]['momentum_buffer']).__name__}"
     except (RuntimeError, KeyError):
-        found = "raised"
-    return found, "raised"
+        actual = "raised"
+    return actual, "raised"

@@ -34,7 +34,7 @@ def reproduce(rank, world_size, device, workaround=False):
             {"weight": torch.zeros(2, 2, device=device)},
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=workaround),
         )
-        found = f"loaded, missing keys {list(keys.missing_keys)}"
+        actual = f"loaded, missing keys {list(keys.missing_keys)}"
     except RuntimeError:
-        found = "raised"
-    return found, "raised"
+        actual = "raised"
+    return actual, "raised"

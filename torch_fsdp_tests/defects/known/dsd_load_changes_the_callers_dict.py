@@ -32,5 +32,5 @@ def reproduce(rank, world_size, device, workaround=False):
     with torch.no_grad():
         model.weight.fill_(5.0)
     kept = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state_dict.items()}
-    found = {name: value.flatten().tolist() for name, value in kept.items()}
-    return found, {"weight": [0.0] * 4} if rank == 0 else {}
+    actual = {name: value.flatten().tolist() for name, value in kept.items()}
+    return actual, {"weight": [0.0] * 4} if rank == 0 else {}

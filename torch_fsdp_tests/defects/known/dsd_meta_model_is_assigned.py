@@ -39,5 +39,5 @@ def reproduce(rank, world_size, device, workaround=False):
     set_model_state_dict(model, tied(device).state_dict(), options=StateDictOptions(full_state_dict=True))
     optim = torch.optim.SGD(model.parameters())
     model(torch.ones(1, 2, device=device, dtype=model[0].weight.dtype))
-    found = (str(model[0].weight.dtype), len(optim.param_groups[0]["params"]))
-    return found, ("torch.bfloat16", 1)
+    actual = (str(model[0].weight.dtype), len(optim.param_groups[0]["params"]))
+    return actual, ("torch.bfloat16", 1)

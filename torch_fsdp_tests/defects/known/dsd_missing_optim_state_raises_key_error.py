@@ -41,11 +41,11 @@ def reproduce(rank, world_size, device):
     optim.step()
     state = get_optimizer_state_dict(model, optim)
     del state["state"]["bias"]
-    found = []
+    actual = []
     for strict in (True, False):
         try:
             set_optimizer_state_dict(model, optim, state, options=StateDictOptions(strict=strict))
-            found.append("loaded")
+            actual.append("loaded")
         except (KeyError, RuntimeError) as error:
-            found.append(type(error).__name__)
-    return found, ["RuntimeError", "loaded"]  # the first one names the parameter
+            actual.append(type(error).__name__)
+    return actual, ["RuntimeError", "loaded"]  # the first one names the parameter

@@ -44,7 +44,7 @@ def reproduce(rank, world_size, device, workaround=False):
     if workaround:
         Embedding._fqn_modifiers = Embedding.modifiers
     try:
-        found = ", ".join(get_model_state_dict(model, options=StateDictOptions(dsd_fqn_modifiers="modifiers")))
+        actual = ", ".join(get_model_state_dict(model, options=StateDictOptions(dsd_fqn_modifiers="modifiers")))
     except AttributeError as error:
-        found = f"AttributeError: {error}"
-    return found, "0.weight"
+        actual = f"AttributeError: {error}"
+    return actual, "0.weight"

@@ -33,7 +33,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    found = []
+    actual = []
     for broadcast in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         model = nn.Linear(2, 2, device=device)
@@ -44,7 +44,7 @@ def reproduce(rank, world_size, device, workaround=False):
         osd = get_optimizer_state_dict(model, optims[0], options=options)
         try:
             set_optimizer_state_dict(model, optims[1], {} if broadcast and rank else osd, options=options)
-            found.append(optims[1].param_groups[0].get("initial_lr"))
+            actual.append(optims[1].param_groups[0].get("initial_lr"))
         except KeyError as error:
-            found.append(f"KeyError: {error}")
-    return found, [0.001, 0.001]
+            actual.append(f"KeyError: {error}")
+    return actual, [0.001, 0.001]

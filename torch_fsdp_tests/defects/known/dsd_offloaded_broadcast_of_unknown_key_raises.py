@@ -33,12 +33,12 @@ def reproduce(rank, world_size, device):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     state_dict = {"weight": torch.zeros(2, 2), "unknown": torch.zeros(2)} if rank == 0 else {}
-    found = []
+    actual = []
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload, strict=False)
         try:
-            found.append(set_model_state_dict(model, dict(state_dict), options=options).unexpected_keys)
+            actual.append(set_model_state_dict(model, dict(state_dict), options=options).unexpected_keys)
         except KeyError as error:
-            found.append(f"KeyError: {error}")
+            actual.append(f"KeyError: {error}")
     unexpected = ["unknown"] if rank == 0 else []
-    return found, [unexpected, unexpected]
+    return actual, [unexpected, unexpected]

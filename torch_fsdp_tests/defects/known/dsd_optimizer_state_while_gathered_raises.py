@@ -37,7 +37,7 @@ def reproduce(rank, world_size, device, workaround=False):
     if workaround:
         model.reshard()
     try:
-        found = list(get_optimizer_state_dict(model, optim)["state"])
+        actual = list(get_optimizer_state_dict(model, optim)["state"])
     except KeyError as error:
         return f"KeyError: {error}", ["weight"]
-    return found, ["weight"]
+    return actual, ["weight"]

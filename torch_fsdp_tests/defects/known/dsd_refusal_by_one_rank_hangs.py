@@ -38,8 +38,8 @@ def reproduce(rank, world_size, device):
     del osd["state"]["bias"]
     try:
         set_optimizer_state_dict(model, optim, osd if rank == 0 else {}, options=options)
-        found = "waited for rank 0"
+        actual = "waited for rank 0"
     except (RuntimeError, KeyError):
-        found = "raised"
+        actual = "raised"
         dist.broadcast_object_list([{}], src=0)  # the broadcast that the others wait for
-    return found, "raised"
+    return actual, "raised"

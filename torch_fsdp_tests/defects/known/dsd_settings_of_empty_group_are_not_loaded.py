@@ -33,7 +33,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    found = []
+    actual = []
     for full in (False, True):
         options = StateDictOptions(full_state_dict=full)
         model = nn.Linear(2, 2, device=device)
@@ -44,7 +44,7 @@ def reproduce(rank, world_size, device):
         try:
             osd = get_optimizer_state_dict(model, optims[0], options=options)
             set_optimizer_state_dict(model, optims[1], osd, options=options)
-            found.append(str([group["lr"] for group in optims[1].param_groups]))
+            actual.append(str([group["lr"] for group in optims[1].param_groups]))
         except KeyError as error:
-            found.append(f"KeyError: {error}")
-    return found, ["[0.5, 0.5]"] * 2
+            actual.append(f"KeyError: {error}")
+    return actual, ["[0.5, 0.5]"] * 2

@@ -31,7 +31,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    found: list = []
+    actual: list = []
     for full in (False,) if workaround else (False, True):
         options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=workaround)
         model = nn.Linear(2, 2, device=device)
@@ -40,7 +40,7 @@ def reproduce(rank, world_size, device, workaround=False):
         optim = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
         try:
             set_optimizer_state_dict(model, optim, state_dict, options=options)
-            found.append([group.get("lr") for group in optim.param_groups])
+            actual.append([group.get("lr") for group in optim.param_groups])
         except (RuntimeError, ValueError):
-            found.append("raised")
-    return found, [answer if answer == "raised" else [0.5, 0.5] for answer in found]
+            actual.append("raised")
+    return actual, [answer if answer == "raised" else [0.5, 0.5] for answer in actual]

@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Sequential(layer, nn.Tanh(), layer)
     model = torch.compile(plain, backend="eager")
     try:
-        found = str(set_model_state_dict(plain if workaround else model, get_model_state_dict(model)))
+        actual = str(set_model_state_dict(plain if workaround else model, get_model_state_dict(model)))
     except RuntimeError as error:
-        found = "RuntimeError: " + " ".join(str(error).split())
-    return found, "<All keys matched successfully>"
+        actual = "RuntimeError: " + " ".join(str(error).split())
+    return actual, "<All keys matched successfully>"

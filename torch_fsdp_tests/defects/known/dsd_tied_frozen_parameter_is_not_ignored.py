@@ -27,9 +27,9 @@ def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=device) for _ in range(3)))
     model[2].weight = model[0].weight.requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    found = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    actual = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     if workaround:
         for name, param in model.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
-                found.pop(name, None)
-    return list(found), ["1.weight"]
+                actual.pop(name, None)
+    return list(actual), ["1.weight"]

@@ -38,7 +38,7 @@ def reproduce(rank, world_size, device, workaround=False):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=workaround)
     try:
         set_model_state_dict(model, {"0.weight": whole.clone()}, options=options)
-        found = model[0].weight.full_tensor().flatten().tolist()
+        actual = model[0].weight.full_tensor().flatten().tolist()
     except AssertionError as error:
-        found = f"AssertionError: {error}"
-    return found, whole.flatten().tolist()
+        actual = f"AssertionError: {error}"
+    return actual, whole.flatten().tolist()

@@ -42,10 +42,10 @@ def reproduce(rank, world_size, device, workaround=False):
     fully_shard(model, mesh=mesh["dp"])
     try:
         dcp.save(model.state_dict(), checkpoint_id=folder[0])
-        found = "saved"
+        actual = "saved"
     except dcp.CheckpointException as error:
-        found = f"CheckpointException: {[*error.failures.values()][0][0]}"
+        actual = f"CheckpointException: {[*error.failures.values()][0][0]}"
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
-    return found, "saved"
+    return actual, "saved"

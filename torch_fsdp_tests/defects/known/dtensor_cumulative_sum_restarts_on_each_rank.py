@@ -28,6 +28,6 @@ def reproduce(rank, world_size, device, workaround=False):
     model = nn.RMSNorm(2 * world_size).to(device)  # its weight is a vector of ones
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     with torch.no_grad():
-        found = model.weight.cumsum(0 if workaround else -1).full_tensor().tolist()
+        actual = model.weight.cumsum(0 if workaround else -1).full_tensor().tolist()
     right = [float(count) for count in range(1, 2 * world_size + 1)]
-    return found, right
+    return actual, right

@@ -35,6 +35,6 @@ def reproduce(rank, world_size, device, workaround=False):
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     weight, zeros = model.weight, torch.zeros_like(model.weight)
     loss = (weight - zeros).square().mean() if workaround else F.mse_loss(weight, zeros)
-    found = round(loss.full_tensor().item(), 4)
+    actual = round(loss.full_tensor().item(), 4)
     right = round(1 / rows, 4)
-    return found, right
+    return actual, right

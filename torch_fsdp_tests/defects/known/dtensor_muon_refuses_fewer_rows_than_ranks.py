@@ -34,8 +34,8 @@ def reproduce(rank, world_size, device, workaround=False):
     optim = torch.optim.AdamW if workaround else torch.optim.Muon
     try:
         optim(model.parameters(), lr=1.0, weight_decay=0.0).step()
-        found = "stepped" if model.weight.full_tensor().max() < 0 else "did not step"
+        actual = "stepped" if model.weight.full_tensor().max() < 0 else "did not step"
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0].split(': ')[1].split('.')[0]}"
+        actual = f"RuntimeError: {str(error).splitlines()[0].split(': ')[1].split('.')[0]}"
     right = "stepped"
-    return found, right
+    return actual, right

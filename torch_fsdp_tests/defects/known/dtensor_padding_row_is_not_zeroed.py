@@ -40,6 +40,6 @@ def reproduce(rank, world_size, device, workaround=False):
             full = model.weight.full_tensor()
             full[model.padding_idx] = 0
             model.weight.copy_(distribute_tensor(full, model.weight.device_mesh, model.weight.placements))
-    found = model.weight.full_tensor()[1].count_nonzero().item()
+    actual = model.weight.full_tensor()[1].count_nonzero().item()
     right = 0
-    return found, right
+    return actual, right

@@ -36,9 +36,9 @@ def reproduce(rank, world_size, device):
     model(torch.tensor([[1.0, 2.0]], device=device)).sum().backward()
     try:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0, norm_type=float("inf"))
-        found = norm.full_tensor().item()
+        actual = norm.full_tensor().item()
     except (RuntimeError, IndexError) as error:  # at once on rank 1; after 3 seconds on rank 0
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     dist.barrier()  # otherwise the end of rank 1 would end rank 0's wait
     right = 2.0  # the gradient is the input
-    return found, right
+    return actual, right

@@ -29,6 +29,6 @@ def reproduce(rank, world_size, device, workaround=False):
     nn.init.eye_(model.weight)  # each column has the norm 1, and its one is on a rank of its own
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     norms = model.weight.square().sum(0).sqrt() if workaround else model.weight.norm(dim=0)
-    found = round(norms.sum().full_tensor().item(), 4)
+    actual = round(norms.sum().full_tensor().item(), 4)
     right = float(world_size)
-    return found, right
+    return actual, right

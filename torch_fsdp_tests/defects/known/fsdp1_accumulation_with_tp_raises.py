@@ -33,11 +33,11 @@ def reproduce(rank, world_size, device, workaround=False):
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 1, device=device))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=not workaround, device_id=device)
-    found = "both backwards ran"
+    actual = "both backwards ran"
     with model.no_sync():
         try:
             for _ in range(2):
                 model(torch.ones(1, 2, device=device)).sum().backward()
         except RuntimeError as error:
-            found = f"RuntimeError: {error}"
-    return found, "both backwards ran"
+            actual = f"RuntimeError: {error}"
+    return actual, "both backwards ran"

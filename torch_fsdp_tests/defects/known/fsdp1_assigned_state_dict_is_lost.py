@@ -26,11 +26,11 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    found = []
+    actual = []
     for use_orig_params in (False, True):
         model = nn.Linear(2, 1, bias=False, device=device)
         nn.init.ones_(model.weight)
         model = FSDP(model, device_id=device, use_orig_params=use_orig_params)
         model.load_state_dict({"weight": torch.full((1, 2), 5.0, device=device)}, assign=not workaround)
-        found.append(model(torch.ones(2, device=device)).item())
-    return found, [10.0, 10.0]  # the sum of two weights of 5
+        actual.append(model(torch.ones(2, device=device)).item())
+    return actual, [10.0, 10.0]  # the sum of two weights of 5

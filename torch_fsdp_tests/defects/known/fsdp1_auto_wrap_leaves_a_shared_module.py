@@ -29,7 +29,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    found = []
+    actual = []
     for use_orig_params in (True, False):
         shared = nn.Linear(2, 2, bias=False, device=device)
         nn.init.ones_(shared.weight)
@@ -38,7 +38,7 @@ def reproduce(rank, world_size, device, workaround=False):
         model = nn.Sequential(nn.Sequential(child), nn.Sequential(child))
         model = FSDP(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
         try:
-            found.append(model(torch.ones(1, 2, device=device)).tolist())
+            actual.append(model(torch.ones(1, 2, device=device)).tolist())
         except RuntimeError as error:
-            found.append(f"RuntimeError: {error}")
-    return found, [[[4.0, 4.0]], [[4.0, 4.0]]]
+            actual.append(f"RuntimeError: {error}")
+    return actual, [[[4.0, 4.0]], [[4.0, 4.0]]]

@@ -31,14 +31,14 @@ DEFECT = Defect(
 
 def reproduce(rank, world_size, device):
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    found = []
+    actual = []
     for wrap in (nn.Sequential, checkpoint_wrapper):
         layer = parallelize_module(nn.Linear(2, 4, device=device), mesh["tp"], ColwiseParallel())
         model = FSDP(wrap(layer), device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         try:
             model.load_state_dict(model.state_dict())
-            found.append("loaded")
+            actual.append("loaded")
         except RuntimeError as error:
-            found.append(f"RuntimeError: {str(error).splitlines()[-1].strip()}")
-    return found, ["loaded", "loaded"]
+            actual.append(f"RuntimeError: {str(error).splitlines()[-1].strip()}")
+    return actual, ["loaded", "loaded"]

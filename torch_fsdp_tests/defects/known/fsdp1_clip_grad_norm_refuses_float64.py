@@ -33,7 +33,7 @@ def reproduce(rank, world_size, device):
         each(torch.ones(1, 2, device=device, dtype=torch.float64)).sum().backward()
     right = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
     try:
-        found = model.clip_grad_norm_(1.0).item()
+        actual = model.clip_grad_norm_(1.0).item()
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
-    return found, right
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
+    return actual, right

@@ -34,11 +34,11 @@ def reproduce(rank, world_size, device):
         "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
         "device_mesh": init_device_mesh(device.type, (2, world_size // 2)),
     }
-    found = []
+    actual = []
     for outer, inner in ((hybrid, {}), ({}, hybrid)):
         layer = FSDP(nn.Linear(1, 4, bias=False, device=device), device_id=device, **inner)
         model = FSDP(nn.Sequential(layer), device_id=device, **outer)
         gradient = torch.tensor([3.0, 0.0, 4.0, 0.0], device=device)
         (model(torch.ones(1, device=device)) * gradient).sum().backward()
-        found.append(round(model.clip_grad_norm_(10.0).item(), 4))
-    return found, [5.0, 5.0]
+        actual.append(round(model.clip_grad_norm_(10.0).item(), 4))
+    return actual, [5.0, 5.0]

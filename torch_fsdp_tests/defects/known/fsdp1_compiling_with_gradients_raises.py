@@ -39,7 +39,7 @@ def reproduce(rank, world_size, device, workaround=False):
     try:
         for rows in (2, 2) if workaround else (1, 2):
             compiled(torch.ones(rows, 2, device=device)).sum().backward()
-        found = "trained"
+        actual = "trained"
     except Exception as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, "trained"
+        actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return actual, "trained"

@@ -42,7 +42,7 @@ class Model(nn.Linear):
 def reproduce(rank, world_size, device):
     model = FSDP(Model(2, 3, device=device), device_id=device)
     try:
-        found = model(torch.ones(1, 2, device=device)).size
+        actual = model(torch.ones(1, 2, device=device)).size
     except ValueError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, 3
+        actual = f"{type(error).__name__}: {error}"
+    return actual, 3

@@ -30,7 +30,7 @@ def reproduce(rank, world_size, device, workaround=False):
     elsewhere = torch.device("meta")  # represents the device that FSDP moves its inputs to
     try:
         ((moved,),), _ = _to_kwargs((dict(batch) if workaround else batch,), {}, elsewhere, False)
-        found = moved["x"].device.type
+        actual = moved["x"].device.type
     except TypeError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, elsewhere.type
+        actual = f"{type(error).__name__}: {error}"
+    return actual, elsewhere.type

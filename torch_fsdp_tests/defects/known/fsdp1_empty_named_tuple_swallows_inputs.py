@@ -38,5 +38,5 @@ def reproduce(rank, world_size, device):
     model = Model(2, 1, bias=False, device=device)
     nn.init.ones_(model.weight)
     model = FSDP(model, device_id=device)
-    found = model(NoOptions(), 5.0, x=torch.ones(2, device=device)).item()
-    return found, 10.0  # the sum of two weights of 1, times 5
+    actual = model(NoOptions(), 5.0, x=torch.ones(2, device=device)).item()
+    return actual, 10.0  # the sum of two weights of 1, times 5

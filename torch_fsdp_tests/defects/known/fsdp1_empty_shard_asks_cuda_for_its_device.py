@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         sharded = model.state_dict()["weight"]
     try:
-        found = sharded.device.type
+        actual = sharded.device.type
     except (RuntimeError, AssertionError) as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, device.type
+        actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return actual, device.type

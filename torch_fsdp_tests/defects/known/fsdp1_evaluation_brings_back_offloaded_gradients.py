@@ -36,5 +36,5 @@ def reproduce(rank, world_size, device, workaround=False):
         model(batch)
     if workaround:
         model.zero_grad()
-    found = [name for name, param in model.named_parameters() if param.grad is not None]
-    return found, []
+    actual = [name for name, param in model.named_parameters() if param.grad is not None]
+    return actual, []

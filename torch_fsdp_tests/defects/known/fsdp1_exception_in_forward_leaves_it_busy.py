@@ -34,7 +34,7 @@ def reproduce(rank, world_size, device, workaround=False):
         model.zero_grad()
     try:
         with model.no_sync():
-            found = "entered"
+            actual = "entered"
     except ValueError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "entered"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "entered"

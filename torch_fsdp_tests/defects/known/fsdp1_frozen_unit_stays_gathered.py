@@ -35,5 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
     model(torch.ones(1, 4, device=device)).sum().backward()
 
     unsharded = [layer._handle.flat_param._full_param_padded for layer in model.module]
-    found = [f"{tensor.untyped_storage().nbytes()} bytes" for tensor in unsharded]
-    return found, ["0 bytes", "0 bytes"]  # nothing is unsharded between iterations
+    actual = [f"{tensor.untyped_storage().nbytes()} bytes" for tensor in unsharded]
+    return actual, ["0 bytes", "0 bytes"]  # nothing is unsharded between iterations

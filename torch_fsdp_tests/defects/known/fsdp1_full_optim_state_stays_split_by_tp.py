@@ -39,5 +39,5 @@ def reproduce(rank, world_size, device, workaround=False):
         state = FSDP.optim_state_dict(model, optim)["state"]["0.weight"]["exp_avg"]
     if workaround and isinstance(state, DTensor):
         state = state.full_tensor()
-    found = state.to_local() if isinstance(state, DTensor) else state
-    return list(found.shape), [4, 4]
+    actual = state.to_local() if isinstance(state, DTensor) else state
+    return list(actual.shape), [4, 4]

@@ -37,5 +37,5 @@ def reproduce(rank, world_size, device, workaround=False):
     scaler.scale((model(torch.ones(1, device=device)) * rows).sum()).backward()
     scaler.step(optim)
     scaler.update()
-    found = next(model.parameters()).item(), scaler.get_scale()
-    return found, (1.0, 512.0)  # no rank steps, and the scale is halved everywhere
+    actual = next(model.parameters()).item(), scaler.get_scale()
+    return actual, (1.0, 512.0)  # no rank steps, and the scale is halved everywhere

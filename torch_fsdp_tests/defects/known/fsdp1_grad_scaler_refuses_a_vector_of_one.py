@@ -30,7 +30,7 @@ def reproduce(rank, world_size, device, workaround=False):
     try:
         scale = torch.tensor([4.0], device=device)
         scaler.update(scale.squeeze() if workaround else scale)
-        found = scaler.get_scale()
+        actual = scaler.get_scale()
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, 4.0
+        actual = f"{type(error).__name__}: {error}"
+    return actual, 4.0

@@ -32,5 +32,5 @@ def reproduce(rank, world_size, device):
     model = FSDP(nn.Sequential(own, inner), mixed_precision=config, device_id=device)
     model(torch.ones(1, 2, device=device))
 
-    found = {"0.buffer": str(own.buffer.dtype), "1.0.buffer": str(ignored.buffer.dtype)}
-    return found, {"0.buffer": "torch.bfloat16", "1.0.buffer": "torch.float32"}  # only the second is ignored
+    actual = {"0.buffer": str(own.buffer.dtype), "1.0.buffer": str(ignored.buffer.dtype)}
+    return actual, {"0.buffer": "torch.bfloat16", "1.0.buffer": "torch.float32"}  # only the second is ignored

@@ -41,7 +41,7 @@ def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(Shifted(inner, not workaround), device_id=device)
     try:
         model(torch.ones(1, 1, 2, device=device)).sum().backward()
-        found = "no error"
+        actual = "no error"
     except ValueError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "no error"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "no error"

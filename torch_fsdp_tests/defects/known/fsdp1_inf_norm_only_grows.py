@@ -32,11 +32,11 @@ def reproduce(rank, world_size, device):
     plain = nn.Sequential(trained, frozen).to(device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)  # rank 1 has the frozen half
 
-    found, right = [], []
+    actual, right = [], []
     for scale in (2.0, 1.0, 0.5):
         for each in (model, plain):
             each.zero_grad()
             each(torch.full((4,), scale, device=device)).sum().backward()
-        found.append(model.clip_grad_norm_(1.0, math.inf).item())
+        actual.append(model.clip_grad_norm_(1.0, math.inf).item())
         right.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0, math.inf).item())
-    return found, right
+    return actual, right

@@ -33,7 +33,7 @@ def reproduce(rank, world_size, device, workaround=False):
         model(x)
     try:
         model(x).sum().backward()
-        found = sum(param.grad.sum().item() for param in model.parameters() if param.grad is not None) > 0
+        actual = sum(param.grad.sum().item() for param in model.parameters() if param.grad is not None) > 0
     except (AssertionError, RuntimeError) as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, True
+        actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return actual, True

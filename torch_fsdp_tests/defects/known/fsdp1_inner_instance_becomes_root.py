@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device, workaround=False):
     with contextlib.suppress(AssertionError), FSDP.summon_full_params(model.module[0]):
         pass
     try:
-        found = model(torch.ones(2, device=device)).item()
+        actual = model(torch.ones(2, device=device)).item()
     except AssertionError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, 2.0  # the sum of two weights of 1
+        actual = f"{type(error).__name__}: {error}"
+    return actual, 2.0  # the sum of two weights of 1

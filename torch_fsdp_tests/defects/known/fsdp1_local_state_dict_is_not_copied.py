@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device):
     model(torch.ones(1, 2, device=device)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     try:
-        found = ", ".join(copy.deepcopy(state))
+        actual = ", ".join(copy.deepcopy(state))
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {str(error).partition(' and ')[0]}"
-    return found, "_flat_param"
+        actual = f"{type(error).__name__}: {str(error).partition(' and ')[0]}"
+    return actual, "_flat_param"

@@ -30,7 +30,7 @@ def reproduce(rank, world_size, device):
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, config):
         try:
             (sharded,) = model.state_dict().values()
-            found = sharded.local_shards()[0].tensor.device.type
+            actual = sharded.local_shards()[0].tensor.device.type
         except ValueError as error:
-            found = f"{type(error).__name__}: {error}"
-    return found, torch.device("cpu").type
+            actual = f"{type(error).__name__}: {error}"
+    return actual, torch.device("cpu").type

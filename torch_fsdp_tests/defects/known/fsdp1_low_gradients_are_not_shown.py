@@ -32,7 +32,7 @@ def reproduce(rank, world_size, device):
     model(torch.ones(1, 2, device=device)).sum().backward()
     try:
         with FSDP.summon_full_params(model, with_grads=True):
-            found = layer.weight.grad.tolist()
+            actual = layer.weight.grad.tolist()
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {str(error).partition(' a tensor')[0]}"
-    return found, [[1.0, 1.0], [1.0, 1.0]]
+        actual = f"{type(error).__name__}: {str(error).partition(' a tensor')[0]}"
+    return actual, [[1.0, 1.0], [1.0, 1.0]]

@@ -34,12 +34,12 @@ def reproduce(rank, world_size, device):
     config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
     offload = CPUOffload(offload_params=True)
     model = FSDP(nn.Linear(4, 4, device=device), mixed_precision=config, cpu_offload=offload, device_id=device)
-    found = []
+    actual = []
     for _ in range(2):
         try:
             model(torch.ones(1, 4, device=device)).sum().backward()
-            found.append(str(next(model.parameters()).grad.dtype))
+            actual.append(str(next(model.parameters()).grad.dtype))
         except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {str(error).partition('.')[0]}")
+            actual.append(f"{type(error).__name__}: {str(error).partition('.')[0]}")
         model.zero_grad()
-    return found, ["torch.float16"] * 2
+    return actual, ["torch.float16"] * 2

@@ -24,14 +24,14 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    config, found = ShardedStateDictConfig(), []
+    config, actual = ShardedStateDictConfig(), []
     for mesh in (init_device_mesh(device.type, (world_size,)), None):
         model = FSDP(nn.Linear(2, 2, device=device), device_id=device, device_mesh=mesh)
         try:
             if workaround:
                 config = ShardedStateDictConfig()
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
-                found.append(type(model.state_dict()["weight"]).__name__)
+                actual.append(type(model.state_dict()["weight"]).__name__)
         except AttributeError as error:
-            found.append(f"AttributeError: {error}")
-    return found, ["DTensor", "ShardedTensor"]
+            actual.append(f"AttributeError: {error}")
+    return actual, ["DTensor", "ShardedTensor"]

@@ -39,7 +39,7 @@ def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(layer, use_orig_params=True, device_id=device)
     model(torch.ones(1, 1, device=device, dtype=torch.bfloat16)).sum().backward()
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    found = "nothing"
+    actual = "nothing"
     with FSDP.summon_full_params(model, writeback=False):  # the weights are gathered now
         setattr(dist, gather, contribute)
         if workaround:
@@ -47,5 +47,5 @@ def reproduce(rank, world_size, device, workaround=False):
         try:
             model._handle.unshard_grad()  # with_grads=True does this
         except Contributed as contributed:
-            found = str(contributed)
-    return found, "torch.bfloat16"
+            actual = str(contributed)
+    return actual, "torch.bfloat16"

@@ -32,13 +32,13 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    found = {}
+    actual = {}
     for use_orig_params in (True, False):
         model = FSDP(nn.Linear(2, 2, device=device), use_orig_params=use_orig_params, device_id=device)
         with torch.no_grad():
             model(torch.ones(1, 2, device=device))
         try:
-            found[use_orig_params] = type(copy.deepcopy(model)).__name__
+            actual[use_orig_params] = type(copy.deepcopy(model)).__name__
         except (RuntimeError, TypeError) as error:
-            found[use_orig_params] = f"{type(error).__name__}: {str(error).partition(' at ')[0]}"
-    return found, dict.fromkeys((True, False), FSDP.__name__)
+            actual[use_orig_params] = f"{type(error).__name__}: {str(error).partition(' at ')[0]}"
+    return actual, dict.fromkeys((True, False), FSDP.__name__)

@@ -39,7 +39,7 @@ def reproduce(rank, world_size, device, workaround=False):
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
             to_load = FSDP.optim_state_dict_to_load(model, optim, osd)
         (state,) = to_load["state"].values()
-        found = str(state["count"])
+        actual = str(state["count"])
     except AttributeError as error:
-        found = f"AttributeError: {error}"
-    return found, "7"
+        actual = f"AttributeError: {error}"
+    return actual, "7"

@@ -32,7 +32,7 @@ def reproduce(rank, world_size, device, workaround=False):
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=not workaround)
     try:
-        found = str(tuple(model(torch.ones(1, 1, device=device)).shape))
+        actual = str(tuple(model(torch.ones(1, 1, device=device)).shape))
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
-    return found, str((1, 4 // world_size))
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
+    return actual, str((1, 4 // world_size))

@@ -34,7 +34,7 @@ def reproduce(rank, world_size, device, workaround=False):
         optim.step()
     config = FullOptimStateDictConfig(offload_to_cpu=not workaround)
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config)
-    found = FSDP.optim_state_dict(model, optims[0])["state"]["weight"]
+    actual = FSDP.optim_state_dict(model, optims[0])["state"]["weight"]
     right = optims[1].state[plain.weight]
     names = ("exp_avg", "exp_avg_sq")
-    return {name: found[name][0, 0].item() for name in names}, {name: right[name][0, 0].item() for name in names}
+    return {name: actual[name][0, 0].item() for name in names}, {name: right[name][0, 0].item() for name in names}

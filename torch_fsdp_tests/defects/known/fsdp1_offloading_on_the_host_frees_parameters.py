@@ -34,5 +34,5 @@ def reproduce(rank, world_size, device, workaround=False):
     layer = nn.Linear(2, 2, bias=False, device=device)
     model = FSDP(layer, use_orig_params=True, device_id=device)
     with FSDP.summon_full_params(model, offload_to_cpu=not workaround, writeback=False):
-        found = layer.weight.untyped_storage().nbytes()  # without memory, the weight must not be read
-    return f"{found} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"
+        actual = layer.weight.untyped_storage().nbytes()  # without memory, the weight must not be read
+    return f"{actual} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"

@@ -31,7 +31,7 @@ def optimizer(model):
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    found = []
+    actual = []
     for use_orig_params in (False, True):
         layer = nn.Conv2d(2, 1, (1, 2), bias=False, device=device).to(memory_format=torch.channels_last)
         model = FSDP(layer, device_id=device, use_orig_params=use_orig_params)
@@ -43,5 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
             state = osd["state"]["weight"]
             state["momentum_buffer"] = state["momentum_buffer"].permute(0, 2, 3, 1).reshape(1, 2, 1, 2)
         loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))
-        found += FSDP.optim_state_dict(model, loaded)["state"]["weight"]["momentum_buffer"].flatten().tolist()
-    return found, [0.0, 1.0, 2.0, 3.0] * 2
+        actual += FSDP.optim_state_dict(model, loaded)["state"]["weight"]["momentum_buffer"].flatten().tolist()
+    return actual, [0.0, 1.0, 2.0, 3.0] * 2

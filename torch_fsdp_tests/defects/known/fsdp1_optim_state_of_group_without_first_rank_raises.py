@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device, workaround=False):
     optim.step()
     try:
         get = FSDP.optim_state_dict if workaround else get_optimizer_state_dict
-        found = str(sorted(get(model, optim)["state"]))
+        actual = str(sorted(get(model, optim)["state"]))
     except ValueError as error:
-        found = f"ValueError: {str(error).partition(' <')[0]}"
-    return found, "['bias', 'weight']"
+        actual = f"ValueError: {str(error).partition(' <')[0]}"
+    return actual, "['bias', 'weight']"

@@ -61,7 +61,7 @@ def reproduce(rank, world_size, device):
     optim.step()
     try:
         FSDP.optim_state_dict(model, optim)
-        found = "saved"
+        actual = "saved"
     except NotImplementedError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "saved"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "saved"

@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device, workaround=False):
     for param, state in optim.state.items():
         state["low"] = param.detach().bfloat16()
     try:
-        found = str(FSDP.optim_state_dict(model, optim)["state"]["weight"]["low"].dtype)
+        actual = str(FSDP.optim_state_dict(model, optim)["state"]["weight"]["low"].dtype)
     except AssertionError as error:
-        found = f"AssertionError: {error}"
-    return found, "torch.bfloat16"
+        actual = f"AssertionError: {error}"
+    return actual, "torch.bfloat16"

@@ -30,7 +30,7 @@ def reproduce(rank, world_size, device, workaround=False):
     optim = torch.optim.Adam([{"params": [weight]}, {"params": [bias], "amsgrad": not workaround}])
     optim.step()
     try:
-        found = ", ".join(sorted(FSDP.optim_state_dict(model, optim)["state"]["weight"]))
+        actual = ", ".join(sorted(FSDP.optim_state_dict(model, optim)["state"]["weight"]))
     except AssertionError as error:
-        found = f"AssertionError: {error}"
-    return found, "exp_avg, exp_avg_sq, step"
+        actual = f"AssertionError: {error}"
+    return actual, "exp_avg, exp_avg_sq, step"

@@ -34,7 +34,7 @@ def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
     sequence = pack_padded_sequence(torch.ones(3, 1, 2, device=device), torch.tensor([3]))
     try:
-        found = str(model(sequence.to(torch.bfloat16) if workaround else sequence).dtype)
+        actual = str(model(sequence.to(torch.bfloat16) if workaround else sequence).dtype)
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "torch.bfloat16"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "torch.bfloat16"

@@ -33,7 +33,7 @@ def reproduce(rank, world_size, device):
         with contextlib.suppress(Exception):  # a plain tensor in place of a sharded one
             model.load_state_dict({**state_dict, "0.weight": torch.ones(2, 2, device=device)})
         try:
-            found = ", ".join(model.state_dict())
+            actual = ", ".join(model.state_dict())
         except AssertionError as error:
-            found = f"{type(error).__name__}: {error}"
-    return found, "0.weight, 0.bias, 1.weight, 1.bias"
+            actual = f"{type(error).__name__}: {error}"
+    return actual, "0.weight, 0.bias, 1.weight, 1.bias"

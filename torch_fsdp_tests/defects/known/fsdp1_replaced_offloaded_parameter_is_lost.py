@@ -34,8 +34,8 @@ def reproduce(rank, world_size, device, workaround=False):
             layer.weight.fill_(7.0)
         else:
             layer.weight.data = torch.full_like(layer.weight, 7.0)
-    found = []
+    actual = []
     for _ in range(2):
         with FSDP.summon_full_params(model, writeback=False):
-            found.append(layer.weight.tolist())
-    return found, [[[7.0, 7.0]]] * 2
+            actual.append(layer.weight.tolist())
+    return actual, [[[7.0, 7.0]]] * 2

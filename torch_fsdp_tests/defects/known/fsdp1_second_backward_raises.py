@@ -40,7 +40,7 @@ def reproduce(rank, world_size, device, workaround=False):
         for loss in [sum(losses)] if workaround else losses:
             loss.backward()
         with FSDP.summon_full_params(model, with_grads=True):
-            found = layers[1].weight.grad.tolist()
+            actual = layers[1].weight.grad.tolist()
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {str(error).partition(':')[0]}"
-    return found, [[3.0, 3.0], [3.0, 3.0]]
+        actual = f"{type(error).__name__}: {str(error).partition(':')[0]}"
+    return actual, [[3.0, 3.0], [3.0, 3.0]]

@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device, workaround=False):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         saved = model.state_dict()
         try:
-            found = str(model.load_state_dict(saved))
+            actual = str(model.load_state_dict(saved))
         except ZeroDivisionError as error:
-            found = f"ZeroDivisionError: {error}"
-    return found, "<All keys matched successfully>"
+            actual = f"ZeroDivisionError: {error}"
+    return actual, "<All keys matched successfully>"

@@ -34,9 +34,9 @@ def reproduce(rank, world_size, device):
     model = FSDP(layer, process_group=pair, device_id=device)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         sharded = model.state_dict()["weight"]
-    found = torch.zeros(2, 1, device=device) if dist.get_rank(pair) == 0 else None
+    actual = torch.zeros(2, 1, device=device) if dist.get_rank(pair) == 0 else None
     try:
-        sharded.gather(0, found)
+        sharded.gather(0, actual)
     except IndexError as error:
         return f"{type(error).__name__}: {error}", "gathered"
-    return found, None if found is None else torch.ones(2, 1, device=device)
+    return actual, None if actual is None else torch.ones(2, 1, device=device)

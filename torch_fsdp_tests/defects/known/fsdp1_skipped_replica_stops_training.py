@@ -45,14 +45,14 @@ def reproduce(rank, world_size, device, workaround=False):
     (weight,) = heads.first.parameters()
     nn.init.ones_(weight)
     optim = torch.optim.SGD(model.parameters(), lr=0.25)
-    found = []
+    actual = []
     for skips_first in (False, True, False, False):
         optim.zero_grad()
         try:
             model(torch.ones(1, 2, device=device), skips_first).sum().backward()
         except RuntimeError as error:
-            found.append(f"RuntimeError: {str(error)[:100]}")
+            actual.append(f"RuntimeError: {str(error)[:100]}")
             break
         optim.step()
-        found.append(weight.flatten()[0].item())
-    return found, [0.75, 0.75, 0.5, 0.25]
+        actual.append(weight.flatten()[0].item())
+    return actual, [0.75, 0.75, 0.5, 0.25]

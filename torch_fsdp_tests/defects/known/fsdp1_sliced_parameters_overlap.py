@@ -27,11 +27,11 @@ DEFECT = Defect(
 def reproduce(rank, world_size, device, workaround=False):
     fused = torch.arange(8.0, device=device).view(2, 4)
     columns = fused[:, :2]  # 0, 1 and 4, 5
-    found = []
+    actual = []
     for use_orig_params in (False, True):
         model = nn.Linear(2, 2, device=device)
         model.weight = nn.Parameter(columns.contiguous() if workaround else columns)
         nn.init.constant_(model.bias, 100.0)
         model = FSDP(model, device_id=device, use_orig_params=use_orig_params)
-        found.append(model(torch.ones(2, device=device)).tolist())
-    return found, [[101.0, 109.0]] * 2
+        actual.append(model(torch.ones(2, device=device)).tolist())
+    return actual, [[101.0, 109.0]] * 2

@@ -43,5 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
     plain(x).sum().backward()
     optims[1].step()
 
-    found = [int(optims[1].state[param]["step"]) for param in plain.parameters()]
-    return found, [2, 2]  # one step before the state was saved, one after it was loaded
+    actual = [int(optims[1].state[param]["step"]) for param in plain.parameters()]
+    return actual, [2, 2]  # one step before the state was saved, one after it was loaded

@@ -46,5 +46,5 @@ def reproduce(rank, world_size, device, workaround=False):
     for each in (model, layer):
         train(each, device, workaround)
     with FSDP.summon_full_params(model):
-        found = model.weight.detach().clone()
-    return found, layer.weight.detach()
+        actual = model.weight.detach().clone()
+    return actual, layer.weight.detach()

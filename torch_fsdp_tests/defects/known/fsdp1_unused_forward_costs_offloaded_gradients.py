@@ -34,5 +34,5 @@ def reproduce(rank, world_size, device):
     model(x).sum().backward()
 
     (param,) = model.parameters()
-    found = None if param.grad is None else param.grad.tolist()
-    return found, [1.5]  # a rank has one of the two weights; the ranks' gradients are 1 and 2
+    actual = None if param.grad is None else param.grad.tolist()
+    return actual, [1.5]  # a rank has one of the two weights; the ranks' gradients are 1 and 2

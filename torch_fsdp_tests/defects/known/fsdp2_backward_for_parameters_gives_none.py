@@ -35,5 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
     loss = model(torch.ones(1, 2, device=device)).sum()
     loss.backward(inputs=None if workaround else list(model.parameters()))
     gradients = [layer.weight.grad for layer in model]
-    found = [None if gradient is None else gradient.full_tensor()[0, 0].item() for gradient in gradients]
-    return found, [2.0, 2.0]
+    actual = [None if gradient is None else gradient.full_tensor()[0, 0].item() for gradient in gradients]
+    return actual, [2.0, 2.0]

@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device, workaround=False):
         model(x)
     model.to(torch.bfloat16)
     try:
-        found = model(x.bfloat16()).tolist()
+        actual = model(x.bfloat16()).tolist()
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
-    return found, [[1.0, 1.0]]
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
+    return actual, [[1.0, 1.0]]

@@ -37,6 +37,6 @@ def reproduce(rank, world_size, device, workaround=False):
         model(torch.full((1, 2), value, device=device)).sum().backward()
     model.finalize_backward()
 
-    found = model.weight.grad.full_tensor()[0, 0].item()
+    actual = model.weight.grad.full_tensor()[0, 0].item()
     right = 257.0  # float32 can hold it
-    return found, right
+    return actual, right

@@ -32,6 +32,6 @@ def reproduce(rank, world_size, device):
     model.set_force_sum_reduction_for_comms(True)
     model(torch.ones(3, 2, device=device)).sum().backward()
 
-    found = model.weight.grad.full_tensor()[0, 0].item()
+    actual = model.weight.grad.full_tensor()[0, 0].item()
     right = 3 / 2  # three rows of ones, summed, over the factor
-    return found, right
+    return actual, right

@@ -45,28 +45,28 @@ def reproduce(rank, world_size, device, workaround=False):
             model.reshard()
         return model, optim
 
-    found = {}
+    actual = {}
     model, optim = evaluated()
     optim.step()
-    found["output after a step"] = model(x)[0, 0].item()
+    actual["output after a step"] = model(x)[0, 0].item()
 
     model, _ = evaluated()
     model.zero_grad()
     model(x).sum().backward()
-    found["gradient after zero_grad"] = model.weight.grad.full_tensor()[0, 0].item()
+    actual["gradient after zero_grad"] = model.weight.grad.full_tensor()[0, 0].item()
 
     model, _ = evaluated()
     optim = torch.optim.SGD(model.parameters(), lr=0.25)
     model(x).sum().backward()
     optim.step()
-    found["weight after a new optimizer's step"] = model.weight.full_tensor()[0, 0].item()
+    actual["weight after a new optimizer's step"] = model.weight.full_tensor()[0, 0].item()
 
     model, _ = evaluated()
     model.requires_grad_(False)
     model(x).sum().backward()
-    found["requires_grad after freezing"] = model.weight.requires_grad
+    actual["requires_grad after freezing"] = model.weight.requires_grad
 
-    return found, {
+    return actual, {
         "output after a step": 1.5,
         "gradient after zero_grad": 1.0,
         "weight after a new optimizer's step": 0.5,

@@ -47,6 +47,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
     x = torch.ones(1, 2, device=device)
-    found = [model(x).item() for _ in range(2)]
+    actual = [model(x).item() for _ in range(2)]
     right = [2.0, 2.0]  # two weights of one, two inputs of one
-    return found, right
+    return actual, right

@@ -44,6 +44,6 @@ def reproduce(rank, world_size, device):
 
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
     output = model(torch.ones(1, 2, device=device)).item()
-    found = {"tensors received": received[0], "output": output}
+    actual = {"tensors received": received[0], "output": output}
     right = {"tensors received": 2, "output": 2.0}  # two weights of one, two inputs of one
-    return found, right
+    return actual, right

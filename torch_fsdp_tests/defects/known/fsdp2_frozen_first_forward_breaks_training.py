@@ -49,6 +49,6 @@ def gradient(policy, rank, world_size, device, workaround):
 
 def reproduce(rank, world_size, device, workaround=False):
     policies = [MixedPrecisionPolicy(*dtypes) for dtypes in ((torch.bfloat16, torch.float32), (None, torch.bfloat16))]
-    found = [gradient(policy, rank, world_size, device, workaround) for policy in policies]
+    actual = [gradient(policy, rank, world_size, device, workaround) for policy in policies]
     mean = (1 + 2**-8) / 2  # which is not a bfloat16 number; the nearest one is 0.5
-    return found, [mean, 0.5]
+    return actual, [mean, 0.5]

@@ -30,5 +30,5 @@ def reproduce(rank, world_size, device, workaround=False):
     fully_shard(model, reshard_after_forward=True if workaround else 2)
     model(torch.ones(1, 4, device=device))
 
-    found = model.bias.requires_grad
-    return found, False
+    actual = model.bias.requires_grad
+    return actual, False

@@ -46,5 +46,5 @@ def reproduce(rank, world_size, device, workaround=False):
         model.adapter.unshard()
         model.adapter.reshard()
     model(x, use_adapter=False).sum().backward()
-    found = None if model.adapter.bias.grad is None else model.adapter.bias.grad.full_tensor().tolist()
-    return found, None
+    actual = None if model.adapter.bias.grad is None else model.adapter.bias.grad.full_tensor().tolist()
+    return actual, None

@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device, workaround=False):
         fully_shard(module, mesh=mesh)
     try:
         model(torch.ones(1, 2, device=device))
-        found = "no error"
+        actual = "no error"
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, "no error"
+        actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return actual, "no error"

@@ -37,8 +37,8 @@ def reproduce(rank, world_size, device, workaround=False):
         model(x)
     try:
         model(x).sum().backward()
-        found = model.weight.grad.full_tensor()[0, 0].item()
+        actual = model.weight.grad.full_tensor()[0, 0].item()
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
     right = 1.0  # the input, as a plain module's gradient
-    return found, right
+    return actual, right

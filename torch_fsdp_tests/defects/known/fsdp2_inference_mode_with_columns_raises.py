@@ -32,8 +32,8 @@ def reproduce(rank, world_size, device, workaround=False):
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True)
     try:
         with torch.no_grad() if workaround else torch.inference_mode():
-            found = model(torch.ones(1, 2, device=device)).item()
+            actual = model(torch.ones(1, 2, device=device)).item()
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
     right = 2.0  # two weights of one, two inputs of one
-    return found, right
+    return actual, right

@@ -38,7 +38,7 @@ def reproduce(rank, world_size, device):
             model(torch.ones(1, 2, device=device)).sum().backward()
         for _ in range(2):
             model(torch.ones(1, 2, device=device)).sum().backward()
-        found = "trains on"
+        actual = "trains on"
     except RuntimeError as error:
-        found = f"{type(error).__name__}: {error}"
-    return found, "trains on"
+        actual = f"{type(error).__name__}: {error}"
+    return actual, "trains on"

@@ -36,6 +36,6 @@ def reproduce(rank, world_size, device):
         for phase, snapshots in tracker.memory_tracking[model].snapshots.items()
         if phase.value == "After Post-Backward"
     )
-    (found,) = (nbytes for category, nbytes in snapshot[device].items() if category == "Unsharded Grad")
+    (actual,) = (nbytes for category, nbytes in snapshot[device].items() if category == "Unsharded Grad")
     right = 0  # the gradient was copied to the input of the reduce-scatter and dropped
-    return found, right
+    return actual, right

@@ -42,12 +42,12 @@ def reproduce(rank, world_size, device):
     model = UsesTheFirst().to(device)
     for unit in (model.first, model.second, model):
         fully_shard(unit, mesh=mesh)
-    found = []
+    actual = []
     for context in (contextlib.nullcontext(), FSDPMemTracker(model)):
         try:
             with context:
                 model(torch.ones(1, 2, device=device)).sum().backward()
-            found.append("trains")
+            actual.append("trains")
         except (AttributeError, KeyError) as error:
-            found.append(type(error).__name__)
-    return found, ["trains", "trains"]
+            actual.append(type(error).__name__)
+    return actual, ["trains", "trains"]

@@ -27,10 +27,10 @@ DEFECT = Defect(
 def reproduce(rank, world_size, device):
     model = nn.Linear(2, 2, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
-    found = []
-    model.register_forward_hook(lambda module, *_: found.append(type(module.weight).__name__))
+    actual = []
+    model.register_forward_hook(lambda module, *_: actual.append(type(module.weight).__name__))
     model(torch.ones(1, 2, device=device))
     with FSDPMemTracker(model):
         pass
     model(torch.ones(1, 2, device=device))
-    return found, ["DTensor", "DTensor"]
+    return actual, ["DTensor", "DTensor"]

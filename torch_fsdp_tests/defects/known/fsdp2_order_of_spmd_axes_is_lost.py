@@ -39,5 +39,5 @@ def reproduce(rank, world_size, device):
     spec = spmd.PartitionSpec((outer, inner), None)
     spmd.assert_type(model.weight, {outer: spmd.V, inner: spmd.V}, partition_spec=spec)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    found = model.weight.full_tensor().flatten().tolist()
-    return found, [0.0, 1.0, 2.0, 3.0]
+    actual = model.weight.full_tensor().flatten().tolist()
+    return actual, [0.0, 1.0, 2.0, 3.0]

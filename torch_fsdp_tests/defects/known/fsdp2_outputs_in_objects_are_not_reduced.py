@@ -42,5 +42,5 @@ def reproduce(rank, world_size, device, workaround=False):
     weight = model.weight  # the sharded one, as the optimizer has it
     output = model(torch.full((1, 2), rank + 1.0, device=device))
     (output if workaround else output.logits).sum().backward()
-    found = "none" if weight.grad is None else weight.grad.full_tensor()[0, 0].item()
-    return found, 1.5  # the mean of 1 and 2
+    actual = "none" if weight.grad is None else weight.grad.full_tensor()[0, 0].item()
+    return actual, 1.5  # the mean of 1 and 2

@@ -46,5 +46,5 @@ def reproduce(rank, world_size, device, workaround=False):
         model.head(chunk).sum().backward()
     hidden.backward(chunk.grad)
     gradient = model.body.weight.grad
-    found = None if gradient is None else gradient.full_tensor()[0, 0].item()
-    return found, 4.0  # two chunks, each with a gradient of 2 by the hidden state
+    actual = None if gradient is None else gradient.full_tensor()[0, 0].item()
+    return actual, 4.0  # two chunks, each with a gradient of 2 by the hidden state

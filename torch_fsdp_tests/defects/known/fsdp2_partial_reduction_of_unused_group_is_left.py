@@ -45,6 +45,6 @@ def reproduce(rank, world_size, device, workaround=False):
     model(torch.ones(1, 2, device=device), "right").sum().backward()
 
     grads = [layer.weight.grad for layer in (model.left, model.right)]
-    found = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
+    actual = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
     right = [10.0, 11.0]  # the left branch has seen the first input, the right one both
-    return found, right
+    return actual, right

@@ -34,9 +34,9 @@ def reproduce(rank, world_size, device):
     fully_shard(model, mesh=mesh["dp"])
     try:
         model(torch.ones(1, 4, device=device)).sum().backward()
-        found = str(tuple(model.weight.grad.shape))
+        actual = str(tuple(model.weight.grad.shape))
     except RuntimeError as error:
-        found = f"RuntimeError: {str(error).splitlines()[0]}"
+        actual = f"RuntimeError: {str(error).splitlines()[0]}"
     if mesh.get_local_rank("tp") == 0:  # these ranks have the row, and train
         return "(1, 4)", "(1, 4)"
-    return found, "(1, 4)"
+    return actual, "(1, 4)"

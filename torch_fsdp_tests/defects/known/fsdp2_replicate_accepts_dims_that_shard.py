@@ -30,10 +30,10 @@ def reproduce(rank, world_size, device):
     dims = torch.distributed.fsdp.DataParallelMeshDims(replicate="replicate", shard="shard")
     try:
         replicate(model, mesh=mesh, dp_mesh_dims=dims)
-        found = f"accepted, placements {model.weight.placements}"
+        actual = f"accepted, placements {model.weight.placements}"
     except ValueError as error:
-        found = str(error)
+        actual = str(error)
     right = (
         "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() for sharding."
     )
-    return found, right
+    return actual, right

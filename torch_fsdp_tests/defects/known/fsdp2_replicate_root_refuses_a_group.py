@@ -33,7 +33,7 @@ def reproduce(rank, world_size, device, workaround=False):
     replicate(model, mesh=mesh)
     try:
         model(torch.ones(1, 2, device=device))
-        found = "runs"
+        actual = "runs"
     except RuntimeError as error:
-        found = str(error)
-    return found, "runs"
+        actual = str(error)
+    return actual, "runs"

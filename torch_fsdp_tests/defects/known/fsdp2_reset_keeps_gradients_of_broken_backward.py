@@ -50,5 +50,5 @@ def reproduce(rank, world_size, device, workaround=False):
         model.reshard()
     model.zero_grad()
     model(x.to(device)).sum().backward()
-    found = [layer.weight.grad.full_tensor()[0, 0].item() for layer in model]
-    return found, right
+    actual = [layer.weight.grad.full_tensor()[0, 0].item() for layer in model]
+    return actual, right

@@ -38,6 +38,6 @@ def reproduce(rank, world_size, device, workaround=False):
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 2, device=device)).sum().backward()
 
-    found = model.weight.grad.full_tensor()[0, 0].item()
+    actual = model.weight.grad.full_tensor()[0, 0].item()
     right = 1.0  # the input of the second step; the first one's was 10
-    return found, right
+    return actual, right

@@ -37,7 +37,7 @@ class Root(nn.Module):
 def reproduce(rank, world_size, device, workaround=False):
     model = fully_shard(Root(device), mesh=init_device_mesh(device.type, (world_size,)))
     try:
-        found = model(0).item() if workaround else model().item()
+        actual = model(0).item() if workaround else model().item()
     except IndexError as error:
-        found = f"IndexError: {error}"
-    return found, 4.0
+        actual = f"IndexError: {error}"
+    return actual, 4.0

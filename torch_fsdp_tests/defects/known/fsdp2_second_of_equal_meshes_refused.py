@@ -29,14 +29,14 @@ DEFECT = Defect(
 def reproduce(rank, world_size, device, workaround=False):
     from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.12
 
-    found: list[str] = []
+    actual: list[str] = []
     for _ in range(2):
-        if not found or not workaround:
+        if not actual or not workaround:
             mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
         model = distribute_module(nn.Linear(2, 2, device=device), mesh)
         try:
             fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-            found.append("accepted")
+            actual.append("accepted")
         except ValueError as error:
-            found.append(f"ValueError: {str(error).splitlines()[0]}")
-    return found, ["accepted", "accepted"]
+            actual.append(f"ValueError: {str(error).splitlines()[0]}")
+    return actual, ["accepted", "accepted"]

@@ -36,7 +36,7 @@ def reproduce(rank, world_size, device):
         spmd.assert_type(param, {mesh.get_group("dp"): spmd.R, mesh.get_group("tp"): spmd.I})
     try:
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-        found = "accepted"
+        actual = "accepted"
     except ValueError as error:
-        found = f"ValueError: {error}"
-    return found, "accepted"
+        actual = f"ValueError: {error}"
+    return actual, "accepted"

@@ -35,5 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
     fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
     output = norm(torch.zeros(1, 1, 2, device=device)).to_local()
     (output * (1.0 if rank == 0 else 2.0**-9)).sum().backward()
-    found = norm.bias.grad.full_tensor()[0].item()
-    return found, 1 + 2.0**-9  # bfloat16 rounds this sum to 1
+    actual = norm.bias.grad.full_tensor()[0].item()
+    return actual, 1 + 2.0**-9  # bfloat16 rounds this sum to 1

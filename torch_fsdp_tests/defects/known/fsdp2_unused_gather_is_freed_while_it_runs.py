@@ -41,10 +41,10 @@ def reproduce(rank, world_size, device, workaround=False):
     gathers = _fsdp_collectives.DefaultAllGather
     stream, allocate = model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream, gathers.allocate
     waits: list[str] = []  # since the last allocation
-    found: list[bool] = []
+    actual: list[bool] = []
 
     def allocating(*args, **kwargs):
-        found.append(bool(waits))
+        actual.append(bool(waits))
         waits.clear()
         return allocate(*args, **kwargs)
 
@@ -65,9 +65,9 @@ def reproduce(rank, world_size, device, workaround=False):
     allocations = mock.patch.object(gathers, "allocate", allocating)
     with waiting("wait_stream"), waiting("wait_event"), allocations, recording, current:
         first.backward()
-        gathered = len(found)
+        gathered = len(actual)
         if workaround:
             module.synchronize()
             waits.append("device")
         second.backward()
-    return gathered == len(model) or found[gathered], True
+    return gathered == len(model) or actual[gathered], True

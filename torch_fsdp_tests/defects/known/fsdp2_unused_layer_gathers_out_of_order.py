@@ -55,6 +55,6 @@ def reproduce(rank, world_size, device, workaround=False):
         fully_shard(module, mesh=mesh)
     model.set_reduce_scatter_unused_params(True)
     model(torch.ones(1, 2, device=device, requires_grad=True), rank == 0, workaround).sum().backward()
-    found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
+    actual = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
     # Rank 0 has 2 * 2 and 2, and rank 1 has 1 and nothing. Both means are over two ranks.
-    return found, {"block.inner.weight": (4 + 1) / 2, "block.last.weight": 2 / 2}
+    return actual, {"block.inner.weight": (4 + 1) / 2, "block.last.weight": 2 / 2}

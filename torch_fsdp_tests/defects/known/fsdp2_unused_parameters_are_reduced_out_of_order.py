@@ -45,5 +45,5 @@ def reproduce(rank, world_size, device, workaround=False):
         nn.init.ones_(layer.weight)
     model.set_reduce_scatter_unused_params(True)
     model(torch.ones(1, 2, device=device, requires_grad=workaround), use_adapter=rank == 0).sum().backward()
-    found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
-    return found, {"adapter.weight": 2 / 2, "body.weight": (2 + 1) / 2}  # means over both ranks
+    actual = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
+    return actual, {"adapter.weight": 2 / 2, "body.weight": (2 + 1) / 2}  # means over both ranks

@@ -49,6 +49,6 @@ def reproduce(rank, world_size, device, workaround=False):
     model, mesh = Model(device), init_device_mesh(device.type, (world_size,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if workaround else dict)
+    actual = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if workaround else dict)
     right = 2
-    return found, right
+    return actual, right

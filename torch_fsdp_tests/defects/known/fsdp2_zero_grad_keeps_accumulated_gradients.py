@@ -32,5 +32,5 @@ def reproduce(rank, world_size, device, workaround=False):
         model.set_reshard_after_backward(is_last)
         model.zero_grad()  # drops the first microbatch
         model(torch.full((1, 2), x, device=device)).sum().backward()
-    found = model.weight.grad.full_tensor()[0, 0].item()
-    return found, 1.0
+    actual = model.weight.grad.full_tensor()[0, 0].item()
+    return actual, 1.0

@@ -43,6 +43,6 @@ def layer(world_size, device):
 def reproduce(rank, world_size, device):
     model = layer(world_size, device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    found = [round(value, 4) for value in step(model, device)]
+    actual = [round(value, 4) for value in step(model, device)]
     right = [round(value, 4) for value in step(layer(world_size, device), device)]
-    return found, right
+    return actual, right

@@ -36,6 +36,6 @@ def reproduce(rank, world_size, device):
     schedule.eval(inp, target=inp)
     schedule.step(inp, target=inp)
 
-    found = module.weight.grad.full_tensor()[0, 0].item()
+    actual = module.weight.grad.full_tensor()[0, 0].item()
     right = 2.0  # the sum over two steps, each with a gradient of 1
-    return found, right
+    return actual, right

@@ -43,6 +43,6 @@ def reproduce(rank, world_size, device):
     batch = torch.tensor([256.0, 1.0, 256.0, 1.0], device=device).view(4, 1).expand(4, 2)
     schedule.step(batch, target=batch) if rank == 0 else schedule.step()
 
-    found = [stage.submod.weight.grad.full_tensor()[0, 0].item() for stage in stages]
+    actual = [stage.submod.weight.grad.full_tensor()[0, 0].item() for stage in stages]
     right = [514.0] * 2  # bfloat16 has 256 and 258, but not 257
-    return found, right
+    return actual, right

@@ -53,7 +53,7 @@ class ShardedTensorTestBase(MultiProcessTestCase):
         rpc.init_rpc(f"worker{self.rank}", rank=self.rank, world_size=int(self.world_size), rpc_backend_options=options)
 
     def init_comms(self, init_rpc: bool = True, backend: str = "nccl") -> None:
-        """Make RPC, if wanted, and the default group."""
+        """Make RPC, if requested, and the default group."""
         if init_rpc:
             self.init_rpc()
         self.init_pg(backend)

@@ -103,9 +103,9 @@ def summary(seconds_of: dict[str, list[float | None]]) -> str:
             continue
         known = sorted(float("inf") if value is None else value for value in values)
         middle, last = statistics.median_low(known), known[min(len(known) - 1, int(0.9 * len(known)))]
-        shown = (f"{value:.1f} s" if value < float("inf") else "not detected" for value in (middle, last))
+        texts = (f"{value:.1f} s" if value < float("inf") else "not detected" for value in (middle, last))
         detected = sum(value is not None for value in values)
-        lines.append(f"| {half} | {detected} of {len(values)} | {' | '.join(shown)} |")
+        lines.append(f"| {half} | {detected} of {len(values)} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
         spent = None if failed is None else until(tests, failed["file"], failed["test"])
         seconds_of[edit.half].append(spent)
         by = "nothing" if failed is None else f"`{failed['test']}`"
-        shown = "" if spent is None else f"{spent:.1f}"
-        print(f"| {edit.id} | {edit.what} | {by} | {shown} | {time.monotonic() - began:.0f} |", flush=True)
+        seconds = "" if spent is None else f"{spent:.1f}"
+        print(f"| {edit.id} | {edit.what} | {by} | {seconds} | {time.monotonic() - began:.0f} |", flush=True)
     print(f"\n{summary(seconds_of)}")
     return 0

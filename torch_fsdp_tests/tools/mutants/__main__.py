@@ -58,8 +58,8 @@ def _main(options: Namespace) -> ExitStatus:
     facts = _facts(options, device.type)
     record = ResultFile(options.output / report.RECORD, facts)
     findings = record.resume() if options.resume else record.start()
-    known, wanted = {each.id for each in findings}, {each.id for each in chosen}
-    findings = [each for each in findings if each.id in wanted]
+    known, selected = {each.id for each in findings}, {each.id for each in chosen}
+    findings = [each for each in findings if each.id in selected]
     began = time.monotonic()
     equivalents = mutant.equivalents(options.equivalent, device.type == devices.CPU)
     trials = Trials(options, device.type, tests, equivalents)
@@ -70,7 +70,7 @@ def _main(options: Namespace) -> ExitStatus:
             for finding in judged:
                 record.add(finding)
                 findings.append(finding)
-                _print_finding(finding, len(findings), len(chosen), began, len(known & wanted))
+                _print_finding(finding, len(findings), len(chosen), began, len(known & selected))
     except KeyboardInterrupt:
         _say("interrupted; the same command with --resume continues")
         status = ExitStatus.INTERRUPTED

@@ -141,7 +141,7 @@ def _compiled_branch(test: ast.expr) -> str | None:
         return "orelse" if _compiled_branch(test.operand) == "body" else None
     if isinstance(test, ast.BoolOp):
         branches = {_compiled_branch(value) for value in test.values}
-        wanted = "body" if isinstance(test.op, ast.And) else "orelse"
-        return wanted if wanted in branches else None
+        branch = "body" if isinstance(test.op, ast.And) else "orelse"
+        return branch if branch in branches else None
     is_question = isinstance(test, (ast.Call, ast.Name, ast.Attribute)) and _mentions(test, _COMPILER)
     return "body" if is_question else None

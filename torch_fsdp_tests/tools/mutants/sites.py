@@ -154,12 +154,12 @@ class Mutant:
 
 def _header(node: ast.AST) -> str:
     """The text of a statement. For a compound statement, only its header."""
-    shown = copy.copy(node)
-    if hasattr(shown, "body") and isinstance(shown, ast.stmt):
+    short = copy.copy(node)
+    if hasattr(short, "body") and isinstance(short, ast.stmt):
         for field in BLOCKS:
-            if hasattr(shown, field):
-                setattr(shown, field, [ast.Expr(ast.Constant(...))] if field == "body" else [])
-    return ast.unparse(shown).removesuffix("\n    ...")
+            if hasattr(short, field):
+                setattr(short, field, [ast.Expr(ast.Constant(...))] if field == "body" else [])
+    return ast.unparse(short).removesuffix("\n    ...")
 
 
 @dataclasses.dataclass(frozen=True)

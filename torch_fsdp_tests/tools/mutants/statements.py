@@ -229,7 +229,7 @@ _NOTED = re.compile(r"(^|\.|_)(log\w*|warn\w*|debug|super|enter_context|_?p?_?as
 def _order(block: Block, place: Surroundings) -> Iterator[Splice]:
     """Only if other code may see the difference, and if the two share no name."""
     for position, (one, other) in enumerate(itertools.pairwise(block)):
-        if not (_is_simple(one) and _is_simple(other) and not _share(_shown(one, place), _shown(other, place))):
+        if not (_is_simple(one) and _is_simple(other) and not _share(_names_in(one, place), _names_in(other, place))):
             continue
         inside = any(_calls(a) and _is_own(a) and _stores_own(b) for a, b in ((one, other), (other, one)))
         if inside or (_calls(one) and _calls(other)):
@@ -253,7 +253,7 @@ def _stores_own(statement: ast.stmt) -> bool:
     return any(isinstance(each, ast.Attribute) and dotted(each.value) == "self" for each in targets)
 
 
-def _shown(statement: ast.stmt, place: Surroundings) -> set[str]:
+def _names_in(statement: ast.stmt, place: Surroundings) -> set[str]:
     """The names of a statement without those of imports. Attributes of ``self`` count as names."""
     names, attributes = set[str](), list[ast.AST]()
     for node in ast.walk(statement):

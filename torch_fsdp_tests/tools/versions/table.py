@@ -36,8 +36,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         if not self.data:
             return (self.label, "", "", self.problem, *["0"] * 5)
-        shown = sum(test["outcome"] == State.KNOWN_DEFECT.value for _, test in tests_in(self.data))
-        defects = f"{len(self.data['known_defects'])} ({plural(shown, 'test')})" if shown else "0"
+        hits = sum(test["outcome"] == State.KNOWN_DEFECT.value for _, test in tests_in(self.data))
+        defects = f"{len(self.data['known_defects'])} ({plural(hits, 'test')})" if hits else "0"
         what = "; ".join(filter(None, (self.what, self.problem)))
         about = (self.data["torch"] or self.label, self.data["python"], self.data["device"] or "", what)
         numbers = (self.data["passed"], self.data["failed"], self.data["skipped"], defects)

@@ -419,14 +419,14 @@ class TestFullyShardAutograd(FSDPTest):
         shard_each((model[0], model[2], model), reshard_after_forward=reshard_after_forward)
         manual_seed(42 + self.rank + 1)
         rows, directions = torch.randn(2, 3, DIM).to(self.device)
-        found: list[tuple[Any, ...]] = []
+        actual: list[tuple[Any, ...]] = []
         for each in (ref_model, model):
             primal = rows.clone().requires_grad_()
             output, tangent = torch.func.jvp(each, (primal,), (directions,))
             losses = {"output": output.square().sum(), "tangent": tangent.square().sum()}
             torch.stack(list(losses.values()) if loss_of == "both" else [losses[loss_of]]).sum().backward()
-            found.append((output, tangent, primal.grad))
-        self.assertEqual(found[1], found[0])
+            actual.append((output, tangent, primal.grad))
+        self.assertEqual(actual[1], actual[0])
         average([param.grad for param in ref_model.parameters() if param.grad is not None])
         self.assertEqual(ref_model[2].bias.grad is None, loss_of == "tangent")
         check_parity(self, ref_model, model)
@@ -453,10 +453,10 @@ class TestFullyShardAutograd(FSDPTest):
             output, pullback = torch.func.vjp(each, rows)
             return output, *pullback(cotangents)
 
-        found, expected = outputs_of(model), outputs_of(ref_model)
-        self.assertEqual(found, expected)
+        actual, expected = outputs_of(model), outputs_of(ref_model)
+        self.assertEqual(actual, expected)
         with torch_defect("fsdp2_backward_through_vjp_raises", when=transform == "vjp"):
-            for outputs in (expected, found):
+            for outputs in (expected, actual):
                 outputs[0].square().sum().backward()
             average([param.grad for param in ref_model.parameters()])
             check_parity(self, ref_model, model)

@@ -179,8 +179,8 @@ class TestFullyShardChunkCat(TestCase):
         tensors = random_tensors(dtypes)
         expected = by_hand(tensors, 4, F32)
         given = torch.zeros_like(expected)
-        found = torch.compile(layout, backend="aot_eager", fullgraph=True)(tensors, given)
-        self.assertEqual(found, torch.stack([torch.ones_like(expected), 2 * expected]), rtol=0, atol=0)
+        actual = torch.compile(layout, backend="aot_eager", fullgraph=True)(tensors, given)
+        self.assertEqual(actual, torch.stack([torch.ones_like(expected), 2 * expected]), rtol=0, atol=0)
         self.assertEqual(given, expected if out_is_input else torch.zeros_like(expected), rtol=0, atol=0, may_be="zero")
 
 

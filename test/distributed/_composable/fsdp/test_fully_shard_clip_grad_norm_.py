@@ -87,9 +87,9 @@ class _TestClipGradNormBase(FSDPTest):
     def _check_alike(self, norm: torch.Tensor, expected: torch.Tensor) -> None:
         """The norm must be the expected one, and bitwise the same on all ranks."""
         self.assertIsInstance(norm, DTensor)
-        self.assertEqual(found := norm.full_tensor(), expected)
-        everywhere = [torch.empty_like(found) for _ in range(self.world_size)]
-        dist.all_gather(everywhere, found)
+        self.assertEqual(actual := norm.full_tensor(), expected)
+        everywhere = [torch.empty_like(actual) for _ in range(self.world_size)]
+        dist.all_gather(everywhere, actual)
         self.assertEqual(len({value.item() for value in everywhere}), 1, f"{everywhere}")
 
     def _check_clipped(self, grad: torch.Tensor, before: torch.Tensor, max_norm: float, norm_type: float) -> None:

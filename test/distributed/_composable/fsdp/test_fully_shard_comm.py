@@ -212,20 +212,20 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     def test_divide_factors_of_fp16(self, factor_before):
         """Before the sum, gradients are divided by a power of two, which goes on as long as it divides the factor."""
         factor, before = factor_before
-        found = fsdp_collectives._get_gradient_divide_factors(
+        actual = fsdp_collectives._get_gradient_divide_factors(
             None, None, torch.float16, device_type=self.device.type, factor=factor
         )
-        self.assertEqual(found, (before, factor / before, SUM, SUM))
+        self.assertEqual(actual, (before, factor / before, SUM, SUM))
 
     def _test_reduce_scatters(self, reduce_dtype: torch.dtype, factors: tuple[Any, ...]) -> None:
         for new_stream in (False, True):
             with self.subTest(new_stream=new_stream):
                 group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
                 shard_group = group.mesh_info.shard_process_group
-                found = fsdp_collectives._get_gradient_divide_factors(
+                actual = fsdp_collectives._get_gradient_divide_factors(
                     shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
                 )
-                self.assertEqual(found, factors)
+                self.assertEqual(actual, factors)
 
     @skip_if_lt_x_gpu(1)
     def test_reduce_scatter_shard_dim_1(self):

@@ -280,9 +280,9 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             model.half()
         with torch_defect("fsdp2_failed_conversion_loses_gradients"):
             for name, grad in before.items():
-                found = model.get_parameter(name).grad
-                self.assertIsNotNone(found, name)
-                self.assertEqual(found.to_local(), grad, msg=name, may_be="empty")
+                actual = model.get_parameter(name).grad
+                self.assertIsNotNone(actual, name)
+                self.assertEqual(actual.to_local(), grad, msg=name, may_be="empty")
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)

@@ -285,8 +285,8 @@ class TestFullyShardFrozen(FSDPTest):
                 calls.clear()
                 average_gradients(ref_model)
                 check_sharded_parity(self, ref_model, model)
-                found = {name for name, param in model.named_parameters() if param.grad is not None}
-                self.assertEqual(found, set(trainable), may_be="empty")
+                actual = {name for name, param in model.named_parameters() if param.grad is not None}
+                self.assertEqual(actual, set(trainable), may_be="empty")
                 take_step(optims)
             check_sharded_parity(self, ref_model, model)
 

@@ -141,13 +141,13 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @subtests(case=DTYPES, offload_policy=OFFLOADING)
     def test_reduce_in_grad_dtype(self, case, offload_policy):
         """Gradients are reduced in ``reduce_dtype`` if it is set, and always end up in the parameter's grad_dtype."""
-        storage, grad_dtype, param_dtype, reduce_dtype, reduced_in, wanted = case
+        storage, grad_dtype, param_dtype, reduce_dtype, reduced_in, expected = case
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         layer = self._layer(storage, grad_dtype, mp_policy=policy, offload_policy=offload_policy)
-        mean = 1 + BIT / 2 if reduced_in == wanted == f32 else 1.0
+        mean = 1 + BIT / 2 if reduced_in == expected == f32 else 1.0
         for backward in (1, 2):  # the second adds to the first
             self._backward(layer, 1 + BIT * self.rank)
-            self._check_layer(layer, wanted, backward * mean)
+            self._check_layer(layer, expected, backward * mean)
         self.assertEqual(self._dtypes_reduced(), [reduced_in] * 2)
         self.assertEqual(layer.weight.dtype, storage)
         self.assertEqual(layer.weight.device, HOST if offload_policy is OFFLOADING[1] else self.device)
@@ -183,7 +183,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
         storage, grad_dtype, param_dtype, reduce_dtype, *sums = case
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         layer = self._layer(storage, grad_dtype, mp_policy=policy)
-        wanted = {UNSET: storage, None: reduce_dtype or param_dtype}.get(grad_dtype, grad_dtype)
+        expected = {UNSET: storage, None: reduce_dtype or param_dtype}.get(grad_dtype, grad_dtype)
         parts = [1.0, BIT / 4, BIT / 4]
         for index, part in enumerate(parts, 1):
             last = index == len(parts)
@@ -192,9 +192,9 @@ class TestFullyShardGradDtype(GradDtypeTest):
             self._backward(layer, part * (1 + self.rank))
             if not (reduces_each or last):
                 layer.unshard()
-                self.assertEqual(layer.weight.grad.dtype, reduce_dtype or wanted)
+                self.assertEqual(layer.weight.grad.dtype, reduce_dtype or expected)
         self.assertEqual(len(self.reduced.outputs), 3 if reduces_each else 1)
-        self._check_layer(layer, wanted, 1.5 * sums[reduces_each])
+        self._check_layer(layer, expected, 1.5 * sums[reduces_each])
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
@@ -258,11 +258,11 @@ class TestFullyShardGradDtype(GradDtypeTest):
         self._noted(fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)))
         model.set_reduce_scatter_unused_params(True)
         model(torch.tensor(1 + BIT, device=self.device, dtype=bf16), used=(0, 1)[: 2 - self.rank]).backward()
-        wanted = bf16 if grad_dtype == UNSET else f32
-        self.assertEqual(self._dtypes_reduced(), [reduce_dtype or wanted])
+        expected = bf16 if grad_dtype == UNSET else f32
+        self.assertEqual(self._dtypes_reduced(), [reduce_dtype or expected])
         for weight, factor, users in zip(model.weights, model.factors, (2, 1)):
             computed = (factor * torch.tensor(1 + BIT, device=self.device, dtype=bf16)).float()
-            mean = (computed * users / 2).to(wanted)
+            mean = (computed * users / 2).to(expected)
             self.assertEqual(weight.grad.to_local(), shard_of(mean, weight), rtol=0, atol=0)
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
@@ -292,9 +292,9 @@ class TestFullyShardGradDtype(GradDtypeTest):
         layer = self._layer(bf16, UNSET, mp_policy=policy, offload_policy=offload_policy)
         layer.weight.grad_dtype = grad_dtype
         self._backward(layer, 1.0 + self.rank)
-        wanted = grad_dtype or bf16
-        self.assertEqual(self._dtypes_reduced(), [reduce_dtype or wanted])
-        self._check_layer(layer, wanted, 1.5)
+        expected = grad_dtype or bf16
+        self.assertEqual(self._dtypes_reduced(), [reduce_dtype or expected])
+        self._check_layer(layer, expected, 1.5)
 
         layer.weight.grad = None
         layer.weight.grad_dtype = torch.float64
@@ -352,8 +352,8 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
         """The all-reduce uses the dtype of the reduce-scatter. Partial reductions also accumulate in that dtype."""
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         layer = self._layer(bf16, grad_dtype, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-        wanted = bf16 if grad_dtype == UNSET else f32
-        reduced_in = reduce_dtype or wanted
+        expected = bf16 if grad_dtype == UNSET else f32
+        reduced_in = reduce_dtype or expected
         all_reduced = []
         layer.set_all_reduce_hook(lambda output: all_reduced.append(output.dtype))
         parts = [1.0, BIT / 4, BIT / 4]
@@ -362,7 +362,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
             self._backward(layer, part * (1 + self.rank))
         self.assertEqual((self._dtypes_reduced(), all_reduced), ([reduced_in] * 3, [reduced_in]))
         mean = torch.tensor(2.5 * (1 + BIT / 2) if reduced_in == f32 else 2.5)
-        self._check_layer(layer, wanted, mean.to(wanted).item())
+        self._check_layer(layer, expected, mean.to(expected).item())
 
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
@@ -380,10 +380,10 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
         part = BIT / 4 if mesh.get_local_rank("tp") else 1.0
         (output * part * (1 + mesh.get_local_rank("dp"))).sum().backward()
         grad = norm.bias.grad
-        wanted = bf16 if grad_dtype == UNSET and storage == bf16 else f32
-        self.assertEqual((grad.dtype, grad.to_local().dtype), (wanted, wanted))
-        mean = 1.5 * (1 + BIT / 4 if wanted == f32 else 1)
-        self.assertEqual(grad.full_tensor(), torch.full((2,), mean, device=self.device, dtype=wanted), rtol=0, atol=0)
+        expected = bf16 if grad_dtype == UNSET and storage == bf16 else f32
+        self.assertEqual((grad.dtype, grad.to_local().dtype), (expected, expected))
+        mean = 1.5 * (1 + BIT / 4 if expected == f32 else 1)
+        self.assertEqual(grad.full_tensor(), torch.full((2,), mean, device=self.device, dtype=expected), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(1)
     def test_tensor_parallel_sum_in_reduce_dtype(self):
@@ -395,9 +395,9 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
         output = norm(torch.ones(1, 1, 2, device=self.device)).to_local()
         part = BIT / 4 if mesh.get_local_rank("tp") else 1.0
         (output * part * (1 + mesh.get_local_rank("dp"))).sum().backward()
-        found, mean = norm.bias.grad.full_tensor(), 1.5 * (1 + BIT / 4)
+        actual, mean = norm.bias.grad.full_tensor(), 1.5 * (1 + BIT / 4)
         with torch_defect("fsdp2_tp_reduction_ignores_reduce_dtype"):
-            self.assertEqual(found, torch.full((2,), mean, device=self.device), rtol=0, atol=0)
+            self.assertEqual(actual, torch.full((2,), mean, device=self.device), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

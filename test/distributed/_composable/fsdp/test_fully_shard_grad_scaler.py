@@ -62,11 +62,13 @@ class TestFullyShardGradientScaler(FSDPTest):
 
     def _check_on_all_ranks(self, **expected: tuple[float, float]) -> None:
         """Each pair (value on this rank, expected value) must match on every rank."""
-        here = torch.tensor([found for found, _ in expected.values()], device=self.device)
+        here = torch.tensor([actual for actual, _ in expected.values()], device=self.device)
         everywhere = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(everywhere, here)
         wanted = [float(value) for _, value in expected.values()]
-        self.assertEqual([found.tolist() for found in everywhere], [wanted] * self.world_size, msg=f"{list(expected)}")
+        self.assertEqual(
+            [actual.tolist() for actual in everywhere], [wanted] * self.world_size, msg=f"{list(expected)}"
+        )
 
     @skip_if_lt_x_gpu(4)
     def test_gradient_scaler(self):

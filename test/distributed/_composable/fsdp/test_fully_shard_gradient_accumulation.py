@@ -61,9 +61,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             model.set_reshard_after_backward(is_last)
             model.zero_grad()
             model(torch.full((1, 2), value + self.rank, device=self.device)).sum().backward()
-        found, mean = model.weight.grad.full_tensor(), 1 + (self.world_size - 1) / 2
+        actual, mean = model.weight.grad.full_tensor(), 1 + (self.world_size - 1) / 2
         with torch_defect("fsdp2_zero_grad_keeps_accumulated_gradients", when=param_dtype is not None):
-            self.assertEqual(found, torch.full((4, 2), mean, device=self.device))
+            self.assertEqual(actual, torch.full((4, 2), mean, device=self.device))
 
     @skip_if_lt_x_gpu(4)
     @subtests(

@@ -398,8 +398,8 @@ class TestFullyShardLazyInit(InitTest):
         self.assertEqual([internals.is_root(state) for state in states], [True, False, False])
         context = internals.iteration_context(model)
         self.assertEqual(len(context.all_states), 3)
-        for module, state, found in zip(modules, states, context.all_states):
-            self.assertIs(found, state)
+        for module, state, actual in zip(modules, states, context.all_states):
+            self.assertIs(actual, state)
             self.assertIs(internals.iteration_context(module), context)
             self.assertIs(internals.group_of(module).comm_ctx, internals.comm_context(model))
 
@@ -413,8 +413,8 @@ class TestFullyShardLazyInit(InitTest):
             "0.out_proj": ["0.out_proj.weight", "0.out_proj.bias"],
         }
         groups = internals.groups_of(model)
-        found = {group._module_fqn: [param._param_fqn for param in group.fsdp_params] for group in groups}
-        self.assertEqual(found, expected)
+        actual = {group._module_fqn: [param._param_fqn for param in group.fsdp_params] for group in groups}
+        self.assertEqual(actual, expected)
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_double_lazy_init(self):

@@ -118,18 +118,18 @@ class TestProfilerLabels(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_labels(self):
         """A group's labels have the names of its modules. The root's labels have no names."""
-        found = self._labels_of_a_step()
+        actual = self._labels_of_a_step()
         groups = [" (0)", " (1)", " (2, 3)"]
         for label in ("all_gather", "all_gather_copy_out"):  # the root stays unsharded after forward
-            self.assertEqual([found[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 2, 2, 2], label)
+            self.assertEqual([actual[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 2, 2, 2], label)
         for label in ("pre_backward", "post_backward_reduce"):
-            self.assertEqual([found[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 1, 1, 1], label)
+            self.assertEqual([actual[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 1, 1, 1], label)
         for label in ("root_pre_forward", "root_post_backward_callback"):
-            self.assertEqual(found[f"FSDP::{label}"], 1, label)
-        prefetched = [found[f"FSDP::backward_prefetch for {names}"] for names in ("2, 3", "1", "0")]
+            self.assertEqual(actual[f"FSDP::{label}"], 1, label)
+        prefetched = [actual[f"FSDP::backward_prefetch for {names}"] for names in ("2, 3", "1", "0")]
         self.assertEqual(prefetched, [1, 1, 1])
         wait = "FSDP::post_backward_rs_wait"  # see the next test
-        suffixes = {re.sub(r"^FSDP::\w+( for)?", "", name) for name in found if not name.startswith(wait)}
+        suffixes = {re.sub(r"^FSDP::\w+( for)?", "", name) for name in actual if not name.startswith(wait)}
         self.assertEqual(suffixes, {"", *groups, " 0", " 1", " 2, 3"})
 
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)

@@ -417,9 +417,9 @@ class TestFullyShardManualFinalization(ManualTest):
             train(model, microbatch)
         finalize(model)
         dist.all_reduce(total)
-        found = full(model[0].weight.grad)
+        actual = full(model[0].weight.grad)
         with torch_defect("fsdp2_deferred_reduction_adds_up_in_low_precision"):
-            self.assertEqual(found, total / 2, rtol=0, atol=0)
+            self.assertEqual(actual, total / 2, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])

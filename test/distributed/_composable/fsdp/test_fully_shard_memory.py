@@ -258,8 +258,8 @@ class TestFullyShardMemory(FSDPTest):
             self.assertEqual(self._held(model, optims), {**nothing, "shards": shard, **gradients})
             if not in_backward:
                 optims[0].step()
-                wanted = {**nothing, "shards": shard, "sharded gradients": shard, "moments": 2 * shard}
-                self.assertEqual(self._held(model, optims), wanted)
+                expected = {**nothing, "shards": shard, "sharded gradients": shard, "moments": 2 * shard}
+                self.assertEqual(self._held(model, optims), expected)
                 optims[0].zero_grad()
             self.assertEqual(self._held(model, optims), {**nothing, "shards": shard, "moments": 2 * shard})
 
@@ -347,15 +347,15 @@ class TestFullyShardMemory(FSDPTest):
         model = self._sharded(SMALL, reshard_after_forward)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
-        found = {}
+        actual = {}
         for iteration in range(1, 14):
             optim.zero_grad()
             model(tokens).sum().backward()
             optim.step()
             if iteration in (3, 13):
                 waiting = len(internals.comm_context(model).post_forward_order)
-                found[iteration] = self._held(model, [optim]), waiting, self._alive()
-        self.assertEqual(found[13], found[3])
+                actual[iteration] = self._held(model, [optim]), waiting, self._alive()
+        self.assertEqual(actual[13], actual[3])
 
     @skip_if_lt_x_gpu(2)
     @subtests(kind=["foreach", "fused"])
@@ -386,7 +386,7 @@ class TestFullyShardMemory(FSDPTest):
         def fail(module: nn.Module, args: Any) -> None:
             raise ZeroDivisionError("in the second block")
 
-        found = []
+        actual = []
         for breaks_off in (False, False, True, True):
             if breaks_off:
                 handle = model.layers[1].attention.register_forward_pre_hook(fail)
@@ -399,8 +399,8 @@ class TestFullyShardMemory(FSDPTest):
             optim.zero_grad()
             model(tokens).sum().backward()
             optim.step()
-            found.append((self._held(model, [optim]), self._alive()))
-        self.assertEqual(found[2:], [found[1]] * 2)
+            actual.append((self._held(model, [optim]), self._alive()))
+        self.assertEqual(actual[2:], [actual[1]] * 2)
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_buffer_is_dropped(self):

@@ -38,10 +38,10 @@ class TestFullyShardShardPlacementFn(InitTest):
         model = nn.Linear(4, 8, device=self.device)
         model.empty = nn.Parameter(torch.ones(shape, device=self.device), requires_grad=False)
         fully_shard(model, shard_placement_fn=lambda param: Shard(dim if param.ndim > 1 and 0 in param.shape else 0))
-        wanted = list(shape)
-        wanted[dim] //= self.world_size
+        expected = list(shape)
+        expected[dim] //= self.world_size
         with torch_defect("fsdp2_columns_of_empty_parameter_raise", when=shape[dim] > 0):
-            self.assertEqual(list(model.empty.to_local().shape), wanted)
+            self.assertEqual(list(model.empty.to_local().shape), expected)
             model(self._input(2, 4)).sum().backward()
             self.assertEqual(list(model.empty.full_tensor().shape), list(shape))
 

@@ -649,14 +649,14 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
         model = nn.Sequential(Scale(4), Scale(4), Scale(4), Scale(4)).to(self.device)
         model[2].weight = model[0].weight
         ignored = set(model[3].parameters())
-        wanted = [model[0].weight, model[0].bias, model[2].bias]
+        expected = [model[0].weight, model[0].bias, model[2].bias]
         asked: list[nn.Parameter] = []
         fully_shard(model[1])
         policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=asked.append)
         fully_shard(model, mp_policy=policy, ignored_params=ignored)
         for _ in range(2):
             model(torch.ones(2, 4, device=self.device)).sum().backward()
-        self.assertEqual(list(map(id, asked)), list(map(id, wanted)))
+        self.assertEqual(list(map(id, asked)), list(map(id, expected)))
 
     @needs(torch_facts.CASTS_EACH_PARAMETER)
     @skip_if_lt_x_gpu(1)
@@ -720,11 +720,11 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
         kept = set(model[1].parameters()) if keeps else ()
         self._shard(model, lambda param: torch.float32 if param in kept else None, reduce_dtype=reduce_dtype)
         model(torch.full((1, 4), 1 + self.rank * 2.0**-7, device=self.device)).sum().backward()
-        wanted = reduce_dtype or (torch.float32 if keeps else torch.bfloat16)
-        self.assertEqual([output.dtype for output in self.reduced.outputs], [wanted])
+        expected = reduce_dtype or (torch.float32 if keeps else torch.bfloat16)
+        self.assertEqual([output.dtype for output in self.reduced.outputs], [expected])
         for param in (model[0].weight, model[1].weight):
             # The gradient is the input. bfloat16 cannot hold the mean and rounds it to 1.
-            mean = torch.full_like(param.to_local(), 1 + 2.0**-8, dtype=wanted)
+            mean = torch.full_like(param.to_local(), 1 + 2.0**-8, dtype=expected)
             self.assertEqual(param.grad.to_local(), mean, rtol=0, atol=0)
 
 

@@ -66,9 +66,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model: Any = fully_shard(nn.Linear(4, 5, bias=False, device=self.device), reshard_after_forward=2)
         expected = model.weight.full_tensor().detach()
         output = model(torch.ones(3, 4, device=self.device))
-        found = model.weight.full_tensor().detach()
+        actual = model.weight.full_tensor().detach()
         with torch_defect("fsdp2_uneven_rows_shown_wrong"):
-            self.assertEqual(found, expected)
+            self.assertEqual(actual, expected)
         output.sum().backward()
         self.assertEqual(model.weight.full_tensor().detach(), expected)
         self.assertEqual(model.weight.grad.full_tensor(), torch.full((5, 4), 3.0, device=self.device))

@@ -233,9 +233,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         """Each rank must have its shard of the parameters and gradients of the plain layer for its tp rank."""
         index, chunks = case.index_in(mesh, case.shard), case.size_of(case.shard)
         for (name, ref_param), param in zip(ref_layer.named_parameters(), layer.parameters(), strict=True):
-            for whole, found in ((ref_param, param), (ref_param.grad, param.grad)):
+            for whole, actual in ((ref_param, param), (ref_param.grad, param.grad)):
                 expected = chunk_of(whole.detach(), index, chunks)
-                self.assertEqual(found.to_local().detach(), expected, msg=name, may_be="empty")  # 3 elements, 4 ranks
+                self.assertEqual(actual.to_local().detach(), expected, msg=name, may_be="empty")  # 3 elements, 4 ranks
 
     @skip_if_lt_x_gpu(4)
     @subtests(case=CASES)
@@ -414,9 +414,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
                 (ref_model.dense, model.dense, dense),
                 (ref_model.experts.weight, model.experts.weight, sparse),
             ):
-                for whole, found in ((ref_param, param), (ref_param.grad, param.grad)):
+                for whole, actual in ((ref_param, param), (ref_param.grad, param.grad)):
                     shard = chunk_of(whole.detach(), mesh.get_local_rank(0), mesh.size(0))
-                    self.assertEqual(found.to_local().detach(), shard)
+                    self.assertEqual(actual.to_local().detach(), shard)
 
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, average=average, compare=compare)
 
@@ -465,9 +465,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         spec = spmd.PartitionSpec(groups, None)
         spmd.assert_type(linear.weight, dict.fromkeys(groups, spmd.V), partition_spec=spec)
         fully_shard(linear, mesh=mesh, dp_mesh_dims=mesh_dims(shard="dp"))
-        found = linear.weight.full_tensor()
+        actual = linear.weight.full_tensor()
         with torch_defect("fsdp2_order_of_spmd_axes_is_lost", when=order == ("tp", "ep")):
-            self.assertEqual(found, whole)
+            self.assertEqual(actual, whole)
 
     @skip_if_lt_x_gpu(4)
     def test_axis_of_one_rank(self):

@@ -275,13 +275,13 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
         self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
         values = {"weight": model.weight.detach() + 1}
-        wanted = values["weight"].to_local().clone()
+        expected = values["weight"].to_local().clone()
         self.assertFalse(values["weight"].to_local().is_pinned())
         model.load_state_dict(values, assign=True)
         for _ in range(2):
             model(torch.ones(1, 3, device=self.device)).sum().backward()
             self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
-            self.assertEqual(model.weight.to_local(), wanted, may_be="empty")
+            self.assertEqual(model.weight.to_local(), expected, may_be="empty")
 
     @skip_if_lt_x_gpu(2)
     def test_2d_state_dict_correctness(self):
@@ -364,8 +364,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             for name, value in taken.items():
                 self.assertEqual(isinstance(value, DTensor), not full)
                 self.assertEqual(value.device.type, HOST.type if offload else self.device.type)
-                found = value.to(self.device)  # the backend may lack collectives on the CPU
-                self.assertEqual(found if full else found.full_tensor(), whole[name], name)
+                actual = value.to(self.device)  # the backend may lack collectives on the CPU
+                self.assertEqual(actual if full else actual.full_tensor(), whole[name], name)
 
         other = self._shard_two_linears(self._two_linears(dim, seed=43))
         if full and offload and not broadcast:  # only rank 0 has the values, but all ranks must pass them

@@ -52,9 +52,9 @@ class TestFullyShardShardedParameterDTensor(InitTest):
     def test_rows_stay_in_order_with_tensor_parallelism(self):
         """Tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
         layer, _ = self._layer("colwise", 6)
-        found = layer.weight.full_tensor()
+        actual = layer.weight.full_tensor()
         with torch_defect("dtensor_uneven_rows_with_tp_are_reordered"):
-            self.assertEqual(found, filled(nn.Linear(4, 6, device=self.device)).weight)
+            self.assertEqual(actual, filled(nn.Linear(4, 6, device=self.device)).weight)
 
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)

@@ -228,9 +228,9 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             handles = [module.unshard(async_op=async_op) for module in fsdp_modules(model)]
             for handle in handles if async_op else ():
                 handle.wait()
-            found = dict(model.named_parameters())
-            self.assertEqual(found, dict(ref_model.named_parameters()))
-            self._check_kept(found, expected)
+            actual = dict(model.named_parameters())
+            self.assertEqual(actual, dict(ref_model.named_parameters()))
+            self._check_kept(actual, expected)
             for module in fsdp_modules(model):
                 module.reshard()
             self._check_kept(params, expected)

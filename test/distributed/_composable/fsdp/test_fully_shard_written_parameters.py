@@ -49,9 +49,9 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         inp = self._inputs(2, 8)
         output, expected = model(inp), ref_model(inp)
         model.reshard()
-        found = [output, *(full(param.detach()) for param in model.parameters())]
+        actual = [output, *(full(param.detach()) for param in model.parameters())]
         with torch_defect("fsdp2_replaced_parameter_is_dropped", when=trained and how == "assignment"):
-            self.assertEqual(found, [expected, *(param.detach() for param in ref_model.parameters())])
+            self.assertEqual(actual, [expected, *(param.detach() for param in ref_model.parameters())])
 
     @skip_if_lt_x_gpu(1)
     @subtests(managed=[True, False], reshard_after_forward=[True, False])
@@ -67,9 +67,9 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
             optim = torch.optim.SGD(each.parameters(), lr=0.5)
             loss_of(each(rows)).backward()
             optim.step()
-        found = full(model.weight.detach())
+        actual = full(model.weight.detach())
         with torch_defect("fsdp2_changes_in_forward_are_lost", when=managed):
-            self.assertEqual(found, ref_model.weight.detach())
+            self.assertEqual(actual, ref_model.weight.detach())
 
     @skip_if_lt_x_gpu(1)
     @subtests(how=["copy_", "data.copy_", "data.mul_", "data"], trained=[False, True])
@@ -89,9 +89,9 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
                 param.data.mul_(3)
             else:
                 param.data = 3 * param.data
-        found = [full(param.detach()) for param in model.parameters()]
+        actual = [full(param.detach()) for param in model.parameters()]
         with torch_defect("dtensor_assigned_data_is_ignored", when=how == "data"):
-            self.assertEqual(found, tripled)
+            self.assertEqual(actual, tripled)
 
 
 if __name__ == "__main__":

@@ -363,17 +363,17 @@ class FullStatesMixin(ShardedStatesMixin):
         run = Run(layout, model_class=model_class).train(range(2))
         msd = get_model_state_dict(run.model, options=options)
         osd = get_optimizer_state_dict(run.model, run.optim, options=options)
-        wanted = plain_run(range(2), model_class=model_class)
+        expected = plain_run(range(2), model_class=model_class)
         if options.cpu_offload and self.rank > 0:
             self.assertEqual((msd, osd), ({}, {}), may_be="empty")
         else:
-            found = {**msd, **moments(osd)}
-            self.assertEqual({type(value) for value in found.values()}, {torch.Tensor})
-            found = {name: value.cpu() for name, value in found.items()}
-            self.assertEqual(found, {name: value for name, value in wanted.items() if name != "steps"})
+            actual = {**msd, **moments(osd)}
+            self.assertEqual({type(value) for value in actual.values()}, {torch.Tensor})
+            actual = {name: value.cpu() for name, value in actual.items()}
+            self.assertEqual(actual, {name: value for name, value in expected.items() if name != "steps"})
 
         other = Run(layout, seed=1, model_class=model_class).train(range(9, 10))
-        self._check_all_differ(other, wanted)
+        self._check_all_differ(other, expected)
         set_model_state_dict(other.model, msd, options=options)
         set_optimizer_state_dict(other.model, other.optim, osd, options=options)
         self.assertEqual(other.full(), run.full(), **EXACT)
@@ -494,9 +494,9 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
         average_gradients(plain)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
         self.assertGreater(norm.item(), 0.5)
-        found = of_all_ranks(model.clip_grad_norm_(0.5, norm_type).item())
+        actual = of_all_ranks(model.clip_grad_norm_(0.5, norm_type).item())
         with torch_defect("fsdp1_clip_grad_norm_leaves_out_tp"):
-            self.assertEqual(found, [norm.item()] * self.world_size)
+            self.assertEqual(actual, [norm.item()] * self.world_size)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -543,8 +543,8 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
             self.assertEqual(value.placements[-1], CUT.get(name, Replicate()))
             if shape == SQUARE:
                 self.assertEqual(value.placements[0], Shard(0))
-        wanted = dict(filled(model_class().to(self.device), seed=0).named_parameters())
-        self.assertEqual({name: full(value) for name, value in state.items()}, wanted)
+        expected = dict(filled(model_class().to(self.device), seed=0).named_parameters())
+        self.assertEqual({name: full(value) for name, value in state.items()}, expected)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -555,15 +555,15 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         use_sharded_state_dicts(run.model)
         file = io.BytesIO()
         torch.save(run.model.state_dict(), file)
-        wanted = copy.deepcopy(run.model.state_dict())
+        expected = copy.deepcopy(run.model.state_dict())
         run.train(range(1))
         for name, value in run.model.state_dict().items():
-            self.assertNotEqual(full(value), full(wanted[name]), msg=name)
+            self.assertNotEqual(full(value), full(expected[name]), msg=name)
         file.seek(0)
         run.model.load_state_dict(torch.load(file))
-        found = run.model.state_dict()
-        self._check_same_dtensors(found, wanted)
-        self.assertEqual({value.device_mesh for value in found.values()}, {run.mesh})
+        actual = run.model.state_dict()
+        self._check_same_dtensors(actual, expected)
+        self.assertEqual({value.device_mesh for value in actual.values()}, {run.mesh})
         probe = uniform(3, 5, seed=99)
         self.assertEqual(run.model(probe), filled(model_class().to(self.device), seed=0)(probe))
 
@@ -604,14 +604,14 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
 
     def _check_optim_state(self, run: Run, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
         """The moments must be DTensors on the whole mesh, with the values of a plain model after one step."""
-        found = moments(osd)
-        self.assertEqual({(type(value), value.device_mesh) for value in found.values()}, {(DTensor, run.mesh)})
-        wanted = plain_run(range(1), model_class=model_class)
+        actual = moments(osd)
+        self.assertEqual({(type(value), value.device_mesh) for value in actual.values()}, {(DTensor, run.mesh)})
+        expected = plain_run(range(1), model_class=model_class)
         self.assertEqual(
-            {name: full(value).cpu() for name, value in found.items()},
-            {name: value for name, value in wanted.items() if "exp_avg" in name},
+            {name: full(value).cpu() for name, value in actual.items()},
+            {name: value for name, value in expected.items() if "exp_avg" in name},
         )
-        self.assertEqual(step_counts(osd), wanted["steps"].tolist())
+        self.assertEqual(step_counts(osd), expected["steps"].tolist())
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -625,10 +625,10 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         osd = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
         run.train(range(1, 2))
         set_optimizer_state_dict(run.model, run.optim, osd)
-        found = run.full()
+        actual = run.full()
         for name in moments({"state": get_optimizer_state_dict(run.model, run.optim)["state"]}):
             with torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp", when=name.rpartition(".")[0] in CUT):
-                self.assertEqual(found[name], saved[name], msg=name, **EXACT)
+                self.assertEqual(actual[name], saved[name], msg=name, **EXACT)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -649,10 +649,12 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
             self.assertNotEqual(full(value), saved[name], msg=name)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(run.model, state)
-        found = {name: full(value) for name, value in get_model_state_dict(run.model).items()}
-        self.assertEqual(found, saved, **EXACT)
-        wanted = plain_run(range(2), model_class=model_class)
-        self.assertEqual({name: value.cpu() for name, value in found.items()}, {name: wanted[name] for name in found})
+        actual = {name: full(value) for name, value in get_model_state_dict(run.model).items()}
+        self.assertEqual(actual, saved, **EXACT)
+        expected = plain_run(range(2), model_class=model_class)
+        self.assertEqual(
+            {name: value.cpu() for name, value in actual.items()}, {name: expected[name] for name in actual}
+        )
 
 
 class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
@@ -676,9 +678,9 @@ class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
         self.assertEqual({value.device_mesh for value in state.values()}, {run.mesh})
         set_model_state_dict(other.model, copy.deepcopy(state))
         self._check_same_dtensors(get_model_state_dict(other.model), state)
-        wanted = plain_run(range(1), model_class=model_class)
-        found = {name: full(value).cpu() for name, value in get_model_state_dict(other.model).items()}
-        self.assertEqual(found, {name: wanted[name] for name in found})
+        expected = plain_run(range(1), model_class=model_class)
+        actual = {name: full(value).cpu() for name, value in get_model_state_dict(other.model).items()}
+        self.assertEqual(actual, {name: expected[name] for name in actual})
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def replicate_stage(stage: Any, **kwargs: Any) -> Any:
 
 def check_whole(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     """Compare unsharded parameters and gradients."""
-    found, wanted = (
+    actual, expected = (
         {name: (param.detach(), param.grad) for name, param in named(each).items()} for each in (model, ref_model)
     )
-    test.assertEqual(found, wanted)
+    test.assertEqual(actual, expected)
 
 
 def tensor_parallel(stage: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:

@@ -182,16 +182,16 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         """
         first = Training(layout, seed=0)
         first.train(range(2))
-        wanted = first.run.full()
-        self.assertEqual(wanted, plain_run(range(2)))
+        expected = first.run.full()
+        self.assertEqual(expected, plain_run(range(2)))
         save(first.saved(), path)
 
         second = Training(layout, seed=1)
         second.train(range(9, 10))
-        self._check_all_differ(second.run, wanted)
+        self._check_all_differ(second.run, expected)
         self.assertNotEqual(second.object.data, first.object.data)
         dcp.load(second.saved(), checkpoint_id=path)
-        self.assertEqual(second.run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(second.run.full(), expected, rtol=0, atol=0)
         self.assertEqual(second.object.data, first.object.data, rtol=0, atol=0)
         self.assertEqual(second.progress.step.tolist(), [2])
         self.assertEqual(second.progress.outputs, first.progress.outputs, rtol=0, atol=0)
@@ -209,10 +209,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         plain = UnevenLayers().to(self.device)
         optim = torch.optim.Adam(plain.parameters(), lr=1.0)
         set_optimizer_state_dict(plain, optim, osd)
-        wanted = plain_run(range(4))
+        expected = plain_run(range(4))
         for name, param in plain.named_parameters():
             for key in ("exp_avg", "exp_avg_sq"):
-                self.assertEqual(optim.state[param][key], wanted[f"{name}.{key}"], exact_device=False)
+                self.assertEqual(optim.state[param][key], expected[f"{name}.{key}"], exact_device=False)
         self.assertEqual(optim.param_groups[0]["lr"], run.optim.param_groups[0]["lr"])
 
     @with_comms
@@ -285,12 +285,12 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             with torch.no_grad():
                 weight.fill_(save)
             self._async_save({"weight": weight}, folder, group, async_stager=stager).result()
-        found = []
+        actual = []
         for folder in folders:
             state = {"weight": weight}
             dcp.load(state, checkpoint_id=folder)
-            found.append(state["weight"].full_tensor().unique().tolist())
-        self.assertEqual(found, [[0.0], [1.0], [2.0]])
+            actual.append(state["weight"].full_tensor().unique().tolist())
+        self.assertEqual(actual, [[0.0], [1.0], [2.0]])
         stager.close()
 
     @requires_capability("streams", "sleep_kernel")
@@ -317,7 +317,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         """
         path = os.path.join(self.temp_dir, layout)
         run = Run({**TYPES, **OFFLOADED}[layout]).train(range(2))
-        wanted = run.full()
+        expected = run.full()
         writer = LateWriter(path)
         future = self._async_save(run.state_dict(), path, dist.new_group(), storage_writer=writer)
         later = run.train(range(2, 4)).full()
@@ -325,9 +325,9 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         writer.may_begin.set()
         future.result()
         for name, value in later.items():
-            self.assertNotEqual(value, wanted[name], msg=name)
+            self.assertNotEqual(value, expected[name], msg=name)
         run.load(path)
-        self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(run.full(), expected, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), later, rtol=0, atol=0)
 
     def _test_async_save_of_sharded_tensors(self, path: str, **kwargs: Any) -> None:
@@ -335,15 +335,15 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         model = FSDP(filled(nn.Linear(2, 3, bias=False)).to(rank_device()), use_orig_params=True)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model": model.state_dict()}
-            wanted = whole_tree(state)
+            expected = whole_tree(state)
             self._async_save(state, path, dist.new_group(), **kwargs).result()
             with torch.no_grad():
                 for param in model.parameters():
                     param.zero_()
-            found = {"model": model.state_dict()}
-            self.assertNotEqual(whole_tree(found), wanted)
-            dcp.load(found, checkpoint_id=path)
-        self.assertEqual(whole_tree(found), wanted, **EXACT)
+            actual = {"model": model.state_dict()}
+            self.assertNotEqual(whole_tree(actual), expected)
+            dcp.load(actual, checkpoint_id=path)
+        self.assertEqual(whole_tree(actual), expected, **EXACT)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -368,10 +368,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     def test_two_saves_at_once(self):
         """Two checkpoints are written at the same time, and each has the states of its own step."""
         run = Run(TYPES["FSDP2"])
-        futures, writers, wanted = [], [], []
+        futures, writers, expected = [], [], []
         for step in range(2):
             run.train(range(step, step + 1))
-            wanted.append(run.full())
+            expected.append(run.full())
             writers.append(LateWriter(os.path.join(self.temp_dir, str(step))))
             group = dist.new_group()
             futures.append(self._async_save(run.state_dict(), str(writers[-1].path), group, storage_writer=writers[-1]))
@@ -380,7 +380,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             writer.may_begin.set()
         for future in futures:
             future.result()
-        for step, state in enumerate(wanted):
+        for step, state in enumerate(expected):
             run.load(os.path.join(self.temp_dir, str(step)))
             self.assertEqual(run.full(), state, rtol=0, atol=0)
 
@@ -424,9 +424,9 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         second.train(range(9, 10))
         before = second.run.full()
         dcp.load({"model": second.saved()["model"]}, checkpoint_id=path)
-        found = second.run.full()
-        expected = {name: (wanted if name in names else before)[name] for name in found}
-        self.assertEqual(found, expected, rtol=0, atol=0)
+        actual = second.run.full()
+        expected = {name: (wanted if name in names else before)[name] for name in actual}
+        self.assertEqual(actual, expected, rtol=0, atol=0)
 
         loaded = loader._load_state_dict_from_keys("model", checkpoint_id=path)
         self.assertEqual(list(loaded), ["model"])
@@ -479,8 +479,8 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         first, second = build(0), build(1)
         train(*first)
         dcp.save(state_of(*first), checkpoint_id=self.temp_dir)
-        wanted = train(*first)
-        self.assertEqual(len(set(wanted)), 2)
+        expected = train(*first)
+        self.assertEqual(len(set(expected)), 2)
 
         train(*second)
         state = state_of(*second)
@@ -490,7 +490,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         if has_own:
             device_module.set_rng_state(own["device"])
         torch.set_rng_state(own["host"])
-        self.assertEqual(train(*second), wanted, rtol=0, atol=0)
+        self.assertEqual(train(*second), expected, rtol=0, atol=0)
         self.assertEqual(second[1].param_groups[0]["lr"], 0.1 * 0.5**4)
         for param, other in zip(first[0].parameters(), second[0].parameters(), strict=True):
             self.assertEqual(param.to_local(), other.to_local(), rtol=0, atol=0, may_be="empty")
@@ -506,7 +506,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         """
         path = os.path.join(self.temp_dir, model_type)
         run, twin = (Run(TYPES[model_type]).train(range(2)) for _ in range(2))
-        wanted = run.full()
+        expected = run.full()
         for each in (run, twin):
             each.optim.zero_grad()
             with self._without_reduction(each.model):
@@ -516,9 +516,9 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             self._backward(each.model, 1)
             each.optim.step()
         self.assertEqual(run.full(), twin.full(), rtol=0, atol=0)
-        self._check_all_differ(run, wanted)
+        self._check_all_differ(run, expected)
         run.load(path)
-        self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(run.full(), expected, rtol=0, atol=0)
 
     def _backward(self, model: nn.Module, seed: int) -> None:
         rows = UnevenLayers().get_input(torch.Generator().manual_seed(10 * seed + self.rank))
@@ -544,14 +544,14 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         Training then continues.
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
-        wanted = run.full()
+        expected = run.full()
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)
         self._evaluate(run.model)
         run.save(self.temp_dir)
         other = Run(TYPES["FSDP2"], seed=1).train(range(9, 10))
         other.load(self.temp_dir)
-        self.assertEqual(other.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(other.full(), expected, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
     def _evaluate(self, model: nn.Module) -> None:
@@ -571,12 +571,12 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         ``get_optimizer_state_dict`` raises a ``KeyError`` in this case, a defect seen with torch 2.13.0.
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
-        wanted = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
+        expected = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)
         self._evaluate(run.model)
         with torch_defect("dsd_optimizer_state_while_gathered_raises"):
-            self.assertEqual(get_optimizer_state_dict(run.model, run.optim), wanted, rtol=0, atol=0)
+            self.assertEqual(get_optimizer_state_dict(run.model, run.optim), expected, rtol=0, atol=0)
 
 
 instantiate_parametrized_tests(TestE2ESaveAndLoad)

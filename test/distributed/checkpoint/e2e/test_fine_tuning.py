@@ -118,9 +118,9 @@ class TestFineTuning(DTensorTestBase):
         dcp.save({"model": msd, "optim": osd}, checkpoint_id=path)
         plain = filled(PreTrainedModel().to(self.device), seed=0)
         train_on_share(plain, adam(plain), range(3))
-        found = self._full(model)
-        self.assertEqual(found, plain.state_dict())
-        return found
+        actual = self._full(model)
+        self.assertEqual(actual, plain.state_dict())
+        return actual
 
     def _load_pretrained_by_prefix(self, model: nn.Module, path: str) -> None:
         """The recommended way: filter the dict."""
@@ -209,7 +209,7 @@ class TestFineTuning(DTensorTestBase):
         model = self._parallel(family, filled(LowRankModel(), seed=0))
         optim = adam(model)
         self._train(model, optim, range(2))
-        wanted = self._save_trained(model, optim, path)
+        expected = self._save_trained(model, optim, path)
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
         names = {name for name, _ in LowRankModel().named_parameters() if ".layer." not in name}
         self.assertEqual({name.removeprefix("model.") for name in stored if name.startswith("model.")}, names)
@@ -221,7 +221,7 @@ class TestFineTuning(DTensorTestBase):
         other = self._parallel(family, filled(LowRankModel(), seed=0))
         other_optim = adam(other)
         self._resume(other, other_optim, path)
-        self.assertEqual(self._save_trained(other, other_optim, f"{path} again"), wanted, rtol=0, atol=0)
+        self.assertEqual(self._save_trained(other, other_optim, f"{path} again"), expected, rtol=0, atol=0)
         for trained in ((model, optim), (other, other_optim)):
             self._train(*trained, range(2, 4))
         self.assertEqual(self._full(other), self._full(model), rtol=0, atol=0)
@@ -234,7 +234,7 @@ class TestFineTuning(DTensorTestBase):
         model = self._parallel("FSDP2", filled(FineTuningModel(), seed=0))
         optim = adam(model)
         self._train(model, optim, range(2))
-        wanted = self._save_trained(model, optim, self.temp_dir)
+        expected = self._save_trained(model, optim, self.temp_dir)
         plain = filled(FineTuningModel().to(self.device), seed=0)
         plain_optim = adam(plain)
         train_on_share(plain, plain_optim, range(2))
@@ -249,7 +249,7 @@ class TestFineTuning(DTensorTestBase):
         train_on_share(plain, plain_optim, range(2, 4))
         self.assertEqual(self._full(model), plain.state_dict())
         state = get_state_dict(model, optimizers=optim)[1]["state"]
-        self.assertEqual(set(wanted["steps"]), {2.0})
+        self.assertEqual(set(expected["steps"]), {2.0})
         steps = {name: float(value["step"]) for name, value in state.items()}
         self.assertEqual(
             {name for name, count in steps.items() if count == 2.0},

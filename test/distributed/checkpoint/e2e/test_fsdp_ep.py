@@ -153,13 +153,13 @@ class TestFSDPWithEP(DTensorTestBase):
         self.assertEqual(len(names), 8)
         self.assertEqual(set(state["model"]), set(names))
         self.assertEqual(set(state["optim"]["state"]), set(names))
-        wanted = dict(filled(TopModel(), seed=0).named_parameters())
+        expected = dict(filled(TopModel(), seed=0).named_parameters())
         for name, value in state["model"].items():
             mesh = meshes["ep_layers" in name]
             for tensor in (value, *(state["optim"]["state"][name][key] for key in ("exp_avg", "exp_avg_sq"))):
                 self.assertIsInstance(tensor, DTensor, name)
                 self.assertEqual(tensor.device_mesh.mesh.tolist(), mesh.mesh.tolist(), name)
-            self.assertEqual(value.full_tensor(), wanted[name], msg=name, rtol=0, atol=0, exact_device=False)
+            self.assertEqual(value.full_tensor(), expected[name], msg=name, rtol=0, atol=0, exact_device=False)
         self.assertEqual(meshes[1].mesh.tolist(), [self._expert, self._expert + 2])
 
     @with_comms
@@ -243,18 +243,18 @@ class TestFSDPWithEP(DTensorTestBase):
         step(model, optim)
         msd, osd = get_state_dict(model, optim)
         dcp.save({"model": msd, "optim": osd}, checkpoint_id=self.temp_dir)
-        wanted = {name: full(value).detach().clone() for name, value in {**msd, **moments(osd)}.items()}
-        self.assertEqual(len(wanted), 2 + 4)
+        expected = {name: full(value).detach().clone() for name, value in {**msd, **moments(osd)}.items()}
+        self.assertEqual(len(expected), 2 + 4)
         for where in shapes:
             other, other_optim = build(where, seed=1)
             step(other, other_optim)
-            self.assertNotEqual(full(get_model_state_dict(other)["experts.w1"]), wanted["experts.w1"])
+            self.assertNotEqual(full(get_model_state_dict(other)["experts.w1"]), expected["experts.w1"])
             msd, osd = get_state_dict(other, other_optim)
             dcp.load({"model": msd, "optim": osd}, checkpoint_id=self.temp_dir)
             set_state_dict(other, other_optim, model_state_dict=msd, optim_state_dict=osd)
             msd, osd = get_state_dict(other, other_optim)
             for name, value in {**msd, **moments(osd)}.items():
-                self.assertEqual(full(value), wanted[name], msg=f"{where} {name}", rtol=0, atol=0)
+                self.assertEqual(full(value), expected[name], msg=f"{where} {name}", rtol=0, atol=0)
 
 
 if __name__ == "__main__":

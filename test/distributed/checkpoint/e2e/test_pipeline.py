@@ -167,14 +167,14 @@ class TestPipeline(FSDPTest):
         model, optim = build([0, 1, 2] if stage == 0 else [3], seed=1)
         state = own(model, optim)
         dcp.load(state, checkpoint_id=self.temp_dir)
-        wanted = self._wanted()
+        expected = self._wanted()
         self.assertEqual(len(state["model"]), 6 if stage == 0 else 2)
         for name, value in state["model"].items():
-            self.assertEqual(full(value), wanted[name], msg=name, rtol=0, atol=0)
+            self.assertEqual(full(value), expected[name], msg=name, rtol=0, atol=0)
             for key in ("exp_avg", "exp_avg_sq"):
-                found = full(state["optim"][f"state.{name}.{key}"])
-                self.assertEqual(found, wanted[f"{name}.{key}"], msg=name, rtol=0, atol=0)
-        self._check_same(self._load_into_fsdp(self.temp_dir, self._fsdp2, FLATTENED), wanted)
+                actual = full(state["optim"][f"state.{name}.{key}"])
+                self.assertEqual(actual, expected[f"{name}.{key}"], msg=name, rtol=0, atol=0)
+        self._check_same(self._load_into_fsdp(self.temp_dir, self._fsdp2, FLATTENED), expected)
 
     def _check_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         self.assertEqual(len(wanted), 8 + 16 + 1)

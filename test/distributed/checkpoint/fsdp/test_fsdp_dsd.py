@@ -85,24 +85,24 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         for forward in (False, True):
             if forward:
                 model(uniform(2, dim, seed=self.rank))
-            found, wanted = get_model_state_dict(model), model.state_dict()
-            self.assertEqual(list(found), list(wanted))
-            for name, value in found.items():
+            actual, expected = get_model_state_dict(model), model.state_dict()
+            self.assertEqual(list(actual), list(expected))
+            for name, value in actual.items():
                 self.assertIsInstance(value, DTensor)
-                self.assertEqual(value.to_local().data_ptr(), wanted[name].to_local().data_ptr())
-            self._verify_msd(base.state_dict(), found, **EXACT)
+                self.assertEqual(value.to_local().data_ptr(), expected[name].to_local().data_ptr())
+            self._verify_msd(base.state_dict(), actual, **EXACT)
 
     @requires_world_size(2)
     def test_1d_fsdp_cpu_offload_full_model_state_dict(self):
         base = self._get_base_model(5)
         model = copy.deepcopy(base)
         shard_each((*model, model))
-        found = get_model_state_dict(model, options=FULL_ON_HOST)
+        actual = get_model_state_dict(model, options=FULL_ON_HOST)
         if self.rank > 0:
-            self.assertEqual(found, {}, may_be="empty")
+            self.assertEqual(actual, {}, may_be="empty")
         else:
-            self._verify_msd(base.state_dict(), found, FULL, offload_to_cpu=True, **EXACT)
-            for value in found.values():
+            self._verify_msd(base.state_dict(), actual, FULL, offload_to_cpu=True, **EXACT)
+            for value in actual.values():
                 self.assertIs(type(value), torch.Tensor)
                 value.fill_(-1)
         self._verify_msd(base.state_dict(), get_model_state_dict(model), **EXACT)
@@ -166,23 +166,23 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
 
     def _test_conversion(self, saving: Pair, state: dict[str, Any], loading: Pair) -> None:
         """Save the trained state of one pair in a checkpoint, load it into another pair, and train that one."""
-        wanted = self._reference(saving)
+        expected = self._reference(saving)
         path = os.path.join(self.temp_dir, str(len(os.listdir(self.temp_dir))))
         dist.barrier()
         dcp.save(state, checkpoint_id=path)
         loading.ref_model, loading.ref_optim = saving.ref_model, saving.ref_optim
 
         msd, osd = loading.states()
-        self.assertNotEqual(self._values(msd, osd), wanted)
+        self.assertNotEqual(self._values(msd, osd), expected)
         read = {"model": msd, "optim": osd}
         dcp.load(read, checkpoint_id=path)
-        self._check(self._values(read["model"], read["optim"]), wanted)
+        self._check(self._values(read["model"], read["optim"]), expected)
         self.assertEqual(loading.load(read["model"], read["optim"]), ([], []), may_be="empty")
-        self._check(self._values(*loading.states()), wanted)
+        self._check(self._values(*loading.states()), expected)
         on_host = loading.states(FULL_ON_HOST) if not self._is_fsdp1(loading) else loading.states(FULL)
         if self.rank == 0:
             self.assertFalse(any(map(is_sharded, on_host[0].values())))
-            self._check({**on_host[0], **by_parameter(on_host[1])}, wanted)
+            self._check({**on_host[0], **by_parameter(on_host[1])}, expected)
         loading.train(range(3, 5))
         self._check(self._values(*loading.states()), self._reference(loading))
 
@@ -270,7 +270,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         saving = self._pair("FSDP2", 0)
         saving.train(range(3))
         dcp.save(self._state(saving, SHARDED), checkpoint_id=self.temp_dir)
-        wanted = self._reference(saving)
+        expected = self._reference(saving)
         mesh = DeviceMesh(self.device.type, [0, 1])
         if self.rank < 2:
             loading = self._pair("FSDP1", 1, device_mesh=mesh)
@@ -279,7 +279,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
             read = self._state(loading, SHARDED)
             dcp.load(read, checkpoint_id=self.temp_dir, process_group=mesh.get_group())
             loading.load(read["model"], read["optim"])
-            self._check(self._values(*loading.states()), wanted)
+            self._check(self._values(*loading.states()), expected)
 
     @requires_world_size(4)
     @with_temp_dir
