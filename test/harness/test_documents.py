@@ -204,8 +204,8 @@ class TestDocuments(TestCase):
             self.assertEqual(dead_links(page), ["#three", "none.md"])
 
     def test_wrong_words_are_found(self):
-        (actual,) = wrong_words("There is a way\nround.")
-        self.assertTrue(actual.endswith("instead of 'way round' write: workaround"), actual)
+        (found,) = wrong_words("There is a way\nround.")
+        self.assertTrue(found.endswith("instead of 'way round' write: workaround"), found)
         with tempfile.TemporaryDirectory() as folder:
             code, page = Path(folder) / "code.py", Path(folder) / "page.md"
             code.write_text('def mend_it():\n    """Rejects it."""  # in silence\n    print("lonely")\n')

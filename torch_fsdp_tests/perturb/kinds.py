@@ -406,7 +406,7 @@ def _separate(value: Any) -> Any:
     )
 
 
-def _copies(subject: Subject) -> bool:
+def _can_load(subject: Subject) -> bool:
     """Not if tensors are swapped: then a load drops the gradients of any module."""
     return _gives_state_dicts(subject) and not torch.__future__.get_swap_module_params_on_conversion()
 
@@ -420,10 +420,10 @@ def _can_reload(subject: Subject) -> bool:
     is_flat = any(not unit._use_orig_params for unit in units)
     wrappers = (DDP, ActivationWrapper) if is_flat else DDP
     is_wrapped = bool(units) and any(isinstance(module, wrappers) for module in modules)
-    return subject.has_states and _copies(subject) and not is_wrapped
+    return subject.has_states and _can_load(subject) and not is_wrapped
 
 
-@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _copies)
+@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _can_load)
 def load(subject: Subject) -> None:
     subject.root.load_state_dict(_separate(subject.root.state_dict()))
     if subject.optimizer is not None and subject.api != "fsdp1":

@@ -103,7 +103,7 @@ class PrefetchMixin(TrainingMixin):
         self.assertEqual(events, expected.split(", ") if expected else [], may_be="empty")
         events.clear()
 
-    def _train(
+    def _check_training_events(
         self,
         ref_model: nn.Module,
         model: nn.Module,

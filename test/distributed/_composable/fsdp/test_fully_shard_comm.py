@@ -524,11 +524,11 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         # A block's backward begins with the all-gather for the next block. Its own all-gather was prefetched.
         once = "Uf root, Uf 0, Uf 1, Uf 2"
         backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
-        self._train(*models, self._loss, once, f"{backward}, P root", steps=1)
+        self._check_training_events(*models, self._loss, once, f"{backward}, P root", steps=1)
 
         # Two forwards come before one backward, and the backward gathers every block twice.
         again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
-        self._train(
+        self._check_training_events(
             *models,
             lambda model, step: self._loss(model, 0) + self._loss(model, 1),
             again.get(reshard_after_forward, f"{once}, {once}"),
@@ -580,7 +580,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         fully_shard(model)
         loss_of = lambda each, step: each(rows(self.rank, step, self.device, 4, 8)).square().sum()  # noqa: E731
         backward = "Ub 2, Ub 2, Ub 1, Ub 1, P 2, P 2, Ub 0, Ub 0, P 1, P 1, P 0, P 0"
-        self._train(ref_model, model, loss_of, "Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
+        self._check_training_events(ref_model, model, loss_of, "Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
@@ -596,7 +596,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         layers = list(model.layers)
         for index, layer in enumerate(layers[:-depth]):
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
-        self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
+        self._check_training_events(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
@@ -610,7 +610,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         layers = list(model.layers)
         for index, layer in enumerate(layers[depth:]):
             layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
-        self._train(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
+        self._check_training_events(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
 
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
@@ -645,7 +645,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         backward = re.sub(r",\s+", ", ", explicit_order if explicit else default)
         if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
-        self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
+        self._check_training_events(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
         inner = "layers.1._checkpoint_wrapped_module.feed_forward._checkpoint_wrapped_module.w1"
         self.assertEqual(internals.group_of(second.feed_forward.w1)._module_fqn, inner)
 
@@ -667,7 +667,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         )
         if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", P tok_embeddings+pos_embeddings, P 1+2, P 3+4, P norm+output"
-        self._train(ref_model, model, self._loss, forward, backward)
+        self._check_training_events(ref_model, model, self._loss, forward, backward)
 
     @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
@@ -685,7 +685,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         backward = (
             "Ub root, Ub 1.unused_lin+1.lin, Ub 0.unused_lin+0.lin, P 1.unused_lin+1.lin, P root, P 0.unused_lin+0.lin"
         )
-        self._train(ref_model, model, loss_of, forward, backward)
+        self._check_training_events(ref_model, model, loss_of, forward, backward)
 
     @skip_if_lt_x_gpu(2)
     def test_backward_misprefetch(self):
