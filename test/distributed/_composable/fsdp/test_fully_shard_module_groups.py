@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import (
@@ -32,6 +33,7 @@ from torch_fsdp_tests.installed_torch import torch_facts
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.training_models import (
     BodyAndHead,
+    ChunkedHeadModel,
     TwoBranches,
 )
 
@@ -93,6 +95,18 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             return backward(loss_of(skipped) + loss_of(whole))
 
         self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
+
+    @needs_partial_groups
+    @skip_if_lt_x_gpu(2)
+    def test_group_is_gathered_once_after_chunks(self):
+        """Chunks leave a group before its last module has run. The next forward still gathers the group only once."""
+        model = ChunkedHeadModel(8, 16, tie=False).to(self.device).shard()
+        tokens = self._tokens(2, 4, vocab_size=16)
+        for _ in range(2):
+            with collectives.recorded() as calls:
+                model(tokens)
+            self.assertEqual(calls.counts()["all_gather"], 3)  # of the embedding, the body, the group of norm and head
+            model.backward_in_chunks(model(tokens, skip_head=True), 2)
 
 
 class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
