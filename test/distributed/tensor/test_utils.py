@@ -283,6 +283,25 @@ class TestLocalMap(DTensorTestBase):
             self.assertEqual(double(weight).full_tensor(), 2 * plain.weight)
 
 
+class TestRedistribute(DTensorTestBase):
+    world_size = 2
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @subtests(placement=[Replicate(), Shard(0), Shard(1)])
+    def test_dtypes(self, placement):
+        """``redistribute`` converts a weight to ``forward_dtype``, and its gradient back to the weight's dtype."""
+        plain = filled(nn.Linear(4, 4, bias=False)).to(self.device)
+        weight = fully_shard(copy.deepcopy(plain)).weight
+        low = weight.redistribute(placements=[placement], forward_dtype=torch.bfloat16)
+        self.assertEqual((low.dtype, low.to_local().dtype), (torch.bfloat16,) * 2)
+        self.assertEqual(low.placements, (placement,))
+        self.assertEqual(low.full_tensor(), plain.weight.bfloat16())
+        (3 * low).sum().backward()
+        self.assertEqual((weight.grad.dtype, weight.grad.to_local().dtype), (torch.float32,) * 2)
+        self.assertEqual(weight.grad.full_tensor(), torch.full((4, 4), 3.0))
+
+
 class TestDistribute(DTensorTestBase):
     world_size = 2
 
