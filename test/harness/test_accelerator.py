@@ -422,6 +422,20 @@ class TestRequirements(TestCase):
                 actual[count] = [*sizes, get_required_world_size(Sized("of_two"), 2)]
         self.assertEqual(actual, {1: [2, 4, 8, 4, 2], 2: [2, 4, 8, 4, 2], 4: [4, 4, 8, 4, 2], 8: [4, 4, 8, 8, 2]})
 
+    def test_power_of_two_ranks(self):
+        """A class whose tests halve their meshes takes 4 of 6 devices, and 2 of 3."""
+
+        class Halved:
+            _testMethodName = ""
+            power_of_two_ranks = True
+            world_size = at_most(8)
+
+        sizes = []
+        for count in (2, 3, 4, 6, 8):
+            with under_test(Accelerator("xpu", "xccl", count, count)):
+                sizes.append(Halved().world_size)
+        self.assertEqual(sizes, [2, 2, 4, 4, 8])
+
     def test_nccl_is_required_only_if_it_is_under_test(self):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")
         with mock.patch("torch.distributed.is_nccl_available", lambda: False):

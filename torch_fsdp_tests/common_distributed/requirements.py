@@ -176,11 +176,13 @@ def ranks_of(test: Any, most: int | None = None) -> int:
     """The number of ranks of a test that does not set its own: one for each device, but at most ``most`` of them.
 
     It is never less than the number in the :func:`skip_if_lt_x_gpu` of the test method. ``test`` is the test case.
-    Without ``most`` it is the default number of the device under test (4 on the CPU).
+    Without ``most`` it is the default number of the device under test (4 on the CPU). If the class of ``test`` sets
+    ``power_of_two_ranks = True``, because its shapes or meshes need that, the number is rounded down to a power of two.
     """
     device = accelerator.current()
     least = getattr(getattr(type(test), test._testMethodName, None), LEAST_RANKS, 1)
-    return max(device.ranks, least) if most is None else device.ranks_up_to(most, max(least, 2))
+    ranks = max(device.ranks, least) if most is None else device.ranks_up_to(most, max(least, 2))
+    return 1 << (ranks.bit_length() - 1) if getattr(test, "power_of_two_ranks", False) else ranks
 
 
 def at_most(ranks: int) -> Any:

@@ -81,9 +81,9 @@ def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range,
     """Train on this rank's share of a batch of four parts, or with ``size`` 1 on the whole batch.
 
     A part comes from ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It depends on the
-    number of the step, so that other steps are a different training. The loss is the sum of the outputs, divided by the
-    number of parts that the rank has. So the average over ``size`` ranks is the gradient of a plain model on the whole
-    batch.
+    number of the step, so that other steps are a different training. The loss is the sum of the outputs, multiplied by
+    ``size`` and divided by four. So the average over the ranks is the gradient of a plain model on the whole batch,
+    also if the ranks have different numbers of parts.
     """
     source: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
@@ -93,7 +93,7 @@ def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range,
         parts = [source.get_input(generator).to(device) for _ in range(PARTS)]
         share = parts[rank * PARTS // size : (rank + 1) * PARTS // size] if size > 1 else parts
         optim.zero_grad()
-        losses.append(backward(model(torch.cat(share)).sum().div(len(share))))
+        losses.append(backward(model(torch.cat(share)).sum().mul(size / PARTS)))
         optim.step()
     check_losses(losses)
 

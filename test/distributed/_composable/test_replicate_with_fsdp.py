@@ -58,6 +58,8 @@ ROOTS: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": f
 
 @needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
 class ReplicateTest(TrainingMixin, FSDPTest):
+    power_of_two_ranks = True
+
     @property
     def world_size(self) -> int:
         has_mesh = "mesh" in self._testMethodName or "2d" in self._testMethodName

@@ -67,6 +67,8 @@ class ReshardingTest(DTensorTestBase):
 
 
 class TestDTensorReshardPlacementChange(ReshardingTest):
+    power_of_two_ranks = True
+
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
@@ -84,6 +86,8 @@ class TestDTensorReshardPlacementChange(ReshardingTest):
 
 
 class TestDTensorReshardMeshChange(ReshardingTest):
+    power_of_two_ranks = True
+
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         return self.mesh, init_device_mesh(self.device_type, (2, self.world_size // 2))
 

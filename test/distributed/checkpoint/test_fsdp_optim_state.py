@@ -32,6 +32,7 @@ Trained = tuple[FSDP, torch.optim.Optimizer]
 
 class FsdpOptimStateCheckpoint(DTensorTestBase):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     def _layers(self, seed: int) -> nn.Sequential:
         """Layers whose rows the ranks divide."""

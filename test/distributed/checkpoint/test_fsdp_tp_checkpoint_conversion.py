@@ -27,6 +27,7 @@ WITH_TENSOR = ["TP on 2", "TP on 4", "FSDP2 and TP on 2x2"]
 
 class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     def _tensor_parallel(self) -> nn.Module:
         mesh = init_device_mesh(self.device_type, (self.world_size,))

@@ -90,6 +90,8 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 class TestFSDPOptimState(OptimStateTest):
+    power_of_two_ranks = True
+
     HALVED = {
         "halve_world_size": True,
         "use_multiple_param_groups": True,

@@ -67,6 +67,7 @@ class LayoutMixin(DTensorTestBase):
 
 class UtilTest(LayoutMixin):
     world_size = at_most(8)
+    power_of_two_ranks = True
 
     @with_comms
     @skip_if_lt_x_gpu(2)

@@ -168,6 +168,8 @@ class Empty(nn.Module):
 
 
 class TestFullyShardAutograd(FSDPTest):
+    power_of_two_ranks = True
+
     @property
     def world_size(self) -> int:
         return ranks_of(self, 4)

@@ -127,6 +127,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
 
 class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(4)
     def test_clip_grad_norm_2d(self):

@@ -278,6 +278,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     """The number of collectives in a step, and the divide factors of gradients."""
 
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """Return the function's result, and the number of collectives of each kind that it issues."""
@@ -504,6 +505,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
     """The order of events (see :class:`PrefetchMixin`). Each test also compares the gradients with a replica's."""
 
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_prefetch(self):

@@ -205,6 +205,8 @@ class TestFullyShardCompileCompute(CompileTest):
 
 @unperturbed("it compares with what was compiled before")
 class TestFullyShardCompile(CompileTest):
+    power_of_two_ranks = True
+
     def test_dynamo_trace_use_training_state(self):
         torch._dynamo.reset()
         make_group, states = internals.fsdp2_param_group.FSDPParamGroup, internals.fsdp2_common.TrainingState

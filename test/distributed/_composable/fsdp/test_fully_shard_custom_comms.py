@@ -50,6 +50,7 @@ fsdp_collectives = internals.fsdp2_collectives
 
 class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(4)
     @subtests(

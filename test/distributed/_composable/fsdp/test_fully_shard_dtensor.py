@@ -96,6 +96,7 @@ class Collectives(TorchDispatchMode):
 @needs_dp_mesh_dims
 class TestFullyShardDTensor(FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @functools.cached_property
     def world_mesh(self) -> DeviceMesh:

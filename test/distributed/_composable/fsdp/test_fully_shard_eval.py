@@ -34,6 +34,7 @@ from torch_fsdp_tests.fsdp.training import (
 
 class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(2)
     @subtests(

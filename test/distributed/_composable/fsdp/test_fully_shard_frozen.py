@@ -63,6 +63,7 @@ class MultiForward(nn.Module):
 
 class TestFullyShardFrozen(FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:

@@ -79,6 +79,8 @@ def full_values(state_dict: StateDict) -> dict[str, torch.Tensor]:
 
 
 class TestFullyShardStateDictMultiProcess(FSDPTest):
+    power_of_two_ranks = True
+
     @property
     def world_size(self) -> int:
         return get_required_world_size(self, ranks_of(self, 4))

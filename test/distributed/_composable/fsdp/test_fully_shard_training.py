@@ -322,6 +322,8 @@ def delays() -> list[tuple[str, ...]]:
 
 
 class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
+    power_of_two_ranks = True
+
     @property
     def world_size(self) -> int:
         # Four ranks are enough for transformers. With eight ranks, some have no row of a linear layer.
@@ -842,6 +844,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
 class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
     world_size = at_most(8)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_shard_placement_fn_shard_largest_dim(self):
@@ -976,6 +979,7 @@ def _is_accumulation(**case: Any) -> bool:
 
 class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -1160,6 +1164,7 @@ class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
 
 class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -109,6 +109,7 @@ def fsdp2_and_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 class TestFullyShard2DTraining(StacksMixin, FSDPTest):
     world_size = at_most(4)
+    power_of_two_ranks = True
 
     def _data_and_tensor(self, *shape: int) -> tuple[DeviceMesh, DeviceMesh]:
         mesh = self._mesh(*shape, names=("dp", "tp"))
