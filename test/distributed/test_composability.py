@@ -1,7 +1,7 @@
-"""Pipelines with stages of FSDP2: which stage gathers, which one reduces, and when.
+"""Pipelines with stages of FSDP2: when each stage all-gathers its parameters and reduces its gradients.
 
-While a schedule runs, FSDP2 does not end the backward of a microbatch by itself. The schedule gathers a stage before it
-computes, and reduces its gradients after the last microbatch. The reference is the plain model in one piece. Its
+While a schedule runs, FSDP2 does not end the backward of a microbatch by itself. The schedule unshards a stage before
+it computes, and reduces its gradients after the last microbatch. The reference is the plain model in one piece. Its
 gradients of the same microbatches are averaged over the ranks with different data.
 """
 
@@ -72,7 +72,7 @@ def reduction() -> list[str]:
 
 
 def first_mode() -> list[str]:
-    """The modes that a pipeline may run in before training."""
+    """What a pipeline may do before its training is compared: a training step, or ``schedule.eval``."""
     return ["training", *(["evaluation"] if torch_facts.PIPELINES_TRAIN_AFTER_EVAL else [])]
 
 
@@ -181,7 +181,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dp_type=["FSDP", "FSDP_MP"])
     def test_pp_fsdp_unshard_reshard_runtime(self, dp_type):
-        """A schedule made by hand gathers and reshards a stage, or reduces its gradients, which also reshards it."""
+        """The actions of a schedule unshard and reshard a stage, or reduce its gradients, which also reshards it."""
         plain = self._plain()
         pipeline = self._pipeline_of_one(plain, dp_type)
         module, seen = pipeline.modules[0], []
@@ -208,7 +208,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
     @skip_if_lt_x_gpu(4)
     def test_runtime_gathers_again(self):
-        """A stage may be resharded and gathered again between forwards and before backward."""
+        """A stage may be resharded and unsharded again between forwards and before backward."""
         plain = self._plain()
         pipeline, batch = self._pipeline_of_one(plain), self._batch()
         first, second = FORWARDS[:2], FORWARDS[2:]
@@ -284,9 +284,9 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=[*SINGLE, *LOOPED], first=first_mode)
     def test_evaluation(self, schedule, first):
-        """A forward in eval mode has the plain model's output, reduces nothing, and does not disturb training.
+        """``schedule.eval`` has the plain model's output, reduces nothing, and does not disturb training.
 
-        A V-shaped schedule cannot evaluate with any stages, because it asks for the gradients of activations.
+        A V-shaped schedule cannot evaluate any stages, because it requests the gradients of activations.
         """
         mesh, plain = self._pipelines_and_data(), self._plain()
         pipeline, batch = self._pipeline(schedule, plain, mesh), self._batch()
@@ -306,9 +306,9 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
     def test_evaluation_keeps_gradients(self, schedule):
-        """The gradients of two steps also add up with a forward in eval mode between them.
+        """The gradients of two steps also add up with ``schedule.eval`` between them.
 
-        Since 2.13 that forward sets them to None.
+        Since 2.13, ``schedule.eval`` sets them to None.
         """
         with torch_defect("pipeline_evaluation_clears_gradients"):
             self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))
@@ -329,8 +329,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
     def test_deferred_wait(self, schedule, defer_reduce_grad_wait):
-        """If a rank may defer the wait, it computes between the start and the end of a stage's
-        reduction.
+        """If a rank may defer the wait, it computes between the start and the end of a stage's reduction.
 
         At most one reduction is pending.
         """

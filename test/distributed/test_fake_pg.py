@@ -93,8 +93,8 @@ class TestFakePG(FSDPTest):
         """Tensor parallelism halves the layers, and FSDP halves the rest. Both call their collectives in each step."""
         layouts = {"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}
         first, second = layouts if plan == "sequence" else ({}, {})
-        # The first layer's input is gathered or whole, and the second layer's output is summed. In backward the
-        # gradient of that output is gathered or whole. The gradient of the input would be summed, but is not needed.
+        # The first layer's input is all-gathered or replicated, and the second layer's output is summed. In backward
+        # the gradient of that output is all-gathered or replicated. The input requires no gradient.
         expected = (
             {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1} if plan == "sequence" else {"all_reduce": 1}
         )
@@ -185,7 +185,7 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @subtests(shape=[(LARGE,), (8, 128), (2, 512)])
     def test_shards_of_a_large_world(self, shape):
-        """The ranks at the ends of the mesh, and those next to the last rank that has rows."""
+        """Ranks at the ends of the mesh, and those next to the last rank that has rows, have the expected shards."""
         rows, shards = LARGE + 6, shape[-1]
         each = math.ceil(rows / shards)
         last = math.ceil(rows / each) - 1
@@ -198,7 +198,7 @@ class TestLargeWorlds(MultiProcessTestCase):
     @needs(torch_facts.FAKE_COLLECTIVES_CAN_RAISE)
     @subtests(api=["fully_shard", "FSDP"])
     def test_what_needs_no_other_rank(self, api):
-        """Construction, sharded states, clearing gradients, resharding and steps call no other rank. A forward does."""
+        """Construction, sharded states, clearing gradients, resharding and steps need no collective. A forward does."""
         options = FakeProcessGroup.Options()
         options.error_on_collective = True
         model = filled(nn.Sequential(nn.Linear(COLUMNS, 8), nn.Linear(8, COLUMNS)).to(self.device))
@@ -218,9 +218,9 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @subtests(stages=[True, False], reshard_after_forward=[True, False, 2])
     def test_groups_of_a_name_have_the_same_ranks(self, stages, reshard_after_forward):
-        """Two ranks that give groups the same name mean the same group, also if each stage shards over its own ranks.
+        """Groups that have one name on several ranks have the same members, also if each stage has its own ranks.
 
-        Ranks meet under the name of their group, so a group of other ranks would mix with it.
+        Ranks rendezvous under the name of their group, so groups of one name with different members would mix.
         """
         meant: dict[str, set[tuple[int, ...]]] = {}
         for rank in range(8):
@@ -254,7 +254,7 @@ class TestLargeWorlds(MultiProcessTestCase):
         shard = block // ranks
         self.assertEqual(rest, 2 * blocks * shard + row)
         # Backward through the second block, after all blocks but the first two have reduced: this block has its
-        # parameters and gradients, the first block's parameters were gathered ahead, and the third block's gradients
+        # parameters and gradients, the first block's parameters were prefetched, and the third block's gradients
         # are still being sent. The first two blocks have two activations each, or gradients of activations. Then come
         # the input, the loss, and its gradient.
         sharded, unsharded, activations = (2 * blocks - 2) * shard, 4 * block, 2 * (hidden + row) + row + 2 * BYTES

@@ -1,4 +1,4 @@
-"""Inputs by position, by keyword and both at once, nested, and of another dtype: forward and backward are as usual."""
+"""Inputs by position, by keyword or both, nested, and of another dtype: FSDP trains like a plain model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestInputs(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(wrap=[fsdp1, fsdp2], call=list(CALLS), casts=[True, False])
     def test_training(self, wrap, call, casts):
-        """FSDP casts inputs of more precision to the dtype of parameters. Each input gets its own gradient."""
+        """FSDP casts inputs of higher precision to the dtype of parameters. Each input gets its own gradient."""
         plain = filled(Model(call)).to(self.device)
         model = wrap(copy.deepcopy(plain), torch.float32 if casts else None)
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]

@@ -1,5 +1,4 @@
-"""One small model is trained in each layout with every pair of features, saved, loaded in another layout, and trained
-more.
+"""A model is trained in each layout with every pair of features, saved, loaded in another layout, and trained more.
 
 A step on four ranks must have the same losses as the same step on one rank. Each rank has its own rows, and compares
 its loss on them with the loss of a plain model that is trained on all rows. :data:`AXES` has the combined features, and
@@ -210,7 +209,7 @@ def unsharded(dtype: torch.dtype, frozen_part: bool, parts: tuple[int, ...]) -> 
 
 
 class Training(Run):
-    """A run that records the parts of its batches, which its losses depend on. It continues the list of ``before``."""
+    """A run that records the number of parts of each batch, on which losses depend. It continues ``before``."""
 
     # Pipeline stages have different parameters in the group with the same number.
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -240,12 +239,12 @@ class Training(Run):
         return loss
 
     def rehearse(self) -> None:
-        """Gather and reduce everything once, and change nothing."""
+        """Run forward and backward without a step, so that the model has already run when it loads a checkpoint."""
         self.backward(REHEARSED)
         self.optim.zero_grad()
 
     def backward(self, number: int) -> float | None:
-        """Make the gradients of a step. Returns the loss, like :meth:`step`."""
+        """Compute the gradients of a step. Returns the loss, like :meth:`step`."""
         count = self.microbatches
         mine = batch(number, self.layout.batches * count)[self.layout.batch_index * count :][:count]
         losses = self._pipelined(mine) if self._stages is not None else self._one_by_one(mine)
@@ -300,7 +299,7 @@ class TestTrainingMatrix(FSDPTest):
         for case in one_by_one(cases):
             run_subtests(self, case, self._check_goes_on)
 
-    # The limits. If one is a defect of torch, its test is expected to fail.
+    # The limits. If one is a defect of PyTorch, its test is expected to fail.
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
@@ -327,9 +326,9 @@ class TestTrainingMatrix(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_in_a_pipeline(self):
-        """All microbatches go forward before the first one goes backward.
+        """FSDP1 raises if all microbatches run forward before the first backward.
 
-        After the first backward, FSDP1 frees the unsharded parameters, and does not gather them again for the next one.
+        After the first backward, FSDP1 frees the unsharded parameters, and does not unshard them for the next one.
         """
         one_stage = LAYOUTS[FSDP1_AND_PP]._replace(shape=(4, 1))
         run = Training(one_stage, Features(accumulation=True))
@@ -338,7 +337,7 @@ class TestTrainingMatrix(FSDPTest):
         self.assertRegex(str(raised.exception.__cause__), "storage of size 0")
 
     def _check_goes_on(self, saved: str, loaded: str, shows: torch_defect = NO_DEFECT, **features: bool) -> None:
-        """``shows`` is a known defect of loading."""
+        """Train, save, load in the other layout and train more. ``shows`` is a known defect of loading."""
         run = Training(LAYOUTS[saved], Features(**features))
         self._check_steps(run, BEFORE, f"before it is saved by {saved}")
         path = os.path.join(self.temp_dir, f"{saved} to {loaded}")

@@ -1,4 +1,4 @@
-"""Methods besides ``forward`` that get full parameters."""
+"""Methods besides ``forward`` for which FSDP unshards the parameters (``register_fsdp_forward_method``)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ForwardMethodsMixin(TrainingMixin):
     """For a test case with ranks (threads or processes)."""
 
     def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
-        """A registered method gets full parameters, like ``forward``. Returns the model after a last forward."""
+        """A registered method gets unsharded parameters, like ``forward``. Return the model after one more forward."""
         manual_seed(42)
         model = FeaturesModel()
         ref_model = self._replica(model)
@@ -50,7 +50,7 @@ class ForwardMethodsMixin(TrainingMixin):
         with self.assertRaisesRegex(ValueError, "does not have a method feature"):
             register_fsdp_forward_method(model.vit, "feature")
         register_fsdp_forward_method(model.vit, "features")
-        register_fsdp_forward_method(ref_model.vit, "features")  # it has no shards, so there is nothing to do
+        register_fsdp_forward_method(ref_model.vit, "features")  # no effect on a plain module
         seen: list[type] = []
         model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
         self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)

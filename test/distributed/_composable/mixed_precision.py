@@ -45,7 +45,7 @@ class Replica:
     """A float32 model with its optimizer, and a copy in ``param_dtype`` that computes for it.
 
     Gradients are cast to ``reduce_dtype``. In this dtype they are accumulated over backwards and averaged over the
-    ranks. ``loss_of`` is called with a model and an input. If ``keeps`` accepts the name of a parameter, it stays in
+    ranks. ``loss_of`` is called with a model and an input. Parameters for whose name ``keeps`` returns True stay in
     float32 in the copy.
     """
 
@@ -132,7 +132,7 @@ class CastsMixin(_Base):
     def _check_float16_on_one_submodule(self, wrap: Wrap) -> None:
         half, single = torch.float16, torch.float32
         to_half = MixedPrecisionPolicy(param_dtype=half)
-        # The child that has a policy, the policy, whether the model casts itself, and the inputs of model, c1 and c2.
+        # The child with a policy, the policy, whether the model casts itself, and the input dtypes of model, c1, c2.
         cases = [
             ("c2", to_half, False, (single, single, half)),
             ("c2", dataclasses.replace(to_half, cast_forward_inputs=False), True, (single, single, single)),
@@ -151,7 +151,7 @@ class CastsMixin(_Base):
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
     def _check_submodules_with_external_inputs(self, wrap: Wrap, enable_submodule_cast: bool) -> None:
-        """A submodule casts a tensor that does not come from the root, or nothing does."""
+        """With ``cast_forward_inputs`` a submodule casts a tensor that does not come from the root, otherwise not."""
 
         class Adder(nn.Module):
             def __init__(self) -> None:
@@ -181,7 +181,8 @@ class CastsMixin(_Base):
 
     def _check_norm_modules(self, wrap: Wrap, policy: MixedPrecisionPolicy) -> None:
         """Norms work under the policy. If the device cannot combine running statistics in float32 with weights in
-        ``param_dtype``, it raises its own error. Both remedies work on all devices.
+        ``param_dtype``, it raises its own error. Casting the statistics, or a policy that keeps the norm's parameters
+        in float32, works on all devices.
         """
         linear, convolution = functools.partial(nn.Linear, 32, 32), functools.partial(nn.Conv2d, kernel_size=3)
         self._check_norm(wrap, nn.Sequential(linear(), nn.LayerNorm(32), linear()), (4, 32), policy)
@@ -195,7 +196,7 @@ class CastsMixin(_Base):
                 if buffer.is_floating_point():
                     setattr(model[1], name, buffer.to(policy.param_dtype))
             self._check_norm(wrap, model, shape, policy)
-            # Alternatively the norm keeps its parameters too, and accepts any input.
+            # Alternatively the norm keeps its parameters in float32, and accepts any input.
             self._check_norm(wrap, make(), shape, policy, MixedPrecisionPolicy(output_dtype=policy.param_dtype))
 
     def _check_norm(

@@ -24,7 +24,7 @@ class StacksMixin(TrainingMixin):
     def _check_stacks(
         self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh, iterations: int = FEW
     ) -> None:
-        """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` is the flattened ``dp_mesh``."""
+        """Train with pairwise combinations of settings. ``flat_dp_mesh`` is the flattened ``dp_mesh``."""
         # Size 3 leaves a rank empty, 5 and 17 are uneven, and 16 is even.
         dims = [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
         config: dict[str, list[Any]] = {

@@ -1,6 +1,6 @@
 """``replicate`` on FSDP2 trains like plain data parallelism, however modules are wrapped, called and combined.
 
-The reference is the plain model, whose gradients the tests average. Every rank has its own data. It compares losses,
+The reference is the plain model, whose gradients the tests average. Every rank has its own data, and compares losses,
 gradients before each step and parameters after it.
 """
 
@@ -162,11 +162,11 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             optim_cls=torch.optim.Adam,
             foreach=True,
         )
-        dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
+        dist.barrier()  # the ranks are threads that share the swap mode, so none may leave it before all are done
 
 
-# The points where ranks are delayed, each by its own time. Without streams nothing overlaps on a rank, so one run with
-# all delays is enough.
+# The points where ranks are delayed, odd ranks twice as long. Without streams nothing overlaps on a rank, so one run
+# with all delays is enough.
 MOMENTS = ("after forward", "before all-reduce", "before optimizer")
 
 

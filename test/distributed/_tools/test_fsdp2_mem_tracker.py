@@ -1,7 +1,7 @@
 """``FSDPMemTracker`` accounts for every byte of FSDP2, by category and phase. Each number here is calculated by hand.
 
 The tracker counts storages by weak references, so its numbers are exact on any device. The tests thus also measure
-FSDP2's own memory behaviour: if a unit is not resharded, or a buffer is kept, a number is wrong. The collectives are
+FSDP2's own memory behaviour: if a module is not resharded, or a buffer is kept, a number is wrong. The collectives are
 fake, because those of a backend may hold a tensor for a moment longer. Their results do not matter here.
 """
 
@@ -28,7 +28,7 @@ from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_
 from torch_fsdp_tests.installed_torch import torch_facts
 
 # With this size every storage is a multiple of 512 bytes, including those of halves of biases and of 16-bit biases.
-# Some devices allocate no smaller pieces, and the tracker rounds up for them.
+# On some devices this is the smallest allocation, to which the tracker rounds up.
 DIM = 256
 BLOCKS = 3
 BATCH = 4
@@ -44,7 +44,7 @@ Bytes = dict[str, int]
 
 
 def by_category(snapshot: Mapping[torch.device, Mapping[Any, int]], names: Iterable[str] | None = None) -> Bytes:
-    """The bytes of each category, over all devices. Only of these ``names``, or of all that are not empty."""
+    """Sum the bytes of each category over all devices, for these ``names``, or for all that are not empty."""
     found: dict[str, int] = {}
     for of_device in snapshot.values():
         for category, nbytes in of_device.items():
@@ -65,7 +65,7 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return nn.Sequential(*(MLP(DIM, bias=bias) for _ in range(BLOCKS)), nn.Linear(DIM, DIM)).to(self.device)
 
     def _sharded(self, **kwargs: Any) -> Any:
-        """Equal blocks, each its own unit, and a layer that belongs to the root."""
+        """Return a model of equal blocks, each an FSDP module, and a layer that belongs to the root."""
         model = self._plain()
         return shard_each([*model[:BLOCKS], model], **kwargs)
 
@@ -73,10 +73,9 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return internals.fsdp2_memory.FSDPMemTracker(model, optim)
 
     def _input(self, tracker: Any = None) -> torch.Tensor:
-        """An input that requires a gradient, so that each unit's backward ends at its turn, even the first unit's.
+        """Return an input that requires a gradient, so that also the first module's post-backward runs in its turn.
 
-        The tracker counts it separately. It also keeps every such input alive, so a test makes one for all its
-        iterations.
+        The tracker counts inputs separately. It keeps each input alive, so a test uses one for all iterations.
         """
         inp = self._inputs(BATCH, DIM, requires_grad=True)
         if tracker is not None:
@@ -84,7 +83,7 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return inp
 
     def _train(self, model: nn.Module, inp: torch.Tensor) -> None:
-        """Make gradients of the parameters only."""
+        """Compute gradients of the parameters, and drop that of the input."""
         train(model, inp)
         inp.grad = None
 
@@ -95,7 +94,7 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return found
 
     def _phases(self, tracker: Any, names: tuple[str, ...] = OURS) -> dict[tuple[str, str], list[Bytes]]:
-        """The bytes that each unit had in each of its phases, in order. The root's name is empty."""
+        """The bytes in each phase of each FSDP module, in order. The root's name is empty."""
         return {
             (stats.mod_fqn.partition(".")[2], phase.value): [by_category(each, names) for each in snapshots]
             for stats in tracker.memory_tracking.values()
@@ -116,8 +115,8 @@ def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = 
     """The bytes that FSDP has allocated in the phases of a forward and a backward. The sizes are bytes per element.
 
     In addition to the root's layer, forward keeps one block unsharded at a time. If nothing is resharded, it keeps all
-    blocks that have run. The output of an all-gather is freed after the next one was copied out. Backward gathers one
-    block ahead, and keeps the input of one reduce-scatter.
+    blocks that have run. The output of an all-gather is freed after the next one was copied out. Backward prefetches
+    one block, and keeps the input of one reduce-scatter.
     """
     rest, block = REST * param_size, BLOCK * param_size
     units = [str(index) for index in range(BLOCKS)]
@@ -163,7 +162,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, reshard_after_forward=[True, False], offload=[False, True], low_precision=[False, True])
     def test_tracker_multi_group_eager(self, reshard_after_forward, offload, low_precision):
-        """Each phase has the right unsharded, gathered and reduced bytes. A step leaves only shards and states."""
+        """Each phase has the expected bytes. After a step only shards, sharded gradients and states are left."""
         policy = MixedPrecisionPolicy(torch.float16, torch.float32) if low_precision else MixedPrecisionPolicy()
         model = self._sharded(
             reshard_after_forward=reshard_after_forward,
@@ -196,7 +195,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_tracker_non_root_forward_backward(self):
-        """If only the first child ever runs, only its bytes come and go. As a root it does not reshard."""
+        """If only the first child runs, only its bytes change. As a root it does not reshard after forward."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -221,7 +220,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unit_that_does_not_run(self):
-        """A model is tracked correctly if one of its units does not run in an iteration."""
+        """A model is tracked correctly if some of its FSDP modules do not run in an iteration."""
         model = self._sharded()
         inp = self._input()
         train(model, inp)
@@ -235,10 +234,10 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 1])
     def test_uneven_shards(self, rows):
-        """Each rank keeps as many bytes as the largest shard has, including padding."""
+        """Shards of parameters and gradients are padded to the size of the largest shard, optimizer states are not."""
         model = nn.Linear(DIM, rows, bias=False, device=self.device)
         shard_each([model])
-        internals.initialize_lazily(model)  # older versions of torch create the padding anew
+        internals.initialize_lazily(model)  # older versions of PyTorch allocate the padding again
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         row = DIM * BYTES
         padded = math.ceil(rows / 2) * row
@@ -275,13 +274,13 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
                 )
                 tracker.reset_mod_stats()
         self.assertEqual(seen[4], seen[1])
-        self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # each has a peak of forward and one of backward
+        self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # eight phases and two peaks of each module
 
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10])
     def test_reduce_scatter_buffers(self, most):
-        """The given number of reduce-scatter inputs is kept, and none after backward."""
+        """At most the set number of reduce-scatter inputs is kept in backward, and none after it."""
         model = self._sharded()
         model.set_reduce_scatter_max_input_buffers(most)
         tracker = self._tracker(model)
@@ -297,7 +296,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_parameters(self):
-        """Frozen parameters are gathered as usual, and have no gradient bytes."""
+        """Frozen parameters are all-gathered like others, and have no gradient bytes."""
         model = self._plain()
         for block in model[:BLOCKS]:
             block.in_proj.requires_grad_(False)
@@ -318,7 +317,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(low_precision=[False, True])
     def test_accumulation(self, low_precision):
-        """Unreduced gradients stay, once, in the dtype of the reduction."""
+        """Without gradient sync, one copy of the unsharded gradients is kept, in the dtype of the reduction."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
         model = self._sharded(mp_policy=policy)
         whole = BYTES * (BLOCKS * BLOCK + REST)
@@ -331,7 +330,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
                 held = self._now(tracker)
                 shards = held.pop("Sharded Param")
                 self.assertEqual(shards, whole // 2)
-                if low_precision:  # older versions of torch cast them, and then the tracker calls them temporary
+                if low_precision:  # older versions of PyTorch cast them, and then the tracker calls them temporary
                     held = {"Unsharded Grad": sum(held.values())}
                 self.assertEqual(held, {"Unsharded Grad": whole})
                 tracker.reset_mod_stats()
@@ -342,7 +341,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
     @skip_if_lt_x_gpu(2)
     def test_replicate(self):
-        """Replicas keep whole parameters and gradients, and a copy from forward to backward."""
+        """``replicate`` keeps full parameters and gradients, and a copy of the parameters from forward to backward."""
         model = self._plain()
         replicate_each([*model[:BLOCKS], model])
         whole = BYTES * (BLOCKS * BLOCK + REST)
@@ -374,7 +373,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_iteration_without_reset(self):
-        """The root may run once between resets; the tracker reports a second run."""
+        """The tracker raises if the root runs a second time without ``reset_mod_stats``."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -391,7 +390,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_are_freed_by_reduction(self):
-        """After a unit has reduced its gradients, none of its unsharded gradients is left."""
+        """After a module has reduced its gradients, none of its unsharded gradients is left."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -420,7 +419,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hooks_keep_their_order(self):
-        """A hook that was registered after FSDP's hooks still runs after them after tracking."""
+        """After tracking, a hook that was registered after FSDP's hooks still runs after them."""
         model = self._sharded()
         seen: list[str] = []
         model[0].register_forward_hook(lambda block, *_: seen.append(type(block.in_proj.weight).__name__))
@@ -436,7 +435,7 @@ class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "wrapper", None])
     def test_tracker_with_activation_checkpointing(self, reshard_after_forward, checkpoint_impl):
-        """With activation checkpointing, a block keeps only its output for backward; without it, its hidden layer too.
+        """A block keeps its output for backward, and without activation checkpointing also its hidden activation.
 
         FSDP allocates the same bytes in the phases that exist without checkpointing.
         """
@@ -460,7 +459,7 @@ class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
             (after,) = found[f"{index}", "After Post-Forward"]
             self.assertEqual(after["Activation"], (index + 1) * per_block)
         self._check_phases(tracker, reshard_after_forward)
-        # The wrapper is inside the unit, so the unit does not see its recomputation.
+        # The wrapper is inside the FSDP module, so the hooks of that module do not see the recomputation.
         recomputed = sorted(name for name, phase in found if phase == "Pre-Forward AC")
         self.assertEqual(
             recomputed,

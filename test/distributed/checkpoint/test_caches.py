@@ -1,4 +1,4 @@
-"""Planners, writers, readers and stagers that are used again: each checkpoint has what was saved into it."""
+"""Planners, writers and readers that are reused: each checkpoint has what was saved into it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ state_dict_loader = torch_names.module("torch.distributed.checkpoint.state_dict_
 _numbers = itertools.count()
 
 State = dict[str, Any]
-# The planner and the writer of a ``save``.
+# Returns the planner, and optionally the writer, for a ``save``.
 Arguments = Callable[[], dict[str, Any]]
 
 
@@ -38,7 +38,7 @@ class Failure(Exception):
 
 
 class FailingWriter(FileSystemWriter):
-    """Raises in one of its methods, in one rank."""
+    """Raises in ``method`` on the rank that passes ``fails``."""
 
     def __init__(self, path: str, method: str, fails: bool) -> None:
         super().__init__(path)
@@ -50,7 +50,7 @@ class FailingWriter(FileSystemWriter):
 
 
 def planner_class() -> type[dcp.DefaultSavePlanner]:
-    """A class of its own has caches of its own, because they are kept by the names of classes."""
+    """Return a new planner class. It has its own caches, because caches are kept by the names of classes."""
     return type(f"Planner{next(_numbers)}", (dcp.DefaultSavePlanner,), {})
 
 
@@ -77,7 +77,7 @@ SAVES: dict[str, Callable[[], Arguments]] = {
     "one planner and writer with two threads": lambda: one_writer(thread_count=2),
 }
 CHANGES = ["a key more", "a key less", "another shape", "a tensor for a number", "a full tensor for a sharded one"]
-# In what the state dicts of saves differ from the first one, beside their values.
+# How the state dict of each save differs from the first one, besides the values.
 SEQUENCES = {
     **{f"changes twice: {change}": ["", change, change, "", change] for change in CHANGES},
     "changes on one rank": ["", "keys of 1", "keys of 1", "", "keys of 1"],
@@ -97,7 +97,7 @@ class TestCaches(DTensorTestBase):
         return fully_shard(filled(nn.Linear(2, rows).to(self.device), seed=seed), mesh=self.mesh).weight.detach()
 
     def _state(self, change: str, seed: int) -> State:
-        """A state dict of these values. ``change`` says in what it differs from others, beside the values."""
+        """Return a state dict with values from ``seed``. ``change`` is its other difference from the first one."""
         state: State = {
             "sharded": self._sharded(seed),
             "nested": {"number": seed, "replicated": torch.full((3,), 1.0 * seed)},
@@ -116,7 +116,7 @@ class TestCaches(DTensorTestBase):
         return state | own_keys(change, seed).get(str(self.rank), {})
 
     def _expected(self, change: str, seed: int) -> State:
-        """All that the ranks have saved."""
+        """Return all that the ranks have saved together, with full tensors."""
         state = self._state(change, seed)
         for keys in own_keys(change, seed).values():
             state |= keys
@@ -142,7 +142,7 @@ class TestCaches(DTensorTestBase):
     @with_temp_dir
     @subtests(save=list(SAVES), sequence=list(SEQUENCES))
     def test_state_dict_that_changes(self, save, sequence):
-        """Each checkpoint has what was saved, whatever was saved before."""
+        """Each checkpoint has what was saved into it, regardless of earlier saves."""
         arguments, reader, planner = SAVES[save](), FileSystemReader("nowhere"), dcp.DefaultLoadPlanner()
         for seed, kind in enumerate(SEQUENCES[sequence], 1):
             path = os.path.join(self.temp_dir, f"{save} {sequence} {seed}")
@@ -153,7 +153,7 @@ class TestCaches(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_plan_that_does_not_change(self):
-        """A rank makes a plan only for the first save, and after a change."""
+        """A rank makes a new plan only for the first save and after a change. Otherwise it uses the cached plan."""
         made = []
 
         class Planner(planner_class()):  # type: ignore[misc]
@@ -177,7 +177,7 @@ class TestCaches(DTensorTestBase):
         first=[True, False],
     )
     def test_save_that_fails(self, save, fails_in, first):
-        """Saves succeed after saves that have failed, of the same state dict and of another."""
+        """A save succeeds after a failed save of the same state dict or of another one."""
         arguments = SAVES[save]()
         failing = 1 if fails_in in ("prepare_local_plan", "write_data") else 0  # the others run in the first rank
         steps = [("", False), ("a key more", True), ("", False), ("a key more", True), ("a key more", False)]

@@ -1,7 +1,7 @@
 """DTensors that are loaded from a checkpoint with other placements, on another mesh, or on fewer ranks.
 
-Every element has a different value, so lost or exchanged rows are detected. The expected part of each rank is cut from
-the whole tensor by hand.
+Every element has a different value, so lost or exchanged rows are detected. The tests cut the expected local shard of
+each rank from the whole tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def counted(*shape: int) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """This rank's part of the whole tensor. The first dimension of the mesh is split first."""
+    """This rank's local shard of the whole tensor. The first dimension of the mesh shards first."""
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             whole = chunk_of(whole, mesh.get_local_rank(dim), mesh.size(dim), placement.dim)
@@ -138,7 +138,7 @@ class TestDTensorReshardMeshChange(ReshardingTest):
 
 
 class TestSeveralShards(ReshardingTest):
-    """Each rank has several blocks of rows or columns, in turn with the other ranks."""
+    """ShardedTensors with several local shards: the ranks get blocks of rows or columns in turn."""
 
     @with_comms
     @with_temp_dir
@@ -184,7 +184,7 @@ class FullySharded:
 
 
 class TestFullyShardLayouts(DTensorTestBase):
-    """Each layout of FSDP2 is loaded in each other one, with even and uneven rows."""
+    """What is saved in one layout of FSDP2 can be loaded in any other one, with even and uneven rows."""
 
     world_size = at_most(4)
 

@@ -1,7 +1,7 @@
 """Checkpoints that are incomplete, damaged, or made of files that do not belong together.
 
 There are two right results: an error on every rank, or the values of one checkpoint. Mixed or invented values are never
-right. After an error, the same ranks or new ones can load the checkpoint before it.
+right. After an error, the same ranks or new ones can load the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
             run.save(path, **kwargs)
 
     def _check_rejects(self, run: Run, path: str, *ranks: int) -> str:
-        """Loading must raise an error on every rank that names at least these ranks. Returns the error message."""
+        """On every rank, loading must raise an error that names at least these ranks. Returns the error message."""
         with self.assertRaises(CheckpointException) as caught:
             run.load(path)
         self.assertLessEqual(set(ranks), set(caught.exception.failures))
@@ -165,7 +165,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_metadata_of_another_model(self, layout):
-        """The error names parameters with other names or shapes, and the states do not change."""
+        """The error names the parameters whose names or shapes differ, and the states do not change."""
         run, good, bad = self._checkpoints(layout, "")
         before = run.full()
         for name, model_class, says in (
@@ -199,7 +199,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_shard_file_of_another_step(self, layout):
-        """One file of a checkpoint comes from an earlier one, as after an incomplete copy."""
+        """If one file is from an earlier checkpoint, as after an incomplete copy, a load raises or is right."""
         run, good, bad = self._checkpoints(layout, "")
         self._on_first_rank(lambda: shutil.copy(Path(good, shard_file(1)), bad))
         with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
@@ -292,7 +292,7 @@ class TestSaveThatFails(FaultTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_room_for_a_part_of_a_large_tensor(self):
-        """The same in the middle of a tensor that is larger than the file buffers."""
+        """The disk becomes full in the middle of a tensor that is larger than the file buffers. The error says so."""
         model = fully_shard(nn.Linear(100, 100, device=self.device), mesh=self.mesh)
         with self.assertRaises(CheckpointException) as caught:
             with at_most(10000):
@@ -325,7 +325,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_full_disk_in_a_thread(self, layout):
-        """Two threads of each rank write a file each, and one thread of one rank gets a full disk."""
+        """If the disk is full for one of two writer threads of one rank, the save raises."""
         path = self._path(layout)
         run = Run(LAYOUTS[layout]).train(range(2))
         writer = FileSystemWriter(path, thread_count=2)
@@ -343,7 +343,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(pairwise=True, layout=BOTH, asynchronously=[False, True])
     def test_overwrite_is_refused(self, layout, asynchronously):
-        """With ``overwrite=False`` a directory with a checkpoint keeps every byte."""
+        """With ``overwrite=False`` a save into a directory with a checkpoint raises, and changes no byte."""
         path = self._path(f"{layout} {asynchronously}")
         run = Run(LAYOUTS[layout]).train(range(2))
         self._save(run, path, asynchronously)
@@ -382,7 +382,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_path_of_a_file(self, layout):
-        """The path of the directory is that of a file. All ranks raise, and the file stays."""
+        """If the path of the checkpoint is that of a file, all ranks raise, and the file is unchanged."""
         path = self._path(layout)
         self._on_first_rank(lambda: Path(path).write_bytes(b"mine"))
         run = Run(LAYOUTS[layout]).train(range(2))
@@ -397,7 +397,7 @@ class TestSaveThatFails(FaultTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_files_are_whole_when_they_are_synced(self):
-        """Whole files are synced to the disk, so that a machine that stops loses nothing that it reported."""
+        """Files are complete when they are synced, so a crash of the machine loses no checkpoint reported as saved."""
         synced, sync = [], os.fsync
 
         def note(descriptor: int) -> None:
@@ -416,7 +416,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(code=["EINVAL", "ENOTSUP"])
     def test_file_system_without_fsync(self, code):
-        """A checkpoint can be saved to a file system that does not support to sync files."""
+        """A checkpoint can be saved to a file system that does not support ``fsync``."""
         run, path = Run(LAYOUTS["FSDP2 on 2"]).train(range(2)), self._path(code)
         with torch_defect("dcp_unsupported_fsync_fails_the_save"), sync_that_raises(getattr(errno, code)):
             self._save(run, path)
@@ -441,7 +441,7 @@ def sync_that_raises(code: int) -> Any:
 
 @contextlib.contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Limit the size of files, as if the disk were full then."""
+    """Limit the size of files to ``size`` bytes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -469,7 +469,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
     """A rank is killed while it saves. Then the job is launched again."""
 
     def _check_resumes(self, layout: str, victim: int, moment: str, asynchronously: bool = False) -> None:
-        """The new ranks reject the incomplete checkpoint, and load the one before it."""
+        """The new ranks reject the incomplete checkpoint, and load the previous one."""
         self._kill(layout, victim, moment, asynchronously=asynchronously, path="bad")
         self.complete(self._resume, 2, layout=layout)
 
@@ -478,7 +478,7 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
         reports = self.launch(self._save_and_die, 2, layout=layout, victim=victim, moment=moment, **settings)
         self.assertEqual(reports[victim].ending.signal, signal.SIGKILL)
         other = reports[1 - victim]
-        # With gloo they detect that the connection is gone. Other backends may wait until they are killed.
+        # With gloo the other rank detects that the connection is gone. With other backends it may wait until killed.
         self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.state is State.ERROR, other)
 
     @with_comms

@@ -35,7 +35,7 @@ from torch_fsdp_tests.fsdp.sharded_states import moments
 
 
 class SimpleModelUneven(nn.Module):
-    """Layers whose rows not all ranks divide evenly."""
+    """Layers whose rows cannot be divided evenly by four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +94,10 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_into_shards(self):
-        """The same, but for a model of FSDP2, whose state dict has DTensors.
+        """A file is loaded into the DTensors of an FSDP2 model.
 
-        The first rank broadcasts a full tensor, but the others receive it in a DTensor like that of their state dict,
-        and hang. This is a defect seen with torch 2.13.0. So the ranks here compare their tensors before they
-        broadcast.
+        In PyTorch 2.13.0 (a defect) the first rank broadcasts a full tensor, but the others receive it in a DTensor
+        like that of their state dict, and hang. So the test compares the tensors of all ranks before each broadcast.
         """
         plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
         path = self._write(plain.state_dict())
@@ -131,7 +130,7 @@ class TestFormatUtils(DTensorTestBase):
     def test_torch_save_file_of_another_dtype(self):
         """A bfloat16 file is converted to the model's dtype.
 
-        All ranks but the first interpret the bytes as float32, a defect seen with torch 2.13.0.
+        In PyTorch 2.13.0 all ranks but the first interpret the bytes as float32 (a defect).
         """
         plain = filled(nn.Linear(2, 4), seed=0).to(torch.bfloat16)
         path = self._write(plain.state_dict())
@@ -198,7 +197,7 @@ class TestFormatUtils(DTensorTestBase):
     @with_temp_dir
     @subtests(enable_plan_caching=[False, True])
     def test_dcp_to_torch_save_of_a_model_that_changes(self, enable_plan_caching):
-        """Each checkpoint becomes a file of its own values in their dtype, whatever was saved before it."""
+        """Each checkpoint becomes a file of its own values in their dtype, regardless of earlier saves."""
         name = os.path.join(self.temp_dir, str(enable_plan_caching))
         file = f"{name} of rank {self.rank}"
         for step, dtype in enumerate([torch.bfloat16, torch.bfloat16, torch.float32]):

@@ -1,4 +1,4 @@
-"""The sharded model state of FSDP1, saved and loaded into a second model with the same number of ranks or fewer."""
+"""The sharded model state of FSDP1, saved and loaded into a model with the same or another number of ranks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_sizes(self):
-        """The same number of ranks, fewer, more, and one, with uneven rows and a buffer."""
+        """The same number of ranks, fewer, more, or one rank load a checkpoint, with uneven rows and a buffer."""
         groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
         config = {
             "sizes": [(4, 4), (4, 2), (2, 4), (4, 1)],
@@ -163,7 +163,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
         loaded=["plain", "FSDP1 on 2", "FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4"],
     )
     def test_training_goes_on(self, saved, loaded):
-        """With the optimizer, between FSDP1, FSDP2 and a plain model."""
+        """Training resumes with the optimizer between FSDP1, FSDP2 and a plain model."""
         self._check_goes_on(saved, loaded)
 
 

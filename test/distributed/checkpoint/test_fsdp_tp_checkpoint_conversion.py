@@ -34,7 +34,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
         return parallelize_module(MLPModule(self.device), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
 
     def _step(self, model: nn.Module) -> None:
-        """Take a step on the same rows on all ranks. Both models start with the same numbers."""
+        """Take a step on the same rows on all ranks."""
         optim = torch.optim.SGD(model.parameters(), lr=0.25)
         model(uniform(20, 10, seed=0)).sum().backward()
         optim.step()
@@ -74,7 +74,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_tp_to_fsdp(self):
-        """The other direction, into sharded tensors, compared with a plain model."""
+        """A checkpoint of DTensors is loaded into FSDP1's sharded tensors. The parameters equal a plain model's."""
         model, plain = self._tensor_parallel(), MLPModule(self.device)
         for each in (model, plain):
             self._step(each)
@@ -95,7 +95,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=FULLY_SHARDED, loaded=WITH_TENSOR)
     def test_to_tensor_parallel(self, saved, loaded):
-        """With the optimizer, and with uneven rows and columns."""
+        """Training under FSDP resumes under TP, with the optimizer, and with uneven rows and columns."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -103,7 +103,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=FULLY_SHARDED)
     def test_from_tensor_parallel(self, saved, loaded):
-        """The other direction."""
+        """Training under TP resumes under FSDP."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -111,7 +111,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=WITH_TENSOR)
     def test_between_tensor_parallel(self, saved, loaded):
-        """Between different numbers of ranks, with FSDP2 and without."""
+        """Training under TP resumes on another number of TP ranks, with FSDP2 and without."""
         self._check_goes_on(saved, loaded)
 
 

@@ -73,7 +73,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_auto_detect(self):
-        """A path goes to the file system. Other ids go to fsspec, if it is installed."""
+        """``save`` and ``load`` use the file system for a path, and fsspec for other ids, if it is installed."""
         self._check_saves_and_loads(os.path.join(self.temp_dir, "first"))
         for rejected in (dcp.save, dcp.load):
             with self.assertRaisesRegex(RuntimeError, "Cannot detect"):
@@ -122,7 +122,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_keys_that_differ_between_ranks(self):
-        """A key that only one rank has is saved too, and each rank can load it."""
+        """A key that only one rank has is saved, and the other rank can load it."""
         model = self._model(0)
         own = {f"of rank {self.rank}": torch.full((2,), 1.0 + self.rank)}
         dcp.save({"model": model.state_dict(), **own}, checkpoint_id=self.temp_dir)
@@ -174,7 +174,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP2 on 2", "TP on 2"])
     def test_load_into_live_shards(self, layout):
-        """A load writes into a DTensor's shard in place, so the model has the values at once.
+        """A load writes into a DTensor's shard in place, so the model has the values without ``load_state_dict``.
 
         The shards keep their memory.
         """
@@ -210,7 +210,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
     @with_temp_dir
     @subtests(value=[3, "text", None, [1, 2.5], {"deep": (1, "text")}, torch.bfloat16, {1, 2}, [torch.bfloat16]])
     def test_partial_load_keeps_what_is_missing(self, value):
-        """What the checkpoint lacks keeps its value in a partial load, and the rest is loaded."""
+        """In a partial load, a key that the checkpoint lacks keeps its value, and the rest is loaded."""
         path = os.path.join(self.temp_dir, str(value))
         plain, model = filled(nn.Linear(2, 4).to(self.device), seed=0), self._sharded(1)
         dcp.save({"model": self._sharded(0).state_dict()}, checkpoint_id=path)

@@ -80,7 +80,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
     def test_group_of_new_parameters_keeps_its_settings(self, options):
-        """A lenient load changes the settings of the groups whose parameters were saved, and of no other."""
+        """A load with ``strict=False`` changes the settings of groups whose parameters were saved, and of no others."""
         model = self._layers(self._plain())
         body, head = map(list, map(nn.Module.parameters, model))
         osd = get_optimizer_state_dict(model, torch.optim.Adam(body, lr=0.5), options=options)

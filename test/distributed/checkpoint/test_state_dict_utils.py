@@ -68,7 +68,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @subtests(ranks=[(0, 2), (3,)])
     def test_cpu_and_ranks_only(self, ranks):
-        """Each rank keeps its own plain tensors."""
+        """The given ranks get their own plain tensors on the CPU, and the others get nothing."""
         state_dict = {"tensor": self._rows(self.rank), "other": self._rows(self.rank, 1)}
         found = internals.state_dict_utils._offload_state_dict_to_cpu(state_dict, ranks_only=ranks)
         self._check_on(ranks, found, {"tensor": self._rows(self.rank), "other": self._rows(self.rank, 1)})
@@ -139,7 +139,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_copy_of_dtensors(self):
-        """The copy is a DTensor of the same placements. What happens to the state dict later does not change it."""
+        """The copy is a DTensor of the same placements. Later changes to the state dict do not change it."""
         utils = internals.state_dict_utils
         scalar = DTensor.from_local(torch.full((), 2.5, device=self.device), self._sharded().device_mesh)
         state_dict = {"tensor": self._sharded(), "scalar": scalar}
@@ -171,9 +171,9 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 2], share_memory=[False, True])
     def test_copy_of_sharded_tensors(self, rows, share_memory):
-        """States of FSDP1 are copied into the same host memory again and again.
+        """State dicts of FSDP1 can be copied into the same host memory repeatedly.
 
-        Ranks may have no shard. What happens to the state dict later does not change its copy.
+        Ranks may have no shard. Later changes to a state dict do not change its copy.
         """
         utils = internals.state_dict_utils
         cached = utils._create_cpu_state_dict(self._state_of_fsdp1(rows), share_memory=share_memory)
@@ -244,7 +244,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(layout=["FSDP2", "HSDP", "FSDP2 + TP", "largest dimension"], rows=[4, 8])
     def test_slices_and_gathers_of_fsdp2(self, layout, rows):
-        """A tensor is split into shards and gathered again, and nothing keeps the whole."""
+        """A full tensor is written into the shards and gathered from them. No shard keeps the full tensor's memory."""
         model = self._meshed(layout, rows)
         for seed, (name, param) in enumerate(model.named_parameters()):
             local = param.to_local()
@@ -260,7 +260,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_shards_on_meta_device(self):
-        """A shard without memory is replaced by one with memory of its size."""
+        """A shard on the meta device is replaced by a shard with memory of its size."""
         full = uniform(6, 2, seed=0)
         with torch.device("meta"):
             model = nn.Linear(2, 6, bias=False)
@@ -292,7 +292,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(placements=[(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Replicate())])
     def test_gather_over_two_dimensions(self, placements):
-        """Over a mesh of two dimensions, with any placements."""
+        """DTensors on a mesh of two dimensions are gathered with any placements."""
         mesh: DeviceMesh = make_mesh(2, 2, names=("first", "second"))
         full = torch.arange(math.prod((5, 3)), dtype=torch.float32, device=self.device).view(5, 3)
         tensor = distribute_tensor(full, mesh, placements)

@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass
 class Settings:
-    """An object of a class of the program."""
+    """A user-defined class."""
 
     rate: float
 
@@ -107,7 +107,7 @@ def _partial(state: State, path: str) -> State:
 
 
 def _alone(state: State, path: str) -> State:
-    """One rank after the other loads without the others."""
+    """Each rank loads without the others."""
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return state
 
@@ -159,7 +159,7 @@ class TestValues(DTensorTestBase):
         values = {kind: getattr(VALUES[kind], which) for kind in kinds}
         weight = filled(nn.Linear(2, 4).to(self.device), seed=("saved", "before").index(which))
         values["DTensor"] = fully_shard(weight, mesh=self.mesh).weight.detach()
-        # ``test_each_rank_loads_its_own_shards`` has tensors in tuples. What is not flattened is pickled.
+        # ``test_each_rank_loads_its_own_shards`` covers tensors in tuples. Without flattening, containers are pickled.
         return {
             kind + place: copy.deepcopy(PLACES[place](value))
             for kind, value in values.items()

@@ -1,4 +1,4 @@
-"""Sharded state dicts of FSDP1 on a device mesh: their layout, their values, and the way back into FSDP."""
+"""Sharded state dicts of FSDP1 on a device mesh: their layout, their values, and loading them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain_parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer)
 
 
 class DTensorStatesMixin(ShardedStatesMixin):
-    """For a ``DTensorTestBase``. Training on shares, and checks of sharded state dicts for every kind of mesh."""
+    """For a ``DTensorTestBase``: training on shares of a batch, and checks of sharded state dicts on any mesh."""
 
     def _trained(self, model: nn.Module, steps: range, size: int) -> Trained:
         """Train a model for these steps with ``size`` ranks that share the batches. Returns the model and its Adam."""
@@ -81,7 +81,7 @@ class DTensorStatesMixin(ShardedStatesMixin):
         return empty
 
     def _check_optim_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        """Save the optimizer after one step, and load it after the next one. Only the optimizer must be as before."""
+        """Save the optimizer after one step, and load it after the next one. Only the optimizer's state is restored."""
         saved = FSDP.optim_state_dict(model, optim)
         expected, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         train_on_share(model, optim, range(1, 2), self.rank, self.world_size)

@@ -1,4 +1,4 @@
-"""What only tests of FSDP1 need: few ranks, machines, and what a host without an accelerator does not allow."""
+"""Helpers for tests of FSDP1: two ranks, simulated machines, and what FSDP1 rejects without an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts of FSDP1: the three types, and what tests of them have in common."""
+"""The three types of FSDP1's state dicts, and common helpers of their tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StateDictMixin(_Base):
         return FSDP.state_dict_type(model, state_dict_type, config(offload_to_cpu=rank0_and_offload, **rank0))
 
     def _save(self, model: nn.Module, kind: str, rank0_and_offload: bool = False, **kwargs: Any) -> StateDict:
-        """Save a state dict, and check that all gathered memory is freed."""
+        """Save a state dict, and check that all parameters are resharded and their buffers are freed."""
         copies = to_host_is_a_copy() if rank0_and_offload else contextlib.nullcontext()
         with self._mode(model, kind, rank0_and_offload), copies:
             state_dict = model.state_dict(**kwargs)
@@ -85,7 +85,7 @@ class StateDictMixin(_Base):
     def _validate_state_dict_contents(
         self, model: nn.Module, state_dict: StateDict, rank0_and_offload: bool, ignore_keys: Iterable[str] = ()
     ) -> None:
-        """Only rank 0 has values, in host memory. Every rank keeps values from outside FSDP on their device.
+        """Only rank 0 has values, in CPU memory. Every rank keeps values from outside FSDP on their device.
 
         ``ignore_keys`` are parts of names.
         """

@@ -1,4 +1,4 @@
-"""Modules wrapped for activation checkpointing or offloading have the numbers, names and arguments of plain ones."""
+"""Modules wrapped for activation checkpointing or offloading have the results, names and arguments of plain ones."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ class CheckpointWrapperTest(TestCase):
                         optim.step()
 
     def test_number_of_forwards(self):
-        """Checkpoints run forward twice per iteration. Offloading, or no gradients, means once."""
+        """Checkpoints run forward twice per iteration. With offloading, or under ``no_grad``, forward runs once."""
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 inner = Counting()

@@ -1,4 +1,4 @@
-"""``FSDP.apply``: the function sees full parameters, its changes are kept, and nothing else changes."""
+"""``FSDP.apply``: the function gets unsharded parameters, its changes are kept, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class TestApply(FSDPTest):
                 self.assertIs(each.apply(self._init_linear_weights), each)
             self.assertEqual([internals.is_root(state) for state in FSDP.fsdp_modules(model)], [None, None])
             self._check_unsharded(model, root=False)
-            with torch.no_grad():  # without other values, layers of ones would stay the same
+            with torch.no_grad():  # otherwise, all rows of a layer would stay equal
                 for each in (plain, model):
                     each.apply(self._scale_bias)
             self._check_training(plain, model)
@@ -225,15 +225,8 @@ class TestApply(FSDPTest):
     def test_function_raises_on_an_inner_instance(self):
         """After an exception under a nested instance, the whole model still runs.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``apply`` undoes its lazy initialization only if the function returns,
-        so the inner instance stays a root. ::
-
-            model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
-            try:
-                model.module[0].apply(raises)
-            except KeyError:
-                pass
-            model(torch.ones(2))  # AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet
+        With the known defect, ``apply`` undoes its lazy initialization only if the function returns, so the inner
+        instance stays a root.
         """
         plain, model = self._two_layers()
         with self.assertRaisesRegex(KeyError, "on purpose"):

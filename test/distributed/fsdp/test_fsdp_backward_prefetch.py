@@ -1,4 +1,4 @@
-"""Backward prefetch of FSDP1: which parameters it gathers, and when. It changes no gradient."""
+"""Backward prefetch of FSDP1: which parameters it all-gathers, and when. It changes no gradient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DECODER_PARAM_FQNS = [
     *_weight_and_bias("linear1", "linear2", "norm1", "norm2", "norm3"),
 ]
 
-# Positions in the record of one backward through six layers of each kind. The root comes first and stays gathered.
+# Positions in the record of one backward through six layers of each kind. The root comes first and stays unsharded.
 TOTAL_NUM_PREFETCH_FOR_PRE = 12
 TOTAL_NUM_PREFETCH_FOR_POST = 11
 ENCODER_BEGIN_INDEX_FOR_PRE = 6
@@ -52,7 +52,7 @@ ENCODER_PREFETCH_NUM = 5  # the number of the last layer
 
 
 def _expected(backward_prefetch: BackwardPrefetch | None) -> list[list[str] | None]:
-    """The expected choices of one backward by parameter name. The last units have nothing left to prefetch."""
+    """The expected choices of one backward, as parameter names. The last instances have nothing left to prefetch."""
     if backward_prefetch is None:
         return []
     is_pre = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -149,7 +149,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_prefetch(self):
-        """Each mode makes the expected choices layer by layer in every iteration, even with nothing to gather."""
+        """Each mode makes the expected choices layer by layer in every iteration, even without all-gathers."""
         self.run_subtests(
             {
                 "backward_prefetch": PREFETCHES,
@@ -161,7 +161,7 @@ class TestBackwardPrefetch(FSDPTest):
     def _test_backward_prefetch(
         self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
     ) -> None:
-        # Under SHARD_GRAD_OP the choices are the same, but the parameters are already gathered.
+        # Under SHARD_GRAD_OP the choices are the same, but the parameters are already unsharded.
         gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
         for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):
             self.assertEqual(record, _expected(backward_prefetch), may_be="empty")
@@ -170,7 +170,7 @@ class TestBackwardPrefetch(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(backward_prefetch=PREFETCHES)
     def test_what_is_there_in_time(self, backward_prefetch):
-        """Only with prefetch, a layer's parameters are gathered before its backward starts."""
+        """Only with prefetch, a layer's parameters are unsharded before its backward starts."""
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), backward_prefetch=backward_prefetch)
@@ -178,7 +178,7 @@ class TestBackwardPrefetch(FSDPTest):
         events: list[tuple[str, int, list[int]]] = []
 
         def gathered() -> list[int]:
-            """The layers whose parameters are gathered."""
+            """The layers whose parameters are unsharded."""
             return [index for handle, index in names.items() if internals.is_unsharded(handle.flat_param)]
 
         def pre_backward(original: Any, state: Any, module: Any, handle: Any, *args: Any) -> Any:
@@ -196,7 +196,7 @@ class TestBackwardPrefetch(FSDPTest):
                 stack.enter_context(torch_names.patched(internals.fsdp1_runtime, name, patched))
             model(torch.ones(2, 4, device=self.device)).sum().backward()
 
-        # PRE gathers the next layer before this layer's gradients, so two are gathered. POST gathers it after them.
+        # PRE unshards the next layer before this layer's gradients, so two are unsharded. POST unshards it after them.
         expected: list[tuple[str, int, list[int]]] = []
         for index in (3, 2, 1, 0):
             begin = [index] if backward_prefetch is not None and index < 3 else []
@@ -208,7 +208,7 @@ class TestBackwardPrefetch(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(backward_prefetch=PREFETCHES)
     def test_order_that_changes(self, backward_prefetch):
-        """Backward gathers in the reverse order of its own forward. Earlier ones do not count."""
+        """Backward all-gathers in the reverse order of its own forward, whatever the order of earlier forwards was."""
         policy = ModuleWrapPolicy({nn.Linear})
         model = FSDP(InOrder().to(self.device), auto_wrap_policy=policy, backward_prefetch=backward_prefetch)
         handles = [internals.handle(layer) for layer in model.layers]

@@ -217,7 +217,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_uneven_shards(self):
-        """Layers of 16, 25 and 12 elements. 25 is odd, and so is the sum."""
+        """Layers have 16, 25 and 12 elements, so one layer and the whole model have an odd number."""
         config = {"offload_activations": [True, False], "use_orig_params": [False, True]}
         for test in (self._test_checkpoint_fsdp_wrapping, self._test_basic_checkpoint_end_to_end):
             self.run_subtests(config, test, cpu_offload=CPUOffload(offload_params=False), widths=(3, 4, 5, 2))
@@ -225,7 +225,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
     def test_how_often_recomputation_gathers(self, sharding_strategy):
-        """A checkpoint around FSDP gathers again to recompute; one within FSDP does not."""
+        """A checkpoint around FSDP adds all-gathers for its recomputation. A checkpoint within FSDP does not."""
         kwargs = {"sharding_strategy": sharding_strategy, "backward_prefetch": None}
         torch.manual_seed(self.rank)
         x = self._input(10, 3)
@@ -246,8 +246,8 @@ class TestFSDPCheckpoint(_CheckpointTest):
             actual[name, stops_early] = in_forward, len(gathers) - in_forward
             self.assertFalse(any(map(internals.is_unsharded, internals.flat_params(model))))
         if sharding_strategy is ShardingStrategy.FULL_SHARD:
-            # When recomputation begins, the last of the three layers is already gathered, and stays so. The first two
-            # are gathered for it, freed, and gathered again for their own backward.
+            # When recomputation begins, the last of the three layers is already unsharded, and stays unsharded. The
+            # first two are all-gathered for it, freed, and all-gathered again for their own backward.
             expected = [(3, 3), (3, 3), (3, 5), (3, 5)]
             self.assertEqual(list(actual.values()), expected)
         else:
@@ -316,7 +316,7 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_checkpoint_submodule_sharded(self, device):
-        """The same with sharded parameters, which are freed again after backward."""
+        """The same holds with sharded parameters, which are resharded after backward."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_checkpoint_submodule, use_reentrant=False)
 

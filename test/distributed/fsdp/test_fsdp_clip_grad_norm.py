@@ -1,4 +1,4 @@
-"""``FSDP.clip_grad_norm_`` returns the norm of the whole gradient on every rank and clips the shards by it."""
+"""``FSDP.clip_grad_norm_`` returns the norm of the unsharded gradient on every rank and clips the shards by it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, named, of_all_ra
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
 NORM_TYPES = [1, 2, math.inf]
-EPSILON = 1e-6  # torch adds it to the norm before it divides by the norm
+EPSILON = 1e-6  # PyTorch divides by the norm plus this
 
 
 Strategy = Any  # one of STRATEGIES
@@ -98,7 +98,7 @@ class TestClipGradNorm(FSDPTest):
         norm_type=NORM_TYPES, sharding_strategy=STRATEGIES, use_orig_params=[False, True], offload_params=[False, True]
     )
     def test_ddp_parity(self, device, norm_type, sharding_strategy, use_orig_params, offload_params):
-        """Norms, gradients and updated parameters match DDP with torch's own clipping."""
+        """Norms, gradients and updated parameters match DDP with ``nn.utils.clip_grad_norm_``."""
         model = self._transformer(
             sharding_strategy,
             use_orig_params=use_orig_params,
@@ -243,7 +243,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_type_of_zero(self, device):
-        """A norm_type of 0 is no norm and is rejected. The gradients stay."""
+        """A ``norm_type`` of 0 raises, and the gradients do not change."""
         model = self._transformer(ShardingStrategy.FULL_SHARD, use_orig_params=True)
         model(*self._tokens(device)).square().sum().backward()
         before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
@@ -254,7 +254,7 @@ class TestClipGradNorm(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[*STRATEGIES, ShardingStrategy.SHARD_GRAD_OP], norm_type=[1, 2, 3, math.inf])
     def test_norm_of_the_whole_gradient(self, device, sharding_strategy, norm_type):
-        """It is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
+        """The norm is that of unsharded gradients. A larger ``max_norm`` changes none; a smaller one scales all."""
         model = self._transformer(sharding_strategy, use_orig_params=True)
         model(*self._tokens(device)).square().sum().backward()
         with FSDP.summon_full_params(model, writeback=False, with_grads=True):
@@ -279,7 +279,7 @@ class TestClipGradNorm(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(norm_type=[1, 2, math.inf])
     def test_parameters_outside_of_fsdp(self, device, norm_type):
-        """Gradients that FSDP ignores count once, not once per rank, and are clipped as well."""
+        """Gradients of ignored parameters count once, not once per rank, and are clipped as well."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)).to(device)
         model = FSDP(layers, ignored_modules=[layers[1]], use_orig_params=True)
@@ -329,18 +329,10 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_maximum_norm_of_a_rank_without_gradients(self, device):
-        """A later, smaller gradient has a smaller maximum norm. Fails: the first one is returned.
+        """A later, smaller gradient has a smaller maximum norm.
 
-        A rank without gradients uses the instance's constant zero as its own norm, and the all-reduce of the maximum
-        writes its result into that constant. From then on the rank contributes the largest norm so far, and all ranks
-        return it and clip by it. Seen in torch 2.9.1, 2.11.0 and 2.13.0; minimal reproduction with two ranks::
-
-            model = FSDP(nn.Sequential(nn.Linear(4, 4, bias=False), frozen_linear_4_by_4), use_orig_params=True)
-            model(torch.full((4,), 2.0)).sum().backward()
-            model.clip_grad_norm_(1, math.inf)  # right
-            model.zero_grad()
-            model(torch.ones(4)).sum().backward()
-            model.clip_grad_norm_(1, math.inf)  # the first norm again, twice the right one
+        With the known defect, the first norm is returned again: a rank without gradients uses the instance's constant
+        zero as its own norm, and the all-reduce of the maximum writes its result into that constant.
         """
         model = self._half_frozen(device)
         self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)

@@ -1,4 +1,4 @@
-"""The number and size of FSDP1's collectives in an iteration, and an unshard that the test requests itself.
+"""The number and size of FSDP1's collectives in an iteration, and explicit unshards.
 
 Each collective is counted and then carried out, so the counts come from real iterations.
 """
@@ -93,7 +93,7 @@ class TestCommunication(FSDPTest):
     ) -> int:
         if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
             return num_fsdp if pass_type is PassType.FWD and not is_gathered else 0
-        # The root stays gathered from forward to backward.
+        # The root stays unsharded from forward to backward.
         return num_fsdp if pass_type is PassType.FWD else num_fsdp - 1
 
     def _assert_counts(
@@ -117,7 +117,7 @@ class TestCommunication(FSDPTest):
     @parametrize("use_no_sync", [False, True])
     @parametrize("sharding_strategy", [ShardingStrategy.SHARD_GRAD_OP, None])
     def test_communication(self, nested_model, use_no_sync, sharding_strategy):
-        """The collectives of each pass, in iterations first inside and then outside ``no_sync()``."""
+        """Each pass issues the expected collectives, in iterations first inside and then outside ``no_sync()``."""
         with debug_level(dist.DebugLevel.DETAIL):
             model = self._init_model(nested_model, sharding_strategy)
         num_fsdp = len(internals.handles(model))
@@ -128,7 +128,7 @@ class TestCommunication(FSDPTest):
         for iteration, in_no_sync in enumerate(schedule):
             with model.no_sync() if in_no_sync else contextlib.nullcontext():
                 traffic = self._run_iter(model)
-            # SHARD_GRAD_OP frees parameters when it reduces gradients, so in no_sync() they stay gathered.
+            # SHARD_GRAD_OP frees parameters when it reduces gradients, so in no_sync() they stay unsharded.
             self._assert_counts(
                 traffic,
                 num_fsdp,
@@ -192,7 +192,7 @@ class TestCommunication(FSDPTest):
                     stack.enter_context(reference.no_sync())
                 traffic = self._run_iter(model)
                 self._run_iter(reference)
-            # Even with forward prefetch, SHARD_GRAD_OP does not gather parameters that are already gathered.
+            # Even with forward prefetch, SHARD_GRAD_OP does not all-gather parameters that are already unsharded.
             self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=in_no_sync, is_gathered=was_in_no_sync)
             was_in_no_sync = in_no_sync
         grads, expected = ([flat.grad for flat in internals.flat_params(each)] for each in (model, reference))
@@ -202,7 +202,7 @@ class TestCommunication(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, backward_prefetch=PREFETCHES)
     def test_frozen_model(self, sharding_strategy, backward_prefetch):
-        """Without trainable parameters, nothing is reduced. Backward still gathers and frees."""
+        """Without trainable parameters, nothing is reduced. Backward still unshards and reshards."""
         model = self._init_model(True, sharding_strategy, backward_prefetch=backward_prefetch)
         for param in model.parameters():
             param.requires_grad_(False)
@@ -240,7 +240,7 @@ class MLPs(nn.Module):
 
 
 class ReduceModel(nn.Module):
-    """Three asynchronous reductions. During each, the MLP that uses its result gathers its parameters."""
+    """Three asynchronous reductions. During each, the MLP that uses its result is unsharded asynchronously."""
 
     def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class TestExplicitUnshard(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
     def test_unshard_async(self, use_orig_params):
-        """MLPs that are gathered ahead of their forward train as with DDP and are gathered once."""
+        """MLPs that are unsharded ahead of their forward are all-gathered once, and train as with DDP."""
         dim, batch = 8, 2
         device = self.device
         torch.manual_seed(42)
@@ -293,10 +293,10 @@ class TestExplicitUnshard(FSDPTest):
         torch.manual_seed(42 + self.rank + 1)
         ref_losses = []
         for _ in range(10):
-            model.mlps._wait_unshard_streams_on_current_stream()  # a gather ahead of forward waits for nothing else
+            model.mlps._wait_unshard_streams_on_current_stream()  # an unshard ahead of forward waits for nothing else
             inputs = torch.randn(batch, dim, device=device)
             with recorded("all_gather", "reduce_scatter") as calls:
-                # With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps.
+                # With the sum of the outputs as loss, ReLUs and then all gradients would be zero after a few steps.
                 losses = [(each(inputs) - 1).square().mean() for each in both]
                 for loss in losses:
                     loss.backward()
@@ -317,7 +317,7 @@ class TestExplicitUnshard(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_waits_by_default(self):
-        """Only an asynchronous gather has a handle for what is still to be waited for."""
+        """``_unshard`` returns a handle to wait on only with ``async_op=True``."""
         model = FSDP(nn.Linear(4, 4, device=self.device))
         model(torch.ones(2, 4, device=self.device))
         self.assertIsNone(model._unshard())

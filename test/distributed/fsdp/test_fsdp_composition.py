@@ -1,4 +1,4 @@
-"""FSDP beside exceptions, function transforms and averaged models."""
+"""FSDP1 after exceptions, under function transforms, and in averaged models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
 
 class TwoUnits:
-    """A model of two instances inside a third, and the same model without FSDP."""
+    """A model of two FSDP instances inside a third, and the same model without FSDP."""
 
     def __init__(self, device: torch.device, rank: int, **kwargs: Any) -> None:
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[*SHARDED, ShardingStrategy.NO_SHARD], use_orig_params=[False, True], fails_at=[0, 2])
     def test_train_after_exception_in_forward(self, sharding_strategy, use_orig_params, fails_at):
-        """A model whose forward raised trains on like a model without FSDP."""
+        """After an exception in forward, a model trains like a model without FSDP."""
         pair = TwoUnits(self.device, self.rank, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
         ref_losses = []
         loses = sharding_strategy is ShardingStrategy.NO_SHARD and use_orig_params
@@ -77,7 +77,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         in_no_sync=[False, True],
     )
     def test_train_after_exception_in_backward(self, sharding_strategy, use_orig_params, earlier, in_no_sync):
-        """A model whose backward raised before its end, and whose gradients are then cleared, trains on."""
+        """After an exception in backward and ``zero_grad``, a model trains like a model without FSDP."""
         pair = TwoUnits(self.device, self.rank, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
 
         def accumulate(use_no_sync: bool) -> None:
@@ -102,7 +102,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(transform=["vmap", "jvp", "vjp"], use_orig_params=[False, True])
     def test_transforms_of_torch_func(self, transform, use_orig_params):
-        """``vmap`` gives the right output, and derivatives under a transform are the subject of known defects."""
+        """A model has right outputs under ``vmap``, ``jvp`` and ``vjp``, and a backward after ``vmap``."""
         torch.manual_seed(0)
         local = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(self.device)
         model = FSDP(copy.deepcopy(local), use_orig_params=use_orig_params)

@@ -100,10 +100,10 @@ class TestParityWithDDP(_TwoRanks):
         every: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Train with all prefetches, with flat and with ``use_orig_params=True``.
+        """Train with all prefetches, with and without ``use_orig_params``.
 
         Every combination is tested if ``every``, and on devices with streams, where prefetches differ in time. On other
-        devices, a prefetch only moves a gather, and all pairs of values are enough.
+        devices, a prefetch only moves an all-gather, and all pairs of values are enough.
         """
         here = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
         configs: Iterable[dict[str, Any]] = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
@@ -119,7 +119,7 @@ class TestParityWithDDP(_TwoRanks):
             )
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Afterwards nothing stays gathered, and the shards hold each element once, plus padding."""
+        """Also check that no parameter stays unsharded, and that the shards hold each element once, plus padding."""
         loss = super()._train_for_several_steps(model, *args, **kwargs)
         if not isinstance(model, FSDP):
             self._numel = sum(param.numel() for param in model.parameters())  # of the reference, which trains first
@@ -141,7 +141,7 @@ class TestParityWithDDP(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_nested_wrapped_model(self, **config):
-        """Some layers are in FSDP, the root has the others. Each schedule is tested."""
+        """Some layers are in FSDP, the root has the others. Every combination of options is tested."""
         self._check_parity(NestedWrappedModule, **config, every=True)
 
     @skip_if_lt_x_gpu(2)
@@ -220,7 +220,7 @@ class TestParityWithDDP(_TwoRanks):
             with FSDP.summon_full_params(model, with_grads=use_orig_params):
                 actual = named(model)
                 self.assertEqual(list(actual), list(expected))
-                # With the fp32 tolerance: two ranks add in the same order as here, more ranks may add in another order.
+                # With the float32 tolerance, because more than two ranks may add in another order than the reference.
                 self.assertEqual(actual, expected)
                 if use_orig_params:
                     grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (actual, expected))
@@ -293,7 +293,7 @@ class TestHooks(_TwoRanks):
         self.assertEqual(len(output._backward_hooks), 1)
         optim.step()
         self.assertEqual(len(output._backward_hooks), 1)
-        # Gradients show that the hook ran: it makes FSDP gather and free.
+        # Gradients show that the hook ran: it registers the callback that sets them.
         self.assertTrue(all(each.grad is not None for each in internals.flat_params(model)))
 
     @skip_if_lt_x_gpu(2)
@@ -369,9 +369,9 @@ class TestNoGrad(_TwoRanks):
         dtype=[None, torch.bfloat16],
     )
     def test_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
-        """A model is evaluated in inference mode between steps.
+        """Forwards in inference mode between steps have the right outputs, and training continues.
 
-        The first forward is the workaround for fsdp1_inference_mode_breaks_training.
+        The first forward is under ``no_grad``, the workaround for fsdp1_inference_mode_breaks_training.
         """
         torch.manual_seed(0)
         ref_model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(get_devtype())

@@ -1,4 +1,4 @@
-"""State dicts that lack something or have something wrong."""
+"""Loading of FSDP1 state dicts, also with missing, unexpected or wrongly shaped values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         """Every rank gets an error that names the mismatch, and the rest is loaded.
 
         As with plain modules, matching values are loaded before the error is raised. The values that the error names
-        are unchanged, nothing stays gathered, and forward works. The state dict itself does not change.
+        are unchanged, no parameter stays unsharded, and forward works. The state dict itself does not change.
         """
         kind, use_orig_params = form
         plain = self._uneven_layers()

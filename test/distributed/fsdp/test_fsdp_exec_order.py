@@ -174,7 +174,7 @@ class TestFSDPExecOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_more_forwards_than_in_the_first_iteration(self, device, sharding_strategy):
-        """An extra unit after the last one of the first iteration also gives a warning."""
+        """An FSDP instance that runs after the last one of the first iteration also gives a warning."""
         model = self._wrapped(sharding_strategy, device)
         self._iterate(model, device)
         with _order_warnings() as found:
@@ -196,7 +196,7 @@ class TestFSDPExecOrder(FSDPTest):
             model.flip_path()
         with recorded("all_gather") as gathers, _order_warnings() as actual:
             self._iterate(model, device)
-            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # two for each unit: the root and one path
+            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # two for each instance: the root, one path
             self._iterate(model, device)
             self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # only in the first iteration
             if not checks:

@@ -107,7 +107,7 @@ class TestFSDPFineTune(FSDPTest):
         return MultiTraversal().to(device)
 
     def _gathered(self, model: FSDP) -> list[bool]:
-        """The instances that hold unsharded parameters now. Always none under NO_SHARD, which gathers nothing."""
+        """For each instance, whether it holds unsharded parameters. False under NO_SHARD, which never all-gathers."""
         return [
             instance.sharding_strategy is not NO_SHARD and internals.is_unsharded(internals.flat_param_of(instance))
             for instance in internals.managing_instances(model)
@@ -197,7 +197,7 @@ class TestFSDPFineTune(FSDPTest):
                     self._set_seq_module_requires_grad(seq, True)
                 seq(inp).sum().backward()
                 _assert_post_backward_reshard_count(step)
-                # Afterwards no unit stays gathered, frozen or not.
+                # After backward, no unit stays unsharded, frozen or not.
                 stays = not use_orig_params and left_over[0]
                 with torch_defect("fsdp1_frozen_unit_stays_gathered", when=stays):
                     self.assertEqual(self._gathered(seq), [False] * self.NUM_LINEARS)
@@ -208,11 +208,11 @@ class TestFSDPFineTune(FSDPTest):
     def test_frozen_unit_is_freed_at_the_end(self, device):
         """With SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
 
-        With flat parameters it does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: the first unit stays gathered
-        between iterations if its input needs no gradient, so its memory is never sharded. The first linear layer below
-        is such a unit. ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat
-        parameter that points at its shard has freed its gathered form. Forward, which does not free, has already made
-        it point there. With ``use_orig_params=True``, the check is right.
+        With flat parameters, PyTorch 2.9.1, 2.11.0 and 2.13.0 do not free it (a defect): the first unit stays unsharded
+        between iterations if its input needs no gradient. The first linear layer below is such a unit.
+        ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat parameter that points at
+        its shard has freed its unsharded form. Forward has already made the flat parameter point at its shard, but does
+        not free under SHARD_GRAD_OP. With ``use_orig_params=True``, the check is right.
         """
         seq = FSDP(
             self._init_seq_module(device),
@@ -229,7 +229,7 @@ class TestFSDPFineTune(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, inp_requires_grad=[False, True])
     def test_frozen_root_keeps_its_parameters(self, device, sharding_strategy, inp_requires_grad):
-        """After backward a frozen root has its plain parameters."""
+        """After backward, the parameters of a frozen root still have their names, also in the state dict."""
         layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(device)
         layers[0].requires_grad_(False)
         names = [name for name, _ in layers.named_parameters()]
@@ -245,7 +245,7 @@ class TestFSDPFineTune(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True], skipped=[0, 1])
     def test_unit_trains_after_a_step_without_its_output(self, device, sharding_strategy, use_orig_params, skipped):
-        """A unit whose output one loss does not use is trained by the losses that do."""
+        """A unit whose output is not used by the loss of one step is trained by the other steps."""
         how = {"sharding_strategy": sharding_strategy, "use_orig_params": use_orig_params}
         model = FSDP(Heads(FSDP(nn.Linear(5, 4, bias=False).to(device), **how) for _ in range(2)), **how)
         (weight,) = model.module[skipped].parameters()
@@ -366,7 +366,7 @@ class TestFSDPFineTune(FSDPTest):
                 losses.append(loss.detach())
                 optim.zero_grad()
                 loss.backward()
-                # Nothing stays gathered, even if the input's gradient reshards a unit before backward
+                # No unit stays unsharded, even if the input's gradient reshards a unit before backward
                 # has unsharded it. For flat parameters, see test_frozen_unit_is_freed_at_the_end.
                 first, of_frozen, last = self._gathered(model)
                 self.assertEqual((first, of_frozen and (is_learnable or use_orig_params), last), (False, False, False))

@@ -411,7 +411,7 @@ class ShardsTest(FlattenTest):
         mp_param_dtype=[None, torch.float16],
     )
     def test_shards_make_the_whole(self, case, use_orig_params, mp_param_dtype):
-        """The ranks' shards in order are the parameters in memory order."""
+        """The ranks' shards, concatenated in the order of ranks, are the parameters in memory order."""
         module = self._layers(case)
         alignment = 1 if not use_orig_params else 8 if mp_param_dtype else 4
         pieces, starts, total = {}, {}, 0
@@ -433,7 +433,7 @@ class ShardsTest(FlattenTest):
         for name, piece in pieces.items():
             self.assertEqual(whole[starts[name] : starts[name] + piece.numel()], piece, rtol=0, atol=0)
 
-        # Only the last shards have padding, zeros. With ``use_orig_params=True``, it is part of the flat parameter.
+        # Only the last shards have padding, of zeros. With ``use_orig_params=True``, it is part of the flat parameter.
         padded = max(0, min(size, (self.rank + 1) * size - total))
         self.assertEqual(internals.padding_of(flat_param), 0 if use_orig_params else padded)
         if not use_orig_params and padded:

@@ -179,7 +179,7 @@ class TestGradAcc(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
     def test_what_is_held_meanwhile(self, sharding_strategy, use_orig_params):
-        """``no_sync()`` keeps the unsharded gradient and does not reduce. Later it is a shard."""
+        """``no_sync()`` accumulates unsharded gradients and reduces nothing. The next backward outside reduces them."""
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
         batches = self._batches(model, 3)
@@ -217,7 +217,7 @@ class TestGradAcc(FSDPTest):
         ],
     )
     def test_training_with_accumulation(self, sharding_strategy, configs):
-        """Over steps with momentum, parameters and full gradients match averaging by hand."""
+        """Over steps with momentum, parameters and unsharded gradients match a plain model with averaged gradients."""
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=True)
         plain = self._model(FSDPInitMode.NO_FSDP)
         optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, plain)]
@@ -252,7 +252,7 @@ class TestGradAcc(FSDPTest):
         use_orig_params=[False, True],
     )
     def test_same_batch_twice(self, sharding_strategy, use_no_sync, set_to_none, use_orig_params):
-        """The gradient is exactly doubled, however it is accumulated and was cleared before."""
+        """A second backward doubles the gradient, however it is accumulated and was cleared before."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).to(self.device)
         layers[2] = FSDP(layers[2], sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)

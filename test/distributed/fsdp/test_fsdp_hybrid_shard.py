@@ -142,7 +142,7 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(replicas=[False, True], use_orig_params=[False, True])
     def test_rank0_only_is_one_rank(self, replicas, use_orig_params):
-        """Rank 0 alone saves and shows the full parameters, also if there are several replicas."""
+        """With ``rank0_only``, only rank 0 saves and summons full parameters, also if there are several replicas."""
         torch.manual_seed(0)
         plain = MyModel(3, 5, 4, 2).to(self.device)
         strategy = ShardingStrategy.HYBRID_SHARD if replicas else ShardingStrategy.FULL_SHARD
@@ -179,8 +179,7 @@ class TestFSDPHybridShard(FSDPTest):
     def test_sync_of_uneven_shapes_and_buffers(self):
         """All ranks get rank 0's parameters and buffers, through either group.
 
-        torch 2.9.1 and 2.11.0 skip buffers in the second of the two broadcasts, so ranks 2 and 3 have
-        those of rank 2.
+        PyTorch 2.9.1 and 2.11.0 skip buffers in the second of two broadcasts, so ranks 2 and 3 have those of rank 2.
         """
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)
@@ -274,7 +273,7 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(hsdp_sharding_strategy=internals.hybrid_strategies, use_orig_params=[False, True])
     def test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy, use_orig_params):
-        """Two nodes: FSDP makes the groups itself."""
+        """On two nodes, FSDP creates both groups itself, and losses match FULL_SHARD."""
         fsdp_model = self._init_fsdp_model(use_orig_params)
         with machines_of(2):
             hsdp_model = self._init_hsdp_model(
@@ -314,7 +313,7 @@ class TestFSDPHybridShard(FSDPTest):
             copy.deepcopy(ref_model), process_group=groups, device_mesh=mesh, sharding_strategy=strategy, **kwargs
         )
         models = ref_model, full, hybrid
-        # SGD, because Adam would hide gradients of a wrong size.
+        # SGD, because Adam would hide a wrong scale of gradients.
         optims = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in models]
         torch.manual_seed(1 + self.rank)
         for _ in range(3):
@@ -332,7 +331,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_stays_unsharded(self):
-        """After forward, HYBRID_SHARD keeps only the root gathered, ZERO2 all. Backward frees all."""
+        """After forward, HYBRID_SHARD keeps the root unsharded, _HYBRID_SHARD_ZERO2 all units. Backward frees all."""
         groups = self._groups()
         for strategy in internals.hybrid_strategies():
             model = self._wrapped(MyModel().to(self.device), groups, sharding_strategy=strategy)

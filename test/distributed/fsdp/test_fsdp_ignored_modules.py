@@ -27,7 +27,7 @@ from torch_fsdp_tests.perturb import unperturbed
 
 
 class Model(nn.Module):
-    """Four layers over (8, 3), each followed by a ReLU; the second is three layers itself. Inputs differ by rank."""
+    """Four layers for inputs of shape (8, 3), each followed by a ReLU. The second one consists of three layers."""
 
     def __init__(self, *before_last: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.layer2 = nn.Linear(4, 2)
         self.layer3 = nn.Linear(2, 2)
         self.relu = nn.ReLU()
-        for param in self.parameters():  # a ReLU that never passes anything would end all training in so narrow a model
+        for param in self.parameters():  # so that no ReLU has only negative inputs, which would end all training
             param.data.abs_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], passed=list(PASSED))
     def test_ignored_modules_nested(self, use_orig_params, passed):
-        """When a module is ignored, a layer of it that is already in FSDP stays there. The rest is ignored."""
+        """If an ignored module has a layer that is already in FSDP, this layer stays managed. The rest is ignored."""
         model, local = self._build()
         names = [f"layer1.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")]
         ignored = {name: model.get_parameter(name) for name in names}
@@ -278,7 +278,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             self._train_model(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
         sent = [(call.name, call.dtype, call.numel) for call in calls]
         self.assertEqual(of_all_ranks(sent), [sent] * self.world_size)
-        # Three units are gathered and reduced. All but the root are gathered again in backward.
+        # Three units are all-gathered and reduced. All but the root are all-gathered again in backward.
         self.assertEqual(len(calls), 3 + 2 + 3)
 
     @skip_if_lt_x_gpu(2)
@@ -298,7 +298,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(1)
     @subtests(ignore_modules=[True, False])
     def test_ignored_states_check(self, ignore_modules):
-        """A list must not mix modules and parameters, and neither may be passed in place of the other."""
+        """``ignored_modules`` takes no parameters, ``ignored_states`` no mixture of both. Only one may be passed."""
         model = Model().to(self.device)
         params = list(model.layer1.parameters())
         parameter, linear = "<class 'torch.nn.parameter.Parameter'>", "<class 'torch.nn.modules.linear.Linear'>"
@@ -320,7 +320,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], ignore_modules=[True, False])
     def test_ignored_gradients_have_their_size(self, use_orig_params, ignore_modules):
-        """SGD steps match. Adam would hide gradients of a wrong size."""
+        """Gradients have the right scale: SGD steps match. Adam would hide a wrong scale."""
         model, local = self._build()
         ignored = {f"layer1.{name}": param for name, param in model.layer1.named_parameters()}
         kwargs = _passed([model.layer1], ignore_modules)
@@ -340,7 +340,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(argument=["ignored_modules", "ignored_states"], kind=[list, set, iter], use_orig_params=[False, True])
     def test_ignored_modules_of_any_iterable_type(self, argument, kind, use_orig_params):
-        """FSDP manages the layers outside of them, also if one can iterate over them only once."""
+        """FSDP manages exactly the layers that are not ignored, also if ignored modules are passed as an iterator."""
         model, _ = self._build()
         model = FSDP(model, use_orig_params=use_orig_params, **{argument: kind([model.layer1, model.layer3])})
         managed = [name for names in internals.names_managed(model).values() for name in names]
@@ -365,7 +365,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], has_values=[False, True])
     def test_ignored_parameter_beside_parameters_on_meta(self, use_orig_params, has_values):
-        """FSDP manages no ignored parameter, although it materializes the parameter beside it."""
+        """FSDP does not manage an ignored parameter if it materializes another parameter of the same layer."""
         layer = nn.Linear(4, 4, device="meta")
         if has_values:
             layer.weight = nn.Parameter(torch.ones(4, 4, device=self.device))
@@ -384,7 +384,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         for module in (model.layer0, model.layer1[1], model.layer2):
             module.register_buffer("buf", torch.ones(3, device=self.device))
         ignored = [model.layer1[1]]
-        if nested:  # then the inner instance is the one that knows the ignored module
+        if nested:  # then only the inner instance gets the ignored module
             precision = MixedPrecision(buffer_dtype=torch.float16)
             model.layer1 = FSDP(model.layer1, ignored_modules=ignored, mixed_precision=precision)
         dtypes = self._forward_with_low_buffers(model, ignored_modules=None if nested else ignored)
@@ -401,7 +401,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         passed=["modules", "modules as states"],
     )
     def test_ignored_buffers_keep_their_dtype_under_a_policy(self, policy, passed):
-        """A module that a policy wraps has buffers to cast beside those of a module that is ignored."""
+        """In a module that a policy wraps, buffers are cast, except those of an ignored module."""
         model = Model().to(self.device)
         for module in (model.layer0, model.layer1[1], model.layer1[2]):
             module.register_buffer("buf", torch.ones(3, device=self.device))
@@ -414,9 +414,9 @@ class TestFSDPIgnoredModules(FSDPTest):
     def test_ignored_buffer_of_the_same_name(self):
         """The root's buffer is cast even if an inner instance ignores one of the same local name.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0, which add the names of a nested instance's ignored buffers to those of
-        the root, without the path to that instance (``_get_ignored_buffer_names``), and then leave the root's own
-        "0.buf" as it is::
+        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it is not (a defect). ``_get_ignored_buffer_names`` adds the names of a
+        nested instance's ignored buffers to those of the root, without the path to that instance. So FSDP does not cast
+        the root's own "0.buf"::
 
             inner = FSDP(nn.Sequential(layer_with_buf), ignored_modules=[layer_with_buf])
             model = FSDP(nn.Sequential(other_layer_with_buf, inner), mixed_precision=MixedPrecision(buffer_dtype=...))

@@ -83,7 +83,7 @@ class ByKeyword(nn.Module):
 
 
 class WithoutInput(nn.Module):
-    """Multiplies its own vector by itself, and by the output of ``inner``, neither of which has an input."""
+    """Returns its vector times the output of ``inner``, or its square. Neither module has an input."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_input_type_sharded(self, device):
-        """The same with shards, and with data that differs by rank."""
+        """The same holds with shards, and with data that differs by rank."""
         for input_cls in (dict, list):
             with self.subTest(input_cls=input_cls):
                 self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
@@ -233,7 +233,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_keyword_only(self, device):
-        """Inputs that are passed by keyword only."""
+        """Training matches with inputs that are passed only by keyword."""
 
         def call(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return each(x=x, scale={"by": 2 * x.detach()})
@@ -258,7 +258,7 @@ class TestInputSharded(_InputBase):
     @skip_if_lt_x_gpu(2)
     @subtests(in_place=[True, False], is_view=[True, False], wraps_inner=[True, False])
     def test_output_changed_in_place(self, device, in_place, is_view, wraps_inner):
-        """What follows on the output of an inner instance may change it in place, also if it is a view."""
+        """The output of an inner instance may be changed in place, also if it is a view."""
         torch.manual_seed(0)
         wrap = FSDP if wraps_inner else lambda module: module
         view = [nn.Unflatten(0, (1, -1))] if is_view else []

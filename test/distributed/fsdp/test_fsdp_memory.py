@@ -34,8 +34,8 @@ from torch_fsdp_tests.perturb import unperturbed
 BYTES = 4  # of a float32
 ITERATIONS = 4
 POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
-# Channels of the model, and image size: SMALL to count storages, LARGE to ask the allocator. Upstream has measured what
-# one kind of device allocates, with larger images.
+# Channels of the model, and image size: SMALL to count storages, LARGE to measure the allocator. Upstream has
+# measured what one kind of device allocates, with larger images.
 SMALL, LARGE = (32, 16), (128, 224 if common_cuda.TEST_CUDA else 64)
 
 
@@ -51,7 +51,7 @@ def get_cur_mem(device: torch.device) -> int:
 
 
 def drop_last_work(device: torch.device) -> None:
-    """Let autograd's thread let go of its last work, which it may keep until it gets other work."""
+    """Make autograd's thread release its last work, which it may keep until it gets other work."""
     torch.ones((), device=device, requires_grad=True).backward()
     torch.get_device_module(device).synchronize()
     gc.collect()
@@ -64,7 +64,7 @@ def alive(device: torch.device) -> int:
 
 
 class Model(nn.Module):
-    """Four convolutions, then ten numbers per sample. Each norm can be in FSDP."""
+    """Four convolutions, then ten outputs per sample. Each norm can be in FSDP."""
 
     def __init__(
         self, hidden_dim: int, with_fsdp: bool = False, with_checkpoint: bool = False, **fsdp_kwargs: Any
@@ -185,7 +185,7 @@ class TestFSDPMemory(FSDPTest):
         }
 
     def _gathered(self, model: FSDP) -> list[torch.Tensor]:
-        """The gather buffers of all units. There are none before the first forward."""
+        """The all-gather buffers of all units. There are none before the first forward."""
         return [each for flat_param in internals.flat_params(model) for each in internals.gather_buffers(flat_param)]
 
     def _shard_bytes(self, model: FSDP) -> tuple[int, int]:
@@ -239,7 +239,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_only_on_the_path(self):
-        """In forward, a unit is gathered only while it, or a unit inside it, runs."""
+        """In forward, a unit is unsharded only while it, or a unit inside it, runs."""
         model = self._sharded(SMALL[0])
         units = {name: unit for name, unit in internals.instances(model).items() if internals.handle(unit)}
         self._shard_bytes(model)
@@ -271,7 +271,7 @@ class TestFSDPMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(with_checkpoint=[False, True])
     def test_gathered_until_backward(self, with_checkpoint):
-        """With SHARD_GRAD_OP, parameters gathered by forward stay until backward frees them all."""
+        """With SHARD_GRAD_OP, parameters stay unsharded from forward until backward frees them all."""
         hidden_dim, size = SMALL
         model = self._sharded(hidden_dim, with_checkpoint, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
         optim = self._optimizer(model)

@@ -1,4 +1,4 @@
-"""Public methods of FSDP1 in unusual states: each gives what it documents, and afterwards training is as usual."""
+"""Public methods of FSDP1 in unusual states: each returns what it documents, and then training works as usual."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Side:
         }
 
 
-# What FSDP's side gives, and what the plain one gives. If FSDP raises, the plain side is not changed.
+# Returns the results of the FSDP side and of the plain side. If FSDP raises, the plain side is not changed.
 Call = Callable[[Side, Side], tuple[Any, Any]]
 
 
@@ -124,7 +124,7 @@ def full_optim_state(fsdp: Side) -> dict[str, Any]:
 
 
 def load(fsdp: Side, state: dict[str, Any]) -> tuple[Any, Any]:
-    """Load zeros, and then this state, which was the optimizer's own."""
+    """Set the optimizer's states to zero, and then load ``state``, which was its own."""
     for values in fsdp.optim.state.values():
         for value in values.values():
             value.zero_()
@@ -206,7 +206,7 @@ STATES: dict[str, Callable[[Side], None]] = {
     EVALUATED: evaluate,
     FAILED: fail_in_forward,
 }
-# Errors that say what is wrong: below the root, and after an exception.
+# Expected errors: of instances below the root, and after an exception.
 BELOW = {
     "no_sync": "`no_sync\\(\\)` on inner FSDP instances is not supported",
     "clip_grad_norm_": "`clip_grad_norm_\\(\\)` should only be called on the root",
@@ -250,7 +250,7 @@ class TestMethods(FSDPTest):
         self.assertEqual(full_parameters(fsdp.root), named(plain.root))
 
     def _call(self, method: str, errors: dict[str, str], fsdp: Side, plain: Side) -> None:
-        """The method gives what the plain side gives, or raises its own error."""
+        """The method returns what the plain side returns, or raises its expected error."""
         try:
             actual, expected = METHODS[method](fsdp, plain)
         except (AssertionError, RuntimeError, ValueError) as error:
@@ -268,7 +268,7 @@ class TestMethods(FSDPTest):
         use_orig_params=[True, False],
     )
     def test_method(self, method, where, use_orig_params):
-        """A method is called in a state of an instance. Then the model trains like a plain one."""
+        """Each method works, or raises its expected error, in each state. Then the model trains like a plain one."""
         state, of = where
         fsdp, plain = self._sides(of, use_orig_params)
         if state != BEFORE:

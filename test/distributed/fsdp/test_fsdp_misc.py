@@ -128,9 +128,9 @@ def _stub_handle(current: torch.device) -> Any:
 
 
 class _MovesToMeta(TorchFunctionMode):
-    """Lets tensors move between the meta device and others, as they do between a host and its accelerator.
+    """Lets tensors move between the meta device and others, as they do between the CPU and an accelerator.
 
-    Without this mode, torch cannot set a tensor's data to a tensor on another kind of device, and cannot copy from
+    Without this mode, PyTorch cannot set a tensor's data to a tensor on another kind of device, and cannot copy from
     the meta device. Tensors that come back from the meta device are empty.
     """
 
@@ -213,7 +213,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(names=[(), ("weight",), ("bias",), ("weight", "bias")], use_orig_params=[False, True])
     def test_module_with_gradients(self, names, use_orig_params):
-        """Training begins without gradients, whichever parameters had one when they were wrapped."""
+        """Gradients that parameters have when they are wrapped do not affect training."""
         layer = filled(nn.Linear(4, 4))
         for name in names:
             param = getattr(layer, name)
@@ -232,7 +232,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertEqual(torch.cat(grads), whole.chunk(self.world_size)[self.rank])
 
     def test_device_id_without_index(self):
-        """A device without an index means the current one, and gives a warning. The host needs no index."""
+        """A device without an index means the current one, and gives a warning. The CPU needs no index."""
         current = torch.device("meta", self.rank)
         with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
             actual = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
@@ -246,8 +246,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @requires(lambda: None if accelerator.current().is_cpu else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
-        """Without an accelerator, an accelerator index is rejected, and so is an index for the CPU."""
-        # A torch build for an accelerator reports a missing driver.
+        """Without an accelerator, FSDP rejects an accelerator index, and a CPU device with an index."""
+        # A PyTorch build for an accelerator reports a missing driver.
         with self.assertRaisesRegex(RuntimeError, "Cannot access accelerator device|Found no .* driver"):
             FSDP(nn.Linear(2, 2), device_id=0)
         with self.assertRaisesRegex(ValueError, f"Inconsistent compute device.* on rank {self.rank}: {HOST} vs"):
@@ -267,8 +267,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         )
         ddp = data_parallel(plain.to(self.device))
         models = fsdp, ddp
-        # The learning rate is large enough for a step to change the next loss. So it shows if a forward uses parameters
-        # that were gathered before the step.
+        # The learning rate is large enough for a step to change the next loss. So the loss shows if a forward uses
+        # parameters that were unsharded before the step.
         optims = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in models]
         torch.manual_seed(self.rank + 20231010)
         data = [(torch.randn(8, 1, 10, 10), torch.randint(0, 9, (8,))) for _ in range(15)]
@@ -446,7 +446,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def test_fsdp_cpu_training(self):
         """On the CPU, every strategy trains as DDP does. Each loss and each parameter is compared.
 
-        Adam hides gradients of a wrong size, so SGD trains too.
+        Adam hides a wrong scale of gradients, so the test also trains with SGD.
         """
         self.run_subtests(
             {
@@ -507,9 +507,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_cpu_init_stays_on_cpu(self):
-        """Without a ``device_id`` the module stays in host memory, with a warning, until it is moved by hand.
+        """Without a ``device_id`` the module stays in CPU memory, with a warning, until it is moved by hand.
 
-        A machine without an accelerator rejects this. There the test trains with an explicit ``device_id``.
+        Without an accelerator, FSDP rejects this. There the test trains with an explicit ``device_id``.
         """
 
         def build(**fsdp_kwargs: Any) -> FSDP:
@@ -538,7 +538,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertGreater(flat_param.grad.abs().sum().item(), 0)
 
     def test_warning_about_module_on_cpu(self):
-        """A module in host memory gives a warning, unless ``device_id`` says where to move it."""
+        """A module in CPU memory gives a warning, unless ``device_id`` says where to move it."""
         module = nn.Linear(2, 2, device=HOST)
         with self.assertWarnsRegex(UserWarning, "passed-in `module` is on CPU"):
             internals.fsdp1_init._move_module_to_device(module, set(), set(), None)
@@ -581,7 +581,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             )
         expected_buffers = [torch.zeros(shape, device=self.device) for shape in ((2, 2), (4,), (3, 2))]
         self.assertEqual(list(model.buffers()), expected_buffers, may_be="zero")
-        # The parameters, too, are those that rank 0 began with.
+        # The parameters are also those of rank 0.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
 
 
@@ -638,7 +638,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(use_orig_params=[False, True])
     def test_fsdp_device_id_cpu_offload(self, use_orig_params):
-        """Offloaded parameters stay in host memory before and after a step. ``device_id`` is used for computation."""
+        """Offloaded parameters stay in CPU memory before and after a step. ``device_id`` is used for computation."""
         local = nn.Sequential(collections.OrderedDict(seq=nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))))
         local.append(nn.Linear(10, 10))
         with torch.no_grad():
@@ -674,7 +674,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], use_orig_params=[False, True])
     def test_offloaded_parameters_are_pinned(self, sharding_strategy, use_orig_params):
-        """So are the gradients that go back to the CPU, and those that replace released ones."""
+        """Offloaded parameters and their gradients are pinned, also gradients that replace cleared ones."""
         offload = CPUOffload(offload_params=True)
         model = FSDP(nn.Linear(4, 4), None, sharding_strategy, offload, use_orig_params=use_orig_params)
         for _ in range(2):
@@ -699,7 +699,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         decide = internals.fsdp1_init._get_compute_device
         on_host, on_meta = nn.Linear(1, 1, device=HOST), nn.Linear(1, 1, device=META)
         current = _stub_handle(torch.device("meta", 1))
-        # For parameters in host memory, the current device decides. Others decide themselves, unless ignored.
+        # For parameters in CPU memory, FSDP takes the current device, otherwise their device unless they are ignored.
         self.assertEqual(decide(on_host, set(), None, self.rank, current), torch.device("meta", 1))
         self.assertEqual(decide(on_meta, set(), META, self.rank, current), META)
         self.assertEqual(decide(on_meta, set(on_meta.parameters()), None, self.rank, current), torch.device("meta", 1))
@@ -709,7 +709,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_cpu_gpu_module(self):
-        """A module that is half in host memory and half on a device needs a ``device_id``."""
+        """A module that is half in CPU memory and half on a device needs a ``device_id``."""
         device = self.device
         if accelerator.current().has("device_memory"):
             module = MyModel()
@@ -750,7 +750,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         module = MyModel()
         module.a.to(META)
         FSDP(module, device_id=self.device, ignored_modules=[module.a], use_orig_params=True, param_init_fn=init)
-        self.assertEqual(initialized, [], may_be="empty")  # all that it manages has values
+        self.assertEqual(initialized, [], may_be="empty")  # all managed parameters have values
 
     @skip_if_lt_x_gpu(1)
     def test_fsdp_device_id_no_move_ignored_params_and_bufs(self):
@@ -866,7 +866,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_fsdp_unsupported_module_cls(self):
-        """A container has no forward in which FSDP could gather, so it gives a warning. Other modules give none."""
+        """FSDP warns about a container, because it has no forward in which FSDP could all-gather its parameters."""
         mlps = [MLP(8, self.device) for _ in range(3)]
         message = "FSDP will not all-gather parameters for containers that do not implement forward"
         with _in_turn:
@@ -916,7 +916,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_training_device_mismatch_errors(self):
-        """The first forward finds parameters that are not on the compute device, or not on the CPU when offloaded."""
+        """The first forward rejects parameters that are not on the compute device, or not on the CPU when offloaded."""
         device = self.device
         x = torch.randn(2, 10, device=device)
         in_host = "An FSDP-managed module unexpectedly has parameters on {}. Make sure to move the module to {} before"
@@ -943,7 +943,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(use_orig_params=[False, True])
     def test_unsafe_setattr(self, use_orig_params):
-        """By default, FSDP sets parameters with the module's own ``__setattr__``. A variable bypasses it."""
+        """FSDP sets parameters with the module's own ``__setattr__``, unless an environment variable disables this."""
         variable = internals.flat_param._FSDP_USE_UNSAFE_SETATTR
         for value, calls in ((None, True), ("1", False), ("0", True)):
             with mock.patch.dict(os.environ):

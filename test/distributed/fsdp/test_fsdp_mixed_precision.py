@@ -1,8 +1,8 @@
 """FSDP1's ``MixedPrecision``: the dtypes of inputs, parameters, buffers, gradients and collectives.
 
 The tests cover forward and backward, summoned parameters, state dicts, eval mode, modules that stay in full precision,
-and submodules with their own precision. Training is compared with a model that casts by hand. It uses two ranks,
-because a sum of two numbers does not depend on their order in any precision.
+and submodules with their own precision. ``test_fsdp_mixed_precision_parity`` compares training with a model that casts
+by hand.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Dtypes(NamedTuple):
 
 
 class LinearMixedPrecision(nn.Module):
-    """A layer without bias, and a buffer with its own dtype. Input and output are a tuple of a tensor and anything."""
+    """A layer without bias, and a buffer with its own dtype. Input and output: tuples of a tensor and any objects."""
 
     def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer") -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TestFSDPMixedPrecision(FSDPTest):
                 layer.register_forward_pre_hook(lambda layer, args: self._check_forward(model, layer, args[0], dtypes))
         instances = len(internals.handles(model))
         gathers = {
-            ShardingStrategy.FULL_SHARD: 2 * instances - 1,  # the root is gathered once
+            ShardingStrategy.FULL_SHARD: 2 * instances - 1,  # the root is all-gathered once
             ShardingStrategy.SHARD_GRAD_OP: instances,
             ShardingStrategy.NO_SHARD: 0,
         }[model.sharding_strategy]
@@ -179,7 +179,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         for _ in range(ITERATIONS):
             before = [param.detach().clone() for param in model.parameters()]
             with recorded() as calls:
-                others = [object(), torch.float64, config]  # no tensors, so FSDP hands them on
+                others = [object(), torch.float64, config]  # no tensors, so FSDP passes them on unchanged
                 output, *actual = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full), *others))
                 self.assertListEqual(actual, others)
                 self._check_low_shards_and_buffers(model, dtypes)
@@ -210,7 +210,7 @@ class TestFSDPMixedPrecision(FSDPTest):
             self._check_low_shards_and_buffers(model, dtypes)
 
     def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[Any, ...], dtypes: Dtypes) -> None:
-        """The layer computes in low dtypes. Gathered flat parameters have the low dtype, the others the full one."""
+        """The layer computes in low dtypes. Unsharded flat parameters have the low dtype, the others the full one."""
         actual = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
         self.assertEqual(actual, (dtypes.param, dtypes.param, dtypes.buffer))
         if model.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -285,7 +285,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_no_reshard_after_forward(self):
-        """Parameters that stay gathered after forward also have the low dtype. They are gathered once."""
+        """Parameters that stay unsharded after forward also have the low dtype. They are all-gathered once."""
         self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
     @skip_if_lt_x_gpu(2)
@@ -294,7 +294,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self, mp_config, cpu_offload, full_precision_param_dtype, enable_sharded_grad_scaler
     ):
         """Check dtypes in all places where they are visible, over three steps."""
-        # Without streams, a prefetch only moves a gather. So each value is tested, but not each pair.
+        # Without streams, a prefetch only moves an all-gather. So each value is tested, but not each pair.
         pairs = list(itertools.product([False, True], PREFETCHES))
         if not accelerator.current().has("streams"):
             pairs = list(zip([False, True, False], PREFETCHES))
@@ -310,7 +310,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_e2e_bf16(self):
-        """The same in bfloat16, also with gradients reduced in full precision."""
+        """All dtypes are right also in bfloat16, and with gradients reduced in full precision."""
         self.run_subtests(
             {
                 "mp_config": [
@@ -389,7 +389,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         instances = FSDP.fsdp_modules(model)
         apart = [each for each in instances if isinstance(each.module, batchnorm._BatchNorm)]
         self.assertEqual(len(apart), norms)
-        self.assertGreater(len(instances), norms + 1)  # the policy has wrapped other modules, too
+        self.assertGreater(len(instances), norms + 1)  # the policy has also wrapped other modules
         with recorded() as calls:
             output = model(x)
             output.sum().backward()
@@ -412,10 +412,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_forward_without_backward(self):
         """A forward without a backward does not change the gradients of the next iteration.
 
-        It does change them, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0 and a low ``param_dtype``, in training
-        and in eval mode, except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first
-        forward leaves its post-backward hook on a gradient accumulator that autograd replaces when the parameter's
-        dtype changes. As long as that hook exists, ``_register_post_backward_hook`` registers no other. In ranks::
+        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it does with a low ``param_dtype`` (a defect), in training and in eval mode,
+        except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first forward leaves
+        its post-backward hook on a gradient accumulator that autograd replaces when the parameter's dtype changes. As
+        long as that hook exists, ``_register_post_backward_hook`` registers no other. On two ranks::
 
             model = FSDP(nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.float16))
             model(torch.ones(1, 4))
@@ -438,11 +438,11 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
-        """Offloaded low precision gradients that were set to None are there again after backward.
+        """Backward creates offloaded low precision gradients again after they were set to None.
 
-        They are not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0: the flat parameter's own pinned gradient is
-        cast to the low dtype, and cast back only if the parameter still has a gradient. The second backward raises when
-        it assigns a gradient of another dtype. In ranks, on any device::
+        PyTorch 2.9.1, 2.11.0 and 2.13.0 raise (a defect). FSDP casts the flat parameter's own pinned gradient to the
+        low dtype, and casts it back only if the parameter still has a gradient. The second backward raises when it
+        assigns a gradient of another dtype. On any device::
 
             config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
             model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=CPUOffload(offload_params=True))
@@ -500,7 +500,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(dtypes=list(itertools.product([torch.float16, torch.float32], repeat=2)))
     def test_inputs_of_ignored_module(self, dtypes):
-        """Its inputs are cast to float32. Its output gets float16 again if any input had that."""
+        """Inputs of an ignored module are cast to float32. Its output is cast to float16 if any input had float16."""
         config = MixedPrecision(torch.float16, _module_classes_to_ignore=[Sums])
         with self.assertWarnsRegex(UserWarning, "These modules will be wrapped as separate FSDP"):
             model = FSDP(SumsOf(*dtypes).to(self.device), auto_wrap_policy=ModuleWrapPolicy([]), mixed_precision=config)
@@ -664,7 +664,7 @@ class Sums(nn.Module):
 
 
 class SumsOf(nn.Module):
-    """Its inner module gets inputs of these dtypes."""
+    """Calls its inner module with inputs of these dtypes."""
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
@@ -745,7 +745,7 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     """The dtypes that a model and its two submodules see if one or both of them have their own precision.
 
-    In bfloat16 as well as float16, and gradients have the original dtype.
+    The tests use float16 and bfloat16. Gradients must have the original dtype.
     """
 
     world_size = 2
@@ -869,7 +869,7 @@ class MakesAnInput(nn.Module):
 
 
 class TransformerWithEMA(nn.Module):
-    """Trains a transformer and evaluates a moving average."""
+    """Runs a transformer in training, and its moving average in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -890,7 +890,7 @@ class TestFSDPTrainEval(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES)
     def test_train_ema_eval_flow(self, sharding_strategy):
-        """In turn, train one part of a model, average it into the other part, and evaluate that part."""
+        """Each round trains one submodule, averages it into another one, and runs the average in eval mode."""
         device = self.device
         torch.manual_seed(0)
         model = FSDP(

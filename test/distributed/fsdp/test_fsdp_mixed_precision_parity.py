@@ -1,4 +1,4 @@
-"""Mixed precision does what casts by hand do."""
+"""FSDP1 with mixed precision trains like a model that casts by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
         """On each rank, gradients, parameters and losses bitwise match a model that casts by hand.
 
         The reference computes with a copy in ``param_dtype``, averages gradients over the ranks in ``reduce_dtype`` and
-        steps in float32. Inputs differ by rank, and so do Adam's moments after the first of the three steps.
+        steps in float32. Inputs differ by rank. Adam's moments matter from the second of the three steps on.
         """
         param_dtype, reduce_dtype = dtypes
         sharding_strategy, use_orig_params = layout

@@ -56,7 +56,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_root_owns_shared_state(self, device):
-        """After its first forward, the second root shares streams and order with the inner unit."""
+        """After its first forward, the second root shares streams and execution order with the inner instance."""
         inner = InnerModel(device)
         first = self._train_under_root(inner, device)
         (unit,) = inner.layers

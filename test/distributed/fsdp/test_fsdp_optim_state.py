@@ -149,7 +149,7 @@ class TestFSDPOptimState(OptimStateTest):
             self.assertEqual(full_parameters(models.target.model), expected)
 
     def _test_load_optim_state(self, models: Trio, ways: Sequence[Way]) -> None:
-        """In each way, save the source's state and load it into the target. All models go on like the reference."""
+        """In each way, save the source's state and load it into the target. Then all models train alike."""
         self._train_all(models, 3)
         for way in ways:
             with self.subTest(way=way.name):
@@ -161,7 +161,7 @@ class TestFSDPOptimState(OptimStateTest):
         self._train_all(models, 2)
 
     def _load(self, saved: dict[str, Any], way: Way, target: Training, models: Trio) -> None:
-        """Convert the saved state, and the target's own one, for the target. Both must be the state that it has."""
+        """Convert the saved state, and the target's saved state, for the target. Both must equal the target's state."""
         group = models.group
         own = way.save(target, group)
         self._check_saved(own, models.reference, group, way.rank0_only)
@@ -237,7 +237,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_state_of_a_shared_parameter(self, use_orig_params):
-        """Its state has the first name of the parameter, and the values of the plain model's state."""
+        """The state of a shared parameter has the parameter's first name, and the values of the plain model's state."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(self.device)
         plain[2].weight = plain[0].weight
@@ -492,7 +492,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @TYPES
     def test_save_load_without_0th_param_state(self, state_dict_type):
-        """The first parameter has no state, since forward does not use it."""
+        """States are saved and loaded if the first parameter has none, because forward does not use it."""
 
         class Model(nn.Module):
             def __init__(self) -> None:

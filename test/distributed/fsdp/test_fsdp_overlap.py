@@ -226,7 +226,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
     )
     @unperturbed("its forward needs gradients", "eval", "inference")
     def test_backward_order(self, backward_prefetch, sharding_strategy, limit_all_gathers):
-        """The next layer is gathered before this layer's gradients, after them, or when needed."""
+        """The next layer is all-gathered before this layer's gradients, after them, or when its backward begins."""
         events: list[Event] = []
         model = _create_model(
             0,
@@ -243,7 +243,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             with _reported_all_gathers(events, model):
                 output.sum().backward()
             expected = self._expected_backward(backward_prefetch)
-            if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:  # all layers are still gathered
+            if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:  # all layers are still unsharded
                 expected = [event for event in expected if event[0] != "all-gather"]
             self.assertEqual(events, expected)
 

@@ -1,6 +1,6 @@
 """State dicts of FSDP1 models: their contents, their devices, and whether loading them restores the model.
 
-The tests cover full, sharded and local state dicts, from rank 0 only and in host memory; activation checkpoints,
+The tests cover full, sharded and local state dicts, from rank 0 only and in CPU memory; activation checkpoints,
 buffers, shared, ignored and skipped modules; and loads that must be rejected.
 """
 
@@ -548,9 +548,8 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_state_dict_type_after_exception(self):
         """The context restores the state dict type even after an exception.
 
-        FSDP restores the type after a ``yield`` without ``finally``. So after a failed load, every later
-        ``model.state_dict()`` is silently of the wrong kind. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In one rank or
-        more::
+        PyTorch 2.9.1, 2.11.0 and 2.13.0 restore the type after a ``yield`` without ``finally`` (a defect). So after a
+        failed load, every later ``model.state_dict()`` silently has the wrong kind. On one rank or more::
 
             model = FSDP(nn.Linear(2, 2))
             with contextlib.suppress(RuntimeError), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -638,7 +637,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_load_multi_backend_pg(self):
-        """Shards on the CPU and on the device both load. On the CPU they are the same."""
+        """Shards on the CPU and shards on the device both load. If the CPU is the device, both cases are the same."""
         device = accelerator.current()
         backends = {HOST.type: "gloo", device.type: device.backend}
         group = dist.new_group(backend=",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
@@ -660,7 +659,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(form=FORMS, strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
     def test_gathered_storage(self, form, strategy):
-        """Saving frees only what it gathered itself. Parameters gathered by forward stay."""
+        """Saving reshards only what it unsharded itself. Parameters that are unsharded after forward stay unsharded."""
         kind, use_orig_params = form
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
@@ -671,7 +670,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self._save(model, kind)
             loss = model(self._rows(1, 10)).sum()
             after_forward = sizes()
-            # The root stays gathered from forward to backward. Under SHARD_GRAD_OP, every instance does.
+            # The root stays unsharded from forward to backward. Under SHARD_GRAD_OP, every instance does.
             self.assertEqual([size > 0 for size in after_forward], [True, strategy is ShardingStrategy.SHARD_GRAD_OP])
             with self._mode(model, kind):
                 model.state_dict()
@@ -708,8 +707,8 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_save_after_refused_load(self):
         """If an inner instance rejects a load, the outer instances can still be saved.
 
-        FSDP does not leave the contexts that it entered for the outer instances. Their parameters stay gathered, and
-        the model can no longer be saved or loaded. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
+        PyTorch 2.9.1, 2.11.0 and 2.13.0 do not exit the contexts that FSDP entered for the outer instances (a defect).
+        Their parameters stay unsharded, and the model can no longer be saved or loaded. On two ranks::
 
             model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)))
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -747,8 +746,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         affine=[False, True],
     )
     def test_buffers_beside_units(self, form, use_orig_params, affine):
-        """An instance saves its buffers in full precision, and only on ranks that save parameters. It has parameters of
-        its own, or all of them are in a unit within it.
+        """An instance saves its buffers in full precision, and only on ranks that save parameters.
+
+        This holds also if all parameters of the instance are in an inner unit.
         """
         linear, norm = square().to(self.device), nn.BatchNorm1d(10, affine=affine).to(self.device)
         dtypes = {name: value.dtype for name, value in nn.Sequential(linear, norm).state_dict().items()}
@@ -778,7 +778,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(meshes=[(False, False), (False, True), (True, True), (True, False)])
     def test_models_with_one_config(self, meshes):
-        """Two models get the same config. Each one is saved as its own mesh requires, or its lack of one."""
+        """Models share one config. Each is saved as DTensors if it has a mesh, and as ShardedTensors otherwise."""
         config = ShardedStateDictConfig()
         for number, with_mesh in enumerate(meshes):
             mesh = make_mesh(self.world_size) if with_mesh else None
@@ -791,8 +791,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_world_size_one(self):
-        """A rank that is alone in its group gets a full state dict and a warning, of inner instances and a shared
-        weight too.
+        """A rank that is alone in its group gets a full state dict, also of inner instances and a shared weight.
+
+        FSDP gives a warning.
         """
         group = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
         plain = TransformerWithSharedParams.init(group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE)

@@ -57,15 +57,15 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):
-        """A rank that gets no state dict never has more than one unit gathered.
+        """A rank that gets no state dict has at most one FSDP instance unsharded at a time.
 
-        The units are nested. So a rank that gets a state dict has all of them gathered at once, and a copy of one.
+        The instances are nested, so a rank that gets a state dict has all of them unsharded at once, and a copy of one.
         """
         units, unit = 6, 16 * 16 * 4  # bytes
         model: nn.Module = nn.Identity()
         for _ in range(units):
             model = FSDP(nn.Sequential(model, nn.Linear(16, 16, bias=False, device=self.device)))
-        self._save(model, "state_dict")  # allocates all that stays in memory
+        self._save(model, "state_dict")  # allocates everything that FSDP keeps
         for rank0_only in (False, True):
             most = units * unit + unit if self.rank == 0 or not rank0_only else unit
             config = FullStateDictConfig(rank0_only=rank0_only)

@@ -31,7 +31,7 @@ class StreamOrderTest(FSDPTest):
         return FSDP(nn.Sequential(*(FSDP(MLP(DIM), **kwargs) for _ in range(3)), *own), **kwargs)
 
     def _check_order(self, build: Callable[[], FSDP], step: Callable[[Any], object], *host_waits: str) -> None:
-        """The host waits until memory is freed, unless that is switched off."""
+        """Check the order. The host also waits for events, because ``limit_all_gathers`` is on by default."""
         check_order(self, build, step, {"event", *host_waits})
 
     def _train(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class TestStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)])
     def test_parameters_opened_before_backward(self, mixed_precision):
-        """Backward gathers what was written to the shards after forward."""
+        """Backward all-gathers the shards after ``summon_full_params`` has written them."""
 
         def step(model):
             loss = model(torch.randn(4, DIM, device=self.device)).sum()
@@ -106,7 +106,7 @@ class TestStreamOrder(StreamOrderTest):
             loss.backward()
 
         with torch_defect("fsdp1_opened_parameters_race_with_backward"):
-            waits = {"limit_all_gathers": False}  # if on, the CPU may wait for the event that is needed, by chance
+            waits = {"limit_all_gathers": False}  # if on, the host may happen to wait for the right event
             check_order(self, lambda: self._wrap(mixed_precision=mixed_precision, **waits), step, {"device"})
 
     @skip_if_lt_x_gpu(2)
@@ -127,7 +127,7 @@ class TestStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dropped=["one", "all"], ahead=[False, True])
     def test_gradients_dropped_by_the_user(self, dropped, ahead):
-        """FSDP1 zeroes its gradient where the plain parameter has none."""
+        """If the user sets a parameter's gradient to None, FSDP1 zeroes its part of the flat gradient."""
 
         def step(model):
             self._train(model)

@@ -46,11 +46,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_trained_local_state_dict_offloaded(self):
-        """The same for a local state dict that is offloaded to host memory.
+        """The same holds for a local state dict that is offloaded to CPU memory.
 
-        On a device other than the CPU this fails for trainable parameters, a defect seen with torch 2.13.0: the copy
-        of a flat shard, a view created without autograd, does not require a gradient, so ``ShardedTensor.cpu`` rejects
-        it. ::
+        In PyTorch 2.13.0 this fails for trainable parameters on other devices than the CPU (a defect). A flat shard is
+        a view created without autograd. Its copy does not require a gradient, so ``ShardedTensor.cpu`` rejects it. ::
 
             model = FSDP(nn.Linear(2, 2, device=device))
             with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)):
@@ -62,7 +61,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_copy_of_a_local_state_dict(self):
-        """A local state dict can be copied after a step. It has the new values."""
+        """A local state dict can be copied after a step. The copy has the new values."""
         model = self._wrapped(self._uneven_layers())
         state_dict = self._save(model, "local_state_dict")
         self._step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=0)

@@ -54,15 +54,15 @@ def _cpu_offloads() -> list[CPUOffload]:
 def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
     """``summon_full_params`` with workarounds for the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
 
-    Values that come back from host memory bring their autograd history into the gathered tensor. The next all-gather on
-    the CPU writes to views of that tensor and raises, unless the context was under ``no_grad``.
+    Values that come back from host memory bring their autograd history into the unsharded tensor. The next all-gather
+    on the CPU writes to views of that tensor and raises, unless the context was under ``no_grad``.
     """
     with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
         yield
 
 
 def _summoned(flat_param: internals.FlatParam, mixed_precision: MixedPrecision | None) -> torch.Tensor:
-    """The tensor that ``summon_full_params`` gathers into."""
+    """The tensor into which ``summon_full_params`` all-gathers."""
     gathered = internals.unsharded_buffer if mixed_precision is None else internals.full_precision_buffer
     return gathered(flat_param)
 
@@ -87,7 +87,7 @@ class TestUnshardParamsBase(FSDPTest):
         return owners(numel, self.world_size, self.device)
 
     def _assert_resharded(self, model: nn.Module, mixed_precision: MixedPrecision | None = None) -> None:
-        """Nothing stays gathered, the local shards are in use, and model and handles are idle."""
+        """No parameter is unsharded, the local shards are in use, and model and handles are idle."""
         handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
@@ -239,7 +239,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_respects_reshard(self):
-        """A root that forward leaves gathered stays gathered after the context. Freed parameters are freed again."""
+        """A root that is unsharded after forward stays unsharded after the context. Other parameters are resharded."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],
@@ -273,7 +273,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         assert_gathered(0)
         output = model(torch.zeros(5, device=self.device))
         open_and_close()
-        # The context gathered again in full precision, so the low precision copy from forward is out of date.
+        # The context all-gathered in full precision, so FSDP has freed the low-precision copy from forward.
         assert_gathered(gathered if mixed_precision is None else 0)
         output.sum().backward()
         open_and_close()
@@ -418,7 +418,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_submodule(self):
-        """If only a submodule is summoned, it shows its unsharded parameters."""
+        """``summon_full_params`` of a submodule unshards all parameters below it."""
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device) for _ in range(2)))
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
         with FSDP.summon_full_params(model[0]):
@@ -485,7 +485,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
-        """The context gathers all and frees it in the end, also after an error. Training goes on."""
+        """The context unshards all parameters and frees them at its end, also after an exception. Training goes on."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],
@@ -560,7 +560,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_written_back_to_the_own_shard(self):
-        """Each rank's part of its changes to the gradients is written back to its shard."""
+        """A rank's changes to gradients are written back only where its own shard is."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
 
     def _test_grads_are_written_back_to_the_own_shard(self, writeback: bool) -> None:
@@ -661,7 +661,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_low_precision_grads(self):
-        """Gradients that are kept in low precision are shown unsharded, and training goes on."""
+        """``with_grads`` unshards gradients that are kept in low precision, and training continues."""
         config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
         model = FSDP(nn.Linear(4, 3, bias=False, device=self.device), mixed_precision=config, use_orig_params=True)
         inputs = torch.arange(4.0, device=self.device).view(1, 4)
@@ -718,7 +718,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(4)
     def test_unshard_within_the_group(self):
-        """Parameters and gradients are gathered from the ranks of the instance's own group."""
+        """Parameters and gradients are all-gathered over the instance's own process group."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_unshard_within_the_group)
 
     def _test_unshard_within_the_group(self, use_orig_params: bool) -> None:
@@ -767,7 +767,7 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_param_data_no_shard(self):
-        """The same as with shards. ``offload_to_cpu`` is rejected, see :class:`TestUnshardParamsErrors`."""
+        """Like :meth:`TestUnshardParams.test_unshard_params_param_data`. NO_SHARD rejects ``offload_to_cpu``."""
         config = self._get_test_unshard_params_param_data_config()
         self.run_subtests({**config, "offload_to_cpu": [False]}, self._test_unshard_params_param_data)
 

@@ -30,17 +30,17 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_module_that_stayed_gathered(self):
-        """A unit that stays gathered after forward is freed, even if its own backward never runs."""
+        """A unit that stays unsharded after forward is resharded, even if its own backward never runs."""
         self._test_unused_module_that_stayed_gathered(use_orig_params=True)
 
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
-        """The same without ``use_orig_params``. The module stays unsharded, which is a defect.
+        """A unit that stays unsharded after forward is resharded also without ``use_orig_params``.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0. A SHARD_GRAD_OP unit that ran in forward, and whose output no loss uses,
-        is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter that points to its
-        shard has been freed. If the optimizer still moves the parameter, here by momentum, the next forward computes
-        with the old values::
+        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it is not (a defect). A SHARD_GRAD_OP unit that ran in forward, and whose
+        output no loss uses, is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter
+        that points to its shard has been freed. If the optimizer still changes the parameter, here by momentum, the
+        next forward computes with the old values::
 
             model = FSDP(TwoLayers(True), auto_wrap_policy=always_wrap_policy, sharding_strategy=SHARD_GRAD_OP)
             model(x)[0].sum().backward()  # model.b ran, and is not used

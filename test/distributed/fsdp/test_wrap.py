@@ -217,7 +217,7 @@ class TestFSDPWrap(FSDPTest):
         """Constructor arguments reach every unit, and the model trains like the plain one."""
         if cpu_offload.offload_params and device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             if accelerator.current().has("device_memory"):
-                self.skipTest("offloaded parameters stay in host memory: the model cannot be moved after it is wrapped")
+                self.skipTest("offloaded parameters stay in CPU memory: the model cannot be moved after it is wrapped")
 
         class Nested(nn.Module):
             def __init__(self) -> None:
@@ -302,7 +302,7 @@ class TestAutoWrap(TestCase):
         return accelerator.current().device(0)
 
     def _kwargs(self, **kwargs: Any) -> dict[str, Any]:
-        """FSDP arguments with an explicit device, because FSDP cannot infer it from a model in host memory."""
+        """FSDP arguments with an explicit device, because FSDP cannot infer it from a model in CPU memory."""
         return {"process_group": self.process_group, "device_id": self.device, **kwargs}
 
     def _fsdp(self, model: nn.Module, policy: Any, **kwargs: Any) -> FSDP:
@@ -410,7 +410,7 @@ class TestAutoWrap(TestCase):
         TestFSDPWrap.NestedSequentialModel.verify_model(self, model)
 
     def test_parameters_that_are_not_wrapped_count(self):
-        """A module is wrapped from exactly the limit on, with the parameters of unwrapped children."""
+        """A module is wrapped if its size is at least the limit. Parameters of unwrapped children count."""
         for limit, expected in ((60, ["", "0"]), (61, [""])):
             model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
             policy = functools.partial(size_based_auto_wrap_policy, min_num_params=limit)
@@ -450,12 +450,12 @@ class TestAutoWrap(TestCase):
     def test_auto_wrap_smoke_test(self, device_init_mode, cpu_offload, use_device_id):
         """With a real group of one rank, the wrapped model matches the plain one.
 
-        A machine without an accelerator is rejected without a ``device_id``; the last parameter shows this.
+        Without an accelerator and without a ``device_id``, FSDP raises.
         """
         device = accelerator.current()
         if cpu_offload.offload_params and device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             if device.has("device_memory"):
-                self.skipTest("offloaded parameters stay in host memory: the model cannot be moved after it is wrapped")
+                self.skipTest("offloaded parameters stay in CPU memory: the model cannot be moved after it is wrapped")
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         store = FILE_SCHEMA + os.path.join(directory.name, "store")
@@ -639,8 +639,8 @@ class TestAutoWrap(TestCase):
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
         """A norm that no policy lists gets its own arguments, not the caller's dict.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller is affected, since FSDP creates the dict only for this
-        call. ::
+        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it gets the caller's dict, changed (a defect). No public caller is affected,
+        since FSDP creates the dict only for this call. ::
 
             norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
             targets = _run_mixed_precision_override_policy(norms, [_BatchNorm], set(), kwargs, {})

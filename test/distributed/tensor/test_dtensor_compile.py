@@ -1,7 +1,7 @@
 """``torch.compile`` with FSDP around tensor parallelism: one graph, and the same training as a plain model.
 
-The TP ranks share their rows. The ranks of FSDP have their own rows, and the plain model has all
-rows.
+The ranks of one TP group have the same rows. FSDP ranks have different rows. The plain model averages its gradients
+over the FSDP ranks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class TestDTensorCompileE2E(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_fsdp_tp_ac_compile(self):
-        """Upstream compares the gradients of the compiled model with themselves."""
+        """With activation checkpointing there is still one graph, and training equals a plain model's.
+
+        Upstream compares the gradients of the compiled model with themselves.
+        """
         self._test_2d_fsdp_tp(checkpoints=True)
 
     @with_comms

@@ -1,4 +1,4 @@
-"""A transformer whose experts are sharded over another mesh than the rest, as expert parallelism has divided them."""
+"""A transformer with expert parallelism, whose experts FSDP shards over a smaller mesh than the other modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_fsdp_tests.fsdp.training import shard_each
 
 
 class Meshes(NamedTuple):
-    """The meshes of one model. ``dense`` and ``experts`` have two dimensions if there are replicas."""
+    """The meshes of one model. ``dense`` and ``experts`` have two dimensions with HSDP."""
 
     data: DeviceMesh  # ranks with different data
     dense: DeviceMesh  # shards the parameters outside of experts
@@ -25,7 +25,7 @@ class Meshes(NamedTuple):
 
 
 def split(whole: DeviceMesh) -> Meshes:
-    """The parts of a mesh with the dimensions "replicate", "shard", "expert" and "tensor"."""
+    """Return the submeshes of a mesh with the dimensions "replicate", "shard", "expert" and "tensor"."""
     data = whole["replicate", "shard", "expert"]._flatten("data")
     dense, experts = whole["shard", "expert"]._flatten("dense"), whole["shard"]
     if whole["replicate"].size() > 1:
@@ -40,7 +40,7 @@ def _info(mesh: DeviceMesh) -> Any:
 
 
 def shard(model: Any, meshes: Meshes, reshard_others: bool | int) -> None:
-    """Shard each layer over both meshes, and the other modules over ``meshes.dense``. Layers reshard after forward."""
+    """Shard the experts over ``meshes.experts``, and all else over ``meshes.dense``. Layers reshard after forward."""
     dense, experts = _info(meshes.dense), _info(meshes.experts)
 
     def placement(param: nn.Parameter) -> Any:
@@ -54,7 +54,7 @@ def shard(model: Any, meshes: Meshes, reshard_others: bool | int) -> None:
 
 
 def average(ref_model: Any, meshes: Meshes) -> None:
-    """Average the gradients as FSDP does. Those of experts are sums over the ranks that divide the experts."""
+    """Average the gradients as FSDP does. Gradients of experts are sums over the expert-parallel ranks."""
     average_gradients(ref_model, meshes.data.get_group())
     for layer in ref_model.layers:
         for param in layer.expert_layer.parameters():

@@ -55,7 +55,7 @@ class RecordingReduceScatter:
 
 
 class PrefetchMixin(TrainingMixin):
-    """The order in which groups are unsharded, resharded and reduced.
+    """Checks the order in which parameter groups are unsharded, resharded and reduced.
 
     An event has a letter for what happens (U: the group is unsharded, R: it is resharded, P: its backward is over), a
     letter for the group's state (f: in forward, b: before its backward, none: after it), and the group. The group is
@@ -132,8 +132,9 @@ class PrefetchMixin(TrainingMixin):
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
     ) -> tuple[Transformer, Any]:
-        """A plain replica, and a model whose blocks and root are wrapped. The model may use one of two kinds of
-        activation checkpointing.
+        """Return a plain replica, and a model whose blocks and root are wrapped.
+
+        ``checkpoint_impl`` is the model's activation checkpointing: "utils", "composable" or None.
         """
         args = {"n_layers": n_layers, "weight_tying": True}
         ref_model = transformer(self.device, **args)

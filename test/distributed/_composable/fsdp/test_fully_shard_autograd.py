@@ -1,7 +1,7 @@
 """FSDP2 and autograd: losses that use a part of the outputs, containers of activations, and hooks on gradients.
 
 In backward, FSDP runs from hooks on the tensors that enter and leave a module. If FSDP does not find a tensor, or the
-loss does not use it, all gradients must still be right and on time.
+loss does not use it, all gradients must still be right, and be reduced in time.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class AddsOne(nn.Linear):
 
 
 def to_one(output: torch.Tensor) -> torch.Tensor:
-    """The loss of all rows. With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps."""
+    """The squared distance to 1. With a sum of the outputs, ReLUs and all gradients would be zero after a few steps."""
     return (output - 1).square().sum()
 
 
 class Forces(nn.Module):
-    """Scales the derivative of an energy."""
+    """Differentiates an energy in its forward, and scales this derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(wanted=["everything", "input", "parameters"], reshard_after_forward=[True, False])
     def test_backward_for_some_leaves(self, wanted, reshard_after_forward):
-        """``backward`` computes the gradients of the leaves that it is asked for, and no others."""
+        """``backward(inputs=leaves)`` computes the gradients of these leaves, and no others."""
         manual_seed(42)
         model = MLP(DIM)
         ref_model = self._replica(model)
@@ -346,7 +346,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(wrapped=[("",), ("energy", ""), ("energy", "scale", "")], reshard_after_forward=[True, False, None])
     def test_gradient_inside_forward(self, wrapped, reshard_after_forward):
-        """A forward may compute a gradient, as a model of forces does, and go on with other parameters."""
+        """A forward may call ``torch.autograd.grad``, as a model of forces does, and then use other parameters."""
         manual_seed(42)
         model = Forces()
         ref_model = self._replica(model)
@@ -364,7 +364,7 @@ class TestFullyShardAutograd(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_output_gathers_in_smaller_mesh(self):
-        """A module resharded to two ranks is gathered from these two, and only if it is used.
+        """A module resharded to two ranks is all-gathered over these two ranks, and only if the loss uses it.
 
         An all-gather over all four ranks would give the same parameter with twice the traffic.
         """
@@ -392,7 +392,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(output_dtype=[None, torch.float64], reshard_after_forward=[True, False])
     def test_forward_without_gradients(self, output_dtype, reshard_after_forward):
-        """A forward in eval mode gives the output of the plain model, also between two training steps."""
+        """A forward under ``no_grad`` gives the output of the plain model, also between two training steps."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
         ref_model = self._replica(model)
@@ -466,9 +466,9 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True], in_own_thread=[False, True])
     def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters, in_own_thread):
-        """A penalty on the gradient of the input, with and without parameters kept after backward.
+        """A loss may penalize the gradient of the input, with and without a reshard after the first backward.
 
-        A device computes gradients in a thread of its own. On the CPU that may be a thread of the caller.
+        An accelerator computes gradients in a thread of its own. On the CPU, ``in_own_thread`` has the same effect.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).to(self.device)
@@ -565,7 +565,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(container=["list", "dict", "object"], has_inner=[True, False])
     def test_root_returns_a_container(self, container, has_inner):
-        """Gradients are reduced whatever the root returns its output in, with and without inner FSDP modules."""
+        """Gradients are reduced for any container in which the root returns its output, even without inner modules."""
         pack, unpack = {
             "list": (lambda x: [x], lambda packed: packed[0]),
             "dict": (lambda x: {"x": x}, lambda packed: packed["x"]),
@@ -617,9 +617,9 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(user=["first", "last"])
     def test_layer_of_one_rank(self, user):
-        """If one rank alone uses a layer before another group, no group gets another one's gradients.
+        """If only one rank uses the first layer, both parameter groups get their own gradients, not each other's.
 
-        The input of the other group needs a gradient on that rank alone. Both groups have the same size.
+        Only on that rank, the input of the other group requires a gradient. Both groups have the same size.
         """
         manual_seed(42)
         model: Any = Adapted().to(self.device)
@@ -637,7 +637,7 @@ class TestFullyShardAutograd(FSDPTest):
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_block_that_ends_early_on_a_rank(self):
-        """If one rank leaves out the last layer of a block, all ranks still gather the same block in backward."""
+        """If only rank 0 uses the last layer of a block, backward still all-gathers the same group on all ranks."""
         manual_seed(42)
         model: Any = nn.Sequential(nn.Linear(4, 4), EndsEarly()).to(self.device)
         model[1].uses_last = self.rank == 0
@@ -655,9 +655,9 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(is_one_unit=[True, False])
     def test_recomputation_of_an_unused_layer(self, is_one_unit):
-        """Collectives come in the same order whether a rank uses the last layer of a recomputed block or not.
+        """The order of collectives does not depend on whether a rank uses the last layer of a recomputed block.
 
-        Here all ranks do the same, so that none waits. The second of two backwards has no prefetching.
+        All ranks do the same here, so that a wrong order does not hang. The second of two backwards does not prefetch.
         """
 
         def collectives(is_used: bool) -> list[tuple[str, int]]:
@@ -680,7 +680,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_adapter=[True, False])
     def test_frozen_parameter_gets_no_zeros(self, use_adapter):
-        """Zeros stand only for what is trained, also if the unit of a frozen parameter has no part in a step."""
+        """Only trainable parameters get zeros as gradients, also if a step does not use a frozen parameter's module."""
         model: Any = Adapted().to(self.device)
         shard_each((model.adapter, model)).set_reduce_scatter_unused_params(True)
         rows = torch.ones(2, 4, device=self.device)
@@ -700,7 +700,7 @@ class TestFullyShardAutograd(FSDPTest):
         shards=["even", "uneven", "empty"],
     )
     def test_loss_of_the_parameters(self, loss, reduction, shards):
-        """The value and the gradients are those of the whole parameters. FSDP does not average these gradients."""
+        """Value and gradients equal those of the unsharded parameters. FSDP does not average these gradients."""
         rows = {"even": 2 * self.world_size, "uneven": 2 * self.world_size - 1, "empty": self.world_size - 1}[shards]
         ref_model = filled(nn.Linear(3, rows, bias=False), 0.1, 0.9).to(self.device)
         model = fully_shard(self._replica(ref_model))
@@ -848,7 +848,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         self.assertEqual(len(set(losses)), ITERATIONS)  # each step has changed the loss
         rates = {rate for scheduler in (ref_scheduler, *schedulers.values()) for rate in scheduler.get_last_lr()}
         self.assertEqual(len(rates), 1)
-        self.assertEqual(rates.pop(), 1e-4)  # after two drops
+        self.assertEqual(rates.pop(), 1e-4)  # StepLR has reduced the rate twice
 
     def _check_identical(self, ref_model: nn.Module, model: nn.Module) -> None:
         refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
@@ -890,7 +890,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         param_dtype=[torch.float32, torch.bfloat16],
     )
     def test_post_acc_grad_hook_gradient_accumulation(self, reshard_after_forward, reshard_after_backward, param_dtype):
-        """Hooks run only in the microbatch that reduces, once, with the accumulated gradient."""
+        """Hooks run once, in the microbatch that reduces, and get the accumulated gradient."""
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)

@@ -45,7 +45,7 @@ def random_tensors(dtypes: list[torch.dtype], transposed: bool = False) -> list[
 
 
 def by_hand(tensors: list[torch.Tensor], num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
-    """The expected output for the first dimension, made from slices."""
+    """The expected output for ``dim=0``, computed with slices."""
     rows: list[list[torch.Tensor]] = [[] for _ in range(num_chunks)]
     for tensor in tensors:
         length = -(-len(tensor) // num_chunks)
@@ -67,7 +67,7 @@ def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
 class TestFullyShardChunkCat(TestCase):
     @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
     def test_values(self, dtypes, out_dtype, num_chunks, transposed):
-        """The output is bitwise equal to slices, and to ``torch._chunk_cat`` of inputs that are cast first."""
+        """The output is bitwise equal to ``by_hand``, and to ``torch._chunk_cat`` of inputs that are cast first."""
         tensors = random_tensors(dtypes, transposed)
         self.assertEqual(tensors[0].is_contiguous(), not transposed)
         out = empty_output(num_chunks, out_dtype)

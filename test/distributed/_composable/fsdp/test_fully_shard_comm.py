@@ -1,4 +1,4 @@
-"""The communication of FSDP2: what is gathered and reduced, how often, by which operation and in which order.
+"""The communication of FSDP2: what is all-gathered and reduced, how often, by which operation and in which order.
 
 The tests cover the collectives alone, their number in a step, divide factors and reduce operations, prefetching,
 explicit unshards, and the setters that replace a collective, its buffers or its process group.
@@ -89,7 +89,7 @@ fsdp_collectives = internals.fsdp2_collectives
 class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     """FSDP's all-gather and reduction as functions, without a module's hooks around them."""
 
-    world_size = 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
+    world_size = 16  # enough for uneven shards, empty shards and a smaller mesh of 8. Upstream has 128 threads.
 
     def _get_param_sizes(self) -> list[tuple[int, ...]]:
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
@@ -158,7 +158,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_fp32(self):
-        """Parameters gathered from the shards, or from the shards after forward, equal the original ones."""
+        """Parameters all-gathered from the shards, or from the post-forward shards, equal the unsharded parameters."""
         cases = [(False, False, True), (False, True, True), (False, True, 8), (True, False, True), (True, True, True)]
         originals = self._init_params(self._get_param_sizes())
         for async_op, new_streams, reshard_after_forward in cases:
@@ -187,7 +187,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_mixed_dtypes(self):
-        """Parameters of several dtypes are gathered together as bytes, and keep dtype and value."""
+        """Parameters of several dtypes are all-gathered together as bytes, and keep dtype and value."""
         originals = self._init_params([(17, 3), (5,), (64, 2), (33,)])
         for index, dtype in ((1, torch.bfloat16), (3, torch.float64)):
             originals[index] = nn.Parameter(originals[index].detach().to(dtype), requires_grad=False)
@@ -195,7 +195,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_shard_dim_1(self):
-        """Shards along a dimension other than the first are gathered in the right order."""
+        """Shards along a dimension other than the first are all-gathered in the right order."""
         self._test_all_gather(self._init_params([(3, 32), (5, 16, 2)]), True, False, self._streams(False, 2), 1)
 
     @skip_if_lt_x_gpu(1)
@@ -210,7 +210,10 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(factor_before=[(1, 1), (2, 2), (6, 4), (9, 2), (16, 4), (24, 8)])
     def test_divide_factors_of_fp16(self, factor_before):
-        """Before the sum, gradients are divided by a power of two, which goes on as long as it divides the factor."""
+        """Before the sum, gradients are divided by a power of two.
+
+        It doubles from 1 while it divides the factor and is below the factor's square root.
+        """
         factor, before = factor_before
         actual = fsdp_collectives._get_gradient_divide_factors(
             None, None, torch.float16, device_type=self.device.type, factor=factor
@@ -306,7 +309,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_manual_reshard_with_reshard_after_forward_false(self):
-        """A module that the user reshards between forward and backward is gathered again."""
+        """A module that the user reshards between forward and backward is unsharded again in backward."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
         modules = internals.fsdp_modules(model)
         output, counts = self._count(functools.partial(model, tokens(self.rank, 0, self.device)))
@@ -345,13 +348,13 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_communication_count_after_evaluation(self):
-        """A forward without gradients adds no all-gather to the backward of the next step.
+        """A forward under ``no_grad`` adds no all-gather to the backward of the next step.
 
-        It adds one, a defect of torch seen with 2.13.0. Backward prefetches by the recorded order of the forward. FSDP
-        records this order without gradients, too, and only a backward clears it. The first layer's backward then
-        prefetches the last layer of that forward. The result is not used, and the end of the backward frees it. This
-        happens only if the root has no parameters of its own. Otherwise the root comes between the two, and it is
-        already gathered. On two ranks::
+        PyTorch 2.13.0 adds one (a defect). Backward prefetching uses the recorded order of the forward. FSDP also
+        records this order under ``no_grad``, and only a backward clears it. The first layer's backward then prefetches
+        the last layer of the forward under ``no_grad``. The result is not used, and the end of the backward frees it.
+        This happens only if the root has no parameters of its own. Otherwise the root is recorded between the two
+        layers, and the root is already unsharded. On two ranks::
 
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             for module in (*model, model):
@@ -376,9 +379,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                 self.assertEqual(counts, {ALL_GATHER: 2, REDUCE_SCATTER: 2})
 
     def _force_sum_if_needed(self, model: nn.Module, shape: tuple[int, ...], divide_factor: float) -> None:
-        """Let FSDP divide if the backend cannot do it with PREMUL_SUM.
+        """Force a sum, after which FSDP divides, if the backend lacks PREMUL_SUM.
 
-        FSDP uses that operation unless the factor is the number of shards. With one shard there is no reduce-scatter,
+        FSDP uses PREMUL_SUM unless the factor equals the number of shards. With one shard there is no reduce-scatter,
         and a forced sum would divide twice (``test_hsdp_of_one_shard_force_sum``).
         """
         averages = divide_factor == (shape[-1] if torch_facts.AVERAGES_OVER_SHARDS else self.world_size)
@@ -392,7 +395,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         size = self.world_size
         shapes = [(size,), (size // 2, 2), (size, 1)]
         cases = [(factor, shape) for factor in (2 * size, size) for shape in shapes]
-        cases.append((2, (size // 2, 2)))  # the number of shards, so the reduce-scatter divides
+        cases.append((2, (size // 2, 2)))  # the factor is the number of shards, so the reduce-scatter averages
         self.run_subtests({"case": cases}, lambda case: self._test_set_reduce_scatter_divide_factor(*case))
         self._test_set_reduce_scatter_divide_factor_mixed_precision(size)
 
@@ -449,9 +452,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(is_hsdp=[False, True], reshard_after_forward=[True, False])
     def test_set_reduce_scatter_max_input_buffers(self, is_hsdp, reshard_after_forward):
-        """All buffers are freed at the end, and all numbers stay bitwise the same.
+        """The cap changes no value bitwise, and all input buffers are freed after backward.
 
-        test_fully_shard_memory counts how many buffers are kept until then.
+        test_fully_shard_memory checks how many buffers are kept during backward.
         """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         mesh = self._mesh(*((self.world_size // 2, 2) if is_hsdp else (self.world_size,)))
@@ -514,11 +517,11 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         self._test_backward_prefetch_unused_in_backward(True)
 
     def _test_backward_prefetch(self, reshard_after_forward: Reshard, checkpoint_impl: str | None) -> None:
-        """Each check runs once on the same model, where upstream runs three steps. A leftover of one fails the next."""
+        """Each check runs one step on the same model (upstream: three). Leaked state of a check fails the next one."""
         models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
 
         def gathers_of(events: str) -> str:
-            """Leaves out the events of groups that have kept their parameters and are not gathered again."""
+            """Drop the unshard events of groups that stay unsharded after forward."""
             prefixes: dict[Any, str] = {False: "U", None: "Ub root"}
             kept = prefixes.get(reshard_after_forward, "none")
             return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
@@ -528,7 +531,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
         self._check_training_events(*models, self._loss, once, f"{backward}, P root", steps=1)
 
-        # Two forwards come before one backward, and the backward gathers every block twice.
+        # Two forwards come before one backward, and the backward unshards every block twice.
         again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
         self._check_training_events(
             *models,
@@ -618,7 +621,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(explicit=[False, True])
     def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
-        """Groups inside a checkpoint are unsharded for the recomputation, or before it with explicit prefetching."""
+        """Groups inside an activation checkpoint are unsharded by recomputation, or earlier by explicit prefetching."""
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
             internals.checkpoint_wrapping.apply_activation_checkpointing(
@@ -653,7 +656,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_backward_prefetch(self):
-        """Modules of one group are gathered together, before the first of them computes."""
+        """The modules of one parameter group are unsharded together, before the first of them runs."""
         args = {"n_layers": 5}  # no tied weights: FSDP rejects a parameter that is in two groups
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
@@ -691,7 +694,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_misprefetch(self):
-        """A prefetch of a module whose backward is over neither hangs nor changes the next step."""
+        """Prefetching a module whose backward has already run does not hang or change the next step."""
         manual_seed(42)
         ref_model = MLP(16, self.device)
         model = copy.deepcopy(ref_model)
@@ -712,7 +715,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
-        """A model may start unshards itself. FSDP waits for them where it needs them, also next to DDP modules."""
+        """A model may start asynchronous unshards itself, also next to DDP modules. FSDP waits for them when needed."""
         device = self.device
         device_ids = None if device.index is None else [device.index]
         manual_seed(42)
@@ -730,7 +733,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
             for module, optim in ((ref_model, optims[0]), (model, optims[1])):
                 losses.append(module(inputs))
                 losses[-1].backward()
-                with implicit_replication():  # because of optimizer_ignored_parameters_break_foreach
+                with implicit_replication():  # because of the defect optimizer_ignored_parameters_break_foreach
                     optim.step()
                 optim.zero_grad()
             self.assertEqual(losses[0], losses[1])
@@ -748,7 +751,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
-        """A root without parameters returns a handle as well. Waiting on it unshards nothing."""
+        """``unshard(async_op=True)`` returns a handle also for a root without parameters. Its wait unshards nothing."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
         self.assertIsNone(internals.own_group(model))
@@ -885,7 +888,7 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
 
 
 class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
-    """The reduce operations that FSDP passes to torch's collectives.
+    """The reduce operations that FSDP passes to the collectives of ``torch.distributed``.
 
     Upstream reads them from NCCL's log. These tests record the calls, so they work with any backend.
     """
@@ -930,7 +933,10 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(1)
     def test_size1_reduceop(self):
-        """Upstream uses a layer of 1024 by 1025 because of NCCL's average over one rank. Any odd size works."""
+        """Training on one rank equals plain training, and FSDP selects a sum without division.
+
+        Upstream uses a layer of 1024 by 1025 because of NCCL's average over one rank. Any odd size works.
+        """
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
@@ -963,7 +969,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(1)
     def test_singleton_copy_division(self):
-        # Older versions of torch reduce the gradient by PREMUL_SUM, or by a sum that is divided afterwards.
+        # Older versions of PyTorch reduce the gradient by PREMUL_SUM, or by a sum that is divided afterwards.
         force_sum = not torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
         self.run_subtests({"divide_factor": [None, 0.5, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
 
@@ -972,8 +978,8 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_force_sum(self, divide_factor):
         """A forced sum over one rank divides by the factor once.
 
-        It divides twice, a defect of torch seen with 2.13.0. ``foreach_reduce`` divides when it copies the gradient in
-        place of a reduction. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
+        PyTorch 2.13.0 divides twice (a defect). ``foreach_reduce`` copies the gradient instead of reducing it, and
+        divides in the copy. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
         gradient is 0.75 instead of 1.5. On one rank::
 
             model = fully_shard(nn.Linear(8, 4, bias=False), mesh=init_device_mesh(accelerator.current().type, (1,)))
@@ -990,8 +996,9 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_fp16(self, divide_factor):
         """A reduction in float16 over one rank divides by the factor once.
 
-        It divides twice, as in ``test_singleton_force_sum``, because float16 is divided before and after a reduction.
-        To see it there, replace the forced sum by ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.
+        PyTorch 2.13.0 divides twice, as in ``test_singleton_force_sum``, because FSDP divides float16 gradients before
+        and after a reduction. To see it with the example of that test, replace the forced sum by
+        ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.
         """
         shows = torch_defect("fsdp2_divides_twice", when=divide_factor in (0.5, 2.0))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)

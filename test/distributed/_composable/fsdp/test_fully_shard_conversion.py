@@ -70,7 +70,7 @@ def sharded(model: Model, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def rejecting(param: torch.Tensor) -> Iterator[None]:
-    """Within the context, conversions of this parameter fail."""
+    """Within the context, conversions of this parameter raise: tensors with weak references cannot be swapped."""
     reference = weakref.ref(param)
     yield
     del reference
@@ -163,7 +163,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     def test_between_steps(self, conversion, param_dtype, keeps_gradients, unsharded):
         """After a conversion the next step equals that of the converted plain model, or it is rejected.
 
-        A rejected model works again in the dtype of the first forward. It uses values written to the parameters since.
+        After a reset, a rejected model works again in the dtype of the first forward, with the current values.
         """
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=f32))
         self._backward(plain, model, param_dtype)
@@ -181,7 +181,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             self._backward(plain, model, param_dtype, seed=1)
         except RuntimeError as error:
             self.assertIn("dtype", str(error))
-            torch.get_device_module(self.device.type).synchronize()  # with what the rejected forward has begun
+            torch.get_device_module(self.device.type).synchronize()  # wait for work of the rejected forward
             if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
                 return  # the model is no longer usable
             model.reset_iter_state()
@@ -196,9 +196,9 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(name=["", "first", "frozen", "last"], trained=[False, True])
     def test_part_of_a_model(self, name, trained):
-        """If a part is converted there and back, the next forward uses the values that its parameters have since then.
+        """If a submodule is converted and converted back, the next forward uses the current values of its parameters.
 
-        ``frozen`` and ``last`` are inside a group, and the others are modules of ``fully_shard``.
+        ``frozen`` and ``last`` belong to the root's group. The others are wrapped by ``fully_shard`` themselves.
         """
         plain, model = self._pair()
         if trained:
@@ -217,7 +217,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_the_module_itself_is_returned(self):
-        """As from any module, also if FSDP has no parameters to shard in it."""
+        """A conversion returns the module on which it was called, also if FSDP has no parameters to shard in it."""
         for wrapped in (fully_shard(nn.Linear(2, 2)), fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))):
             for convert in CONVERSIONS.values():
                 self.assertIs(convert(wrapped, self.device), wrapped)
@@ -356,7 +356,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_cast_after_first_forward_raises")
     def test_conversion_between_steps(self):
-        """A model that has run is converted, and computes in the new dtype."""
+        """A model that is converted after its first forward computes in the new dtype."""
         model = fully_shard(nn.Linear(2, 2, bias=False, device=self.device))
         x = torch.ones(1, 2, device=self.device)
         model(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Collectives that a user sets instead of FSDP's own, and who reads what they write."""
+"""Custom collectives and copy functions of parameter groups, and the streams that read gradients."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
     )
     def test_set_custom_comms(self, policy, shape):
-        """Custom collectives, which reuse their buffers, get every call. Training does not change.
+        """FSDP calls the custom collectives for every all-gather and reduce-scatter. Training does not change.
 
-        One layer is sharded unevenly. In even steps a microbatch without reduction comes first.
+        The collectives reuse their buffers. One layer is sharded unevenly. In even steps a microbatch without reduction
+        comes first.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
@@ -98,7 +99,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(factor=[8.0, 3.0, 0.5])
     def test_divide_factor_of_a_custom_reduction(self, factor):
-        """Without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
+        """Without a forced sum, a custom reduce-scatter gets a PREMUL_SUM by the reciprocal of the factor."""
         model: Any = nn.Linear(6, 8, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(self.world_size))
         factors: list[float] = []
@@ -128,9 +129,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
-        """A group may have its own functions for the copies after the all-gather and before the
-        reduction.
-        """
+        """A parameter group may have its own functions that copy after the all-gather and before the reduction."""
         manual_seed(42)
         weight = torch.randn(8, 4, device=self.device)
         model: Any = nn.Linear(4, 8, bias=False, device=self.device)
@@ -161,7 +160,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
-        """FSDP tells the backend which stream will read the memory of each gradient."""
+        """FSDP passes the memory of each gradient, and the stream that reads it, to ``record_grad_output_stream``."""
         streams: dict[int, Any] = {}
 
         def record(buffer: torch.Tensor, stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""Factors by which gradients are divided, also of complex numbers and where there is nothing to reduce."""
+"""Gradient divide factors, also for complex gradients and for HSDP with one shard."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(forces_sum=[False, True], shape=[(4,), (2, 2)])
     def test_divide_factor_of_zero(self, forces_sum, shape):
-        """Backward rejects a factor of zero. After a forced sum it divides as for any other number."""
+        """Backward raises ``ZeroDivisionError`` for a factor of zero. With a forced sum the gradient is infinite."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(*shape))
         model.set_gradient_divide_factor(0.0)
@@ -95,9 +95,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_hsdp_of_one_shard_force_sum(self):
-        """Replicas of a whole gradient are summed and divided by the factor once.
+        """HSDP with one shard sums the gradients of the replicas and divides the sum by the factor once.
 
-        They are divided twice: the result is 7.5 instead of 15. Seen with torch 2.13.0. For the reason, see
+        PyTorch 2.13.0 divides twice: the result is 7.5 instead of 15. For the reason, see
         ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
         """
         self._test_hsdp_of_one_shard()

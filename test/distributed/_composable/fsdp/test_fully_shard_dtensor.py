@@ -127,9 +127,7 @@ class TestFullyShardDTensor(FSDPTest):
         return MLP(dim, self.device)
 
     def _mlp_of_signs(self) -> MLP:
-        """An MLP with which bfloat16 computes exactly: each feature goes to four hidden ones, and each of them to one
-        output.
-        """
+        """An MLP that is exact in bfloat16: each input feeds four hidden features, and each of these one output."""
         model = self._mlp()
         with torch.no_grad():
             for weight in (model.in_proj.weight, model.out_proj.weight.t()):
@@ -201,9 +199,9 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dtensor_train_parity(self):
-        """One case for each number of mesh dimensions has the optimizer on DTensors, the others on local shards.
+        """The optimizer steps on DTensors in the first four cases, and on local shards in the others.
 
-        Two ranks have only the cases of one dimension.
+        Two ranks run only the cases with one mesh dimension.
         """
         cases = [
             Case((self.world_size,), shard=(0,)),
@@ -341,14 +339,7 @@ class TestFullyShardDTensor(FSDPTest):
     def test_second_of_equal_meshes(self):
         """Parameters on the given mesh are accepted, also if an equal mesh was used before.
 
-        They are not, a defect of torch seen with 2.13.0. DTensor caches operations by the equality of meshes, so
-        ``nn.Parameter`` returns a DTensor on the first mesh for one on the second. ``fully_shard`` compares meshes by
-        identity. On one rank or more::
-
-            for _ in range(2):
-                mesh = init_device_mesh(accelerator.current().type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-                model = distribute_module(nn.Linear(4, 4), mesh)
-                fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))  # raises the second time
+        DTensor's cache treats equal meshes as one, but ``fully_shard`` compares meshes by identity.
         """
         for mesh in (self.named_mesh, self._new_named_mesh()):
             model = self._distributed(self._mlp(), mesh)
@@ -460,8 +451,7 @@ class TestFullyShardDTensor(FSDPTest):
     def test_mixed_precision(self, case):
         """Forward sees bfloat16 DTensors, and gradients are reduced in float32.
 
-        bfloat16 has the integers up to 256, which is as large as anything that a rank computes. It does not have the
-        means over ranks.
+        Each rank computes integers up to 256, which are exact in bfloat16. The means over ranks are not.
         """
         mesh, ref_model = self._mesh(*case.shape), self._mlp_of_signs()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -493,7 +483,7 @@ class TestFullyShardDTensor(FSDPTest):
 
 
 class Scale(nn.Module):
-    """Multiplies a sequence by a weight. Its rows are split over the last dimension of the mesh, the weight is not."""
+    """Multiplies a sequence by a weight. The last mesh dimension shards the sequence, and replicates the weight."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -515,9 +505,9 @@ class TestReductionOverTensorParallelism(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(on_whole_mesh=[False, True], accumulates=[False, True])
     def test_partial_gradients_are_added_in_reduce_dtype(self, on_whole_mesh, accumulates):
-        """A replicated weight of a split sequence has a gradient that is also a sum over these ranks.
+        """TP ranks that share a sequence have partial gradients of its weight, and FSDP adds them in reduce_dtype.
 
-        Gradients that are accumulated are cast before they are added.
+        Accumulated gradients are cast before they are added.
         """
         if on_whole_mesh:
             skip_unless([torch_facts.HAS_DP_MESH_DIMS.lacks])

@@ -1,4 +1,4 @@
-"""Training goes on the same after forwards in eval mode or without gradients."""
+"""Forwards under ``no_grad`` or ``inference_mode`` do not change the training after them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         before_step=[True, False],
     )
     def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
-        """A forward in eval mode and a reshard change neither gradients, parameters nor collectives."""
+        """A forward without gradients and a reshard do not change gradients, parameters or collectives."""
         ref_model, model = self._two_mlps(reshard_after_forward)
         counts: list[Counter[str]] = []
 
@@ -84,11 +84,11 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, None])
     def test_inference_before_first_step(self, reshard_after_forward):
-        """A model may be evaluated in inference mode before it is trained.
+        """A model may run under ``inference_mode`` before it is trained.
 
-        It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
-        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The
-        same forward works after a step or under ``no_grad``.
+        PyTorch 2.9.1, 2.11.0 and 2.13.0 raise. The first forward allocates the all-gather outputs, here as inference
+        tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". There is no error if
+        the model trains before it runs under ``inference_mode``, or if it runs under ``no_grad`` instead.
 
             model = fully_shard(nn.Linear(2, 2))
             with torch.inference_mode():
@@ -111,7 +111,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_eval_without_reshard(self, reshard_after_forward):
-        """A forward uses the values that shards got since the one before, also without a reshard in between."""
+        """A forward uses updates of the shards since the previous forward, also without a reshard in between."""
         _, model = self._two_mlps(reshard_after_forward)
         ref_model, _ = self._two_mlps(reshard_after_forward)
         inp = self._inputs(3, 8)
@@ -144,7 +144,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         evaluates=[True, False],
     )
     def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
-        """Changes of parameters after a forward in eval mode count in the next steps, as in a plain model."""
+        """Changes of parameters after a forward under ``no_grad`` take effect in the next steps, as without FSDP."""
         ref_model, model = both = self._two_mlps(reshard_after_forward)
         batches = [self._inputs(2, 8) for _ in range(3)]
 
@@ -194,9 +194,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         shard_size=[4, 1],
     )
     def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
-        """The first forward may be in inference mode, also if parameters are sharded by columns, or if
-        a shard group has one rank.
-        """
+        """The first forward may be under ``inference_mode``, also with column shards or shard groups of one rank."""
         manual_seed(42)
         model = nn.Linear(16, 4)
         ref_model = self._replica(model)

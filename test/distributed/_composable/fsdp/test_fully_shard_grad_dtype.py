@@ -117,9 +117,9 @@ DTYPES = [
     (bf16, None, f32, None, f32, f32),
 ]
 
-# The same four dtypes, then the expected results for gradients of 1, BIT / 4 and BIT / 4: first accumulated with one
-# reduction, then reduced one by one. Results are in units of 1.5, the mean over ranks. In bfloat16, 1 + BIT / 4 is
-# rounded to 1, and 1.5 * (1 + BIT / 2) is rounded up.
+# The same four dtypes, then the expected sums of the gradients 1, BIT / 4 and BIT / 4: with one reduction of the sum,
+# and with a reduction of each. The sums are in units of 1.5, the mean over ranks. In bfloat16, 1 + BIT / 4 is rounded
+# to 1, and 1.5 * (1 + BIT / 2) is rounded up.
 SUMS = [
     (f32, UNSET, bf16, None, 1 + BIT / 2, 1 + BIT / 2),
     (f32, UNSET, bf16, bf16, 1.0, 1 + BIT / 2),
@@ -168,7 +168,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[bf16, f16])
     def test_reduce_in_param_dtype(self, param_dtype):
-        """If ``reduce_dtype`` is ``param_dtype``, gradients are reduced in that dtype on every version of torch."""
+        """If ``reduce_dtype`` equals ``param_dtype``, every version of PyTorch reduces gradients in that dtype."""
         layer = self._layer(f32, UNSET, mp_policy=MixedPrecisionPolicy(param_dtype, param_dtype))
         bit = torch.finfo(param_dtype).eps
         self._backward(layer, 1 + bit * self.rank)
@@ -317,7 +317,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, None, f16], reshard_after_forward=[True, False, 1], microbatches=[1, 2])
     def test_train_parity(self, grad_dtype, reshard_after_forward, microbatches):
-        """bfloat16 parameters with another grad_dtype train like those of a plain model, for which autograd casts."""
+        """bfloat16 parameters with another grad_dtype train like those of a plain model, where autograd casts."""
         model = filled(nn.Sequential(MLP(4, dim_multiplier=2), nn.Linear(4, 3)).to(self.device, bf16))
         for param in model.parameters():
             param.grad_dtype = grad_dtype
@@ -368,7 +368,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, UNSET], param_dtype=[None, bf16])
     def test_tensor_parallel_sum_in_grad_dtype(self, grad_dtype, param_dtype):
-        """Tensor parallelism sums partial gradients before FSDP reduces them, also in the requested dtype."""
+        """The sum of partial gradients over TP ranks, before FSDP's reduction, is also in the requested dtype."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         storage = f32 if param_dtype else bf16
         norm = nn.LayerNorm(2, device=self.device, dtype=storage)
@@ -387,7 +387,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
 
     @skip_if_lt_x_gpu(1)
     def test_tensor_parallel_sum_in_reduce_dtype(self):
-        """The same sum is in ``reduce_dtype`` if no ``grad_dtype`` asks for another dtype."""
+        """The sum over TP ranks is in ``reduce_dtype`` if no ``grad_dtype`` requests another dtype."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         norm = nn.LayerNorm(2, device=self.device)
         parallelize_module(norm, mesh["tp"], SequenceParallel())

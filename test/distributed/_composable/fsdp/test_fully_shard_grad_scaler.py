@@ -194,7 +194,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     ) -> None:
         """Put an inf into the tp-sharded weight's gradient on one rank. Every rank of the mesh must find it.
 
-        ``shows`` is a known defect of this. In spite of it the ranks with the same tp-shard agree.
+        ``shows`` is the known defect that this shows. Even then, ranks 1 and 3, with the same TP shard, find the inf.
         """
         optimizer = torch.optim.SGD(params, lr=1e-2)
         scaler = self._scaler()
@@ -219,18 +219,8 @@ class TestFullyShardGradientScaler(FSDPTest):
     def test_replicated_parameter_first(self):
         """If the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees.
 
-        It does not, a defect of torch seen with 2.13.0. ``found_inf_reduce_handler`` of ``torch.distributed.tensor``
-        uses only the placements of the first gradient. It does not reduce over the mesh dimensions on which that
-        gradient is replicated. Ranks 1 and 3 skip the step, while ranks 0 and 2 take it. On four ranks::
-
-            mesh = init_device_mesh(accelerator.current().type, (2, 2))
-            replicated = distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()])
-            split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
-            if dist.get_rank() == 1:
-                split.to_local().fill_(torch.inf)
-            found = torch.zeros(())
-            torch._amp_foreach_non_finite_check_and_unscale_([replicated, split], found, torch.ones(()))
-            print(found)  # 0, 1, 0, 1 by rank; 1 on all ranks with [split, replicated]
+        With the known defect, ranks 1 and 3 skip the step, while ranks 0 and 2 take it. DTensor's
+        ``found_inf_reduce_handler`` does not reduce over mesh dimensions on which the first gradient is replicated.
         """
         model = self._norm_then_mlp()
         shows = torch_defect("dtensor_scaler_disagrees_over_two_meshes")
@@ -240,8 +230,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     def test_parameter_of_one_dimension_first(self):
         """If only FSDP shards the optimizer's first parameter, the whole mesh agrees.
 
-        It does not (seen with torch 2.13.0), for the reason given in ``test_replicated_parameter_first``. To see it in
-        the code there, put ``distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)])`` first instead.
+        The defect is that of :meth:`test_replicated_parameter_first`.
         """
         model = self._norm_then_mlp(norm_has_tp=False)
         shows = torch_defect("dtensor_scaler_disagrees_over_two_meshes")

@@ -1,6 +1,6 @@
 """``fully_shard(..., ignored_params=...)``: parameters that FSDP does not shard. DDP may manage them, or nothing does.
 
-The larger test nests both: DDP wraps a model, FSDP wraps a part of it, and DDP manages a part within that.
+TestFullyShardIgnoreParams nests both: DDP wraps a model, FSDP wraps a submodule, and DDP manages a module inside that.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class TestFullyShardIgnoreParams(FSDPTest):
             ref_losses.append(ref_loss)
             self.assertEqual(loss, ref_loss)
             ref_optim.step()
-            # The optimizer has whole and sharded parameters. Where foreach is the default it would raise, because of
-            # optimizer_ignored_parameters_break_foreach.
+            # The optimizer has plain and sharded parameters. Where foreach is the default, it would otherwise raise
+            # because of the defect optimizer_ignored_parameters_break_foreach.
             with implicit_replication():
                 optim.step()
             self.compare_ref_test_params(ref_model, wrapped)
@@ -188,8 +188,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_who_averages(self):
-        """If inputs differ by rank, each gradient is averaged once. DDP averages the gradients of
-        parameters that FSDP ignores."""
+        """Each gradient is averaged over the ranks once, by DDP if FSDP ignores its parameter, otherwise by FSDP."""
         device = self.device
         model, inp = _generate_model_and_input()
         ref_model = copy.deepcopy(model).to(device)
@@ -340,7 +339,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(foreach=[None, True, False])
     def test_clip_grad_norm(self, foreach):
-        """The norm is that of sharded and ignored parameters."""
+        """The norm covers the gradients of sharded and ignored parameters."""
         ref_model, model = self._layer_after_backward()
         ref_norm = nn.utils.clip_grad_norm_(ref_model.parameters(), 0.1)
         self.assertGreater(ref_norm.item(), 0.1)
@@ -356,7 +355,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
         FSDP moves the buffer to the device, but not the parameters.
         """
-        model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))  # in host memory
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))  # in CPU memory
         host = model[2].weight.device
         ignored = {*model[0].parameters(), *model[1].parameters()}
         fully_shard(model, ignored_params=ignored)
@@ -387,7 +386,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_parameter_of_another_model(self):
-        """A parameter that the module does not have is ignored without effect, and stays as it is."""
+        """A parameter of another model in ``ignored_params`` has no effect and stays unchanged."""
         ref_model = filled(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))).to(self.device)
         model, other = copy.deepcopy(ref_model), nn.Linear(4, 3, device=self.device)
         weight = other.weight

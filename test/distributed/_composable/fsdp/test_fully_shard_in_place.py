@@ -27,7 +27,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Head(nn.Module):
-    """Its output is a view, or a tensor of its own. Backward needs the weights of the second layer."""
+    """Returns a view, or a tensor that is not a view. Backward needs the weight of the second layer."""
 
     def __init__(self, is_view: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class TestInPlace(TrainingMixin, FSDPTest):
     def _check_gradients(
         self, plain: nn.Module, model: nn.Module, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
     ) -> None:
-        """The sharded parameters that ``model`` has now get the mean gradients of all ranks, in two backwards."""
+        """Run two backwards. The current sharded parameters of ``model`` must get the mean gradients of all ranks."""
         params = dict(model.named_parameters())
         for seed in range(2):
             x = uniform(4, 4, seed=10 * seed + self.rank)
@@ -69,7 +69,7 @@ class TestInPlace(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(with_root=[True, False], operation=list(OPERATIONS), is_view=[True, False], reshards=[True, False])
     def test_output_changed_in_place(self, with_root, operation, is_view, reshards):
-        """Parameters are unsharded for backward, and gradients reduced, whatever follows on a module's output."""
+        """After an in-place operation on a module's output, backward still unshards and reduces."""
         plain = filled(Changed(Head(is_view), OPERATIONS[operation])).to(self.device)
         model = copy.deepcopy(plain)
         for module in (model.first, model)[: 1 + with_root]:
@@ -81,7 +81,7 @@ class TestInPlace(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(is_view=[True, False], reshards=[True, False])
     def test_output_of_root_changed_in_place(self, is_view, reshards):
-        """The same for a model of which only the root is sharded: ``logits.div_(temperature)``."""
+        """The same holds if only the root is sharded, as in ``logits.div_(temperature)``."""
         plain = filled(Head(is_view)).to(self.device)
         model = fully_shard(copy.deepcopy(plain), reshard_after_forward=reshards)
         with torch_defect("fsdp2_in_place_change_of_output_drops_backward", when=is_view):

@@ -1,4 +1,4 @@
-"""FSDP2 reports its steps in its debug log, only if that is enabled, and in the profiler's trace."""
+"""FSDP2 reports its steps in the profiler's trace and, only if enabled, in its debug log."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LINES_OF_A_STEP = [
 
 @functools.cache
 def log_of_script(settings: str | None, between_steps: str = "") -> str:
-    """Return stderr of two steps with this value of ``TORCH_LOGS``, or without it. With port 0 the store picks one."""
+    """Return stderr of two steps with ``TORCH_LOGS=settings``, or with it unset. Port 0 means any free port."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.LOOPBACK, "MASTER_PORT": "0"}
     if settings is not None:
@@ -135,7 +135,7 @@ class TestProfilerLabels(FSDPTest):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(2)
     def test_labels_of_groups_of_one_module(self):
-        """They have the size of the mesh too, and so differ if the meshes do."""
+        """Labels of a module's groups contain the size of the mesh, so groups on meshes of different sizes differ."""
         alone = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
         info = internals.fsdp2_common.FSDPMeshInfo(DeviceMesh.from_group(alone, self.device.type), shard_mesh_dim=0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), info)
@@ -149,7 +149,7 @@ class TestProfilerLabels(FSDPTest):
     def test_label_of_wait(self):
         """The label of the wait for the previous reduce-scatter has the same form as the others.
 
-        In torch 2.13.0 the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
+        In PyTorch 2.13.0 the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
         the parentheses itself. Every other label uses ``_with_fqn``.
         """
         waits = {name for name in self._labels_of_a_step() if name.startswith("FSDP::post_backward_rs_wait")}

@@ -140,7 +140,7 @@ class TestFullyShardMemory(FSDPTest):
     # Statistics of the allocator.
 
     def _base_memory(self) -> int:
-        """The peak of active memory after a warm-up of the matrix multiplication libraries, with two rows of input."""
+        """Return the peak of active memory after a step that loads the matrix multiplication libraries."""
         warm = nn.Linear(768, 768, device=self.device)
         warm(torch.randn(2, 768, device=self.device)).sum().backward()
         del warm
@@ -306,7 +306,7 @@ class TestFullyShardMemory(FSDPTest):
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS, torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(2)
     def test_reductions_of_one_module_overlap(self):
-        """The limit counts when a module begins to reduce, and not between the groups of a module."""
+        """FSDP applies the limit when a module begins to reduce, not between the groups of one module."""
         group = DeviceMesh.from_group(dist.new_group(), self.device.type)
         other = internals.fsdp2_common.FSDPMeshInfo(group, shard_mesh_dim=0)
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
@@ -319,7 +319,7 @@ class TestFullyShardMemory(FSDPTest):
         self.assertEqual(kept, [1, 2, 1, 2])  # two groups of each layer
 
     def _mesh(self, replicated: bool) -> DeviceMesh:
-        """A mesh over which each rank has a shard, or a whole replica."""
+        """Return a mesh that shards over two ranks, or replicates over them."""
         return make_mesh(2, 1, names=("replicate", "shard")) if replicated else make_mesh(2, names=("shard",))
 
     @contextlib.contextmanager
@@ -410,7 +410,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_input_of_all_reduce_hook_is_dropped(self):
-        """The same holds for the input of an all-reduce hook."""
+        """FSDP keeps each input of an all-reduce hook during backward, and none after it."""
         model = self._sharded(SMALL)
         given: list[torch.Tensor] = []
         for module in internals.fsdp_modules(model):
@@ -425,7 +425,7 @@ class TestFullyShardMemory(FSDPTest):
         is_right: Callable[[torch.Tensor], bool] = lambda held: True,
         freed: torch_defect = NO_DEFECT,
     ) -> None:
-        """Train twice. Each group holds one buffer from its own reduction to the end of backward."""
+        """Run two backwards. Each group holds one buffer from its own reduction to the end of backward."""
 
         def look(group: internals.Group) -> int:
             state = group._all_reduce_state
@@ -456,7 +456,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_partial_group_is_resharded(self):
-        """A group of which forward left a module out is resharded when the root's forward ends."""
+        """A group with a module that forward does not use is resharded when the root's forward ends."""
         model: Any = BodyAlone()
         fully_shard([model.body, model.head], reshard_after_forward=True)
         fully_shard(model)

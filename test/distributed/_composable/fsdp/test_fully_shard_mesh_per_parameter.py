@@ -1,4 +1,4 @@
-"""Placements, and meshes of their own, that ``shard_placement_fn`` returns."""
+"""``shard_placement_fn`` returns a placement for each parameter, and may return a mesh for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(shape=[(0, 16), (16, 0), (16, 0, 8)], dim=[0, 1])
     def test_parameter_without_elements(self, shape, dim):
-        """A frozen parameter may have no elements, along the dimension that is sharded or another."""
+        """A frozen parameter may have a dimension of size 0, which may be the sharded dimension or another one."""
         model = nn.Linear(4, 8, device=self.device)
         model.empty = nn.Parameter(torch.ones(shape, device=self.device), requires_grad=False)
         fully_shard(model, shard_placement_fn=lambda param: Shard(dim if param.ndim > 1 and 0 in param.shape else 0))
@@ -56,7 +56,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_distinct_mesh_infos_of_one_group(self):
-        """Parameters of one process group must use the same mesh info object, not an equal one."""
+        """Parameters on the same mesh must share one FSDPMeshInfo object. Equal objects are rejected."""
         mesh = make_mesh(self.world_size)
 
         def placed(param: nn.Parameter) -> Any:
@@ -70,9 +70,9 @@ class TestFullyShardShardPlacementFn(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False], replicated=[False, True])
     def test_two_meshes_in_one_module(self, reshard_after_forward, replicated):
-        """Each parameter is gathered and averaged over the mesh that the function returns for it.
+        """Each parameter is all-gathered and averaged over the mesh that the function returns for it.
 
-        If the module's own parameters are also replicated, both meshes share the group over which they are sharded.
+        With ``replicated`` the other parameters use HSDP, and both meshes shard over the same process group.
         """
         mesh = make_mesh(2, 4, names=("outer", "inner"))
         info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
@@ -99,7 +99,7 @@ class TestFullyShardShardPlacementFn(InitTest):
             average([ref_layer.weight.grad])
             average([ref_layer.bias.grad], mesh.get_group("inner"))
             check_sharded_parity(self, ref_layer, layer)
-            with torch.no_grad():  # the bias differs from that of the other four ranks
+            with torch.no_grad():  # from here on, the biases of the two inner meshes differ
                 for param in (*ref_layer.parameters(), *layer.parameters()):
                     param.sub_(param.grad, alpha=0.01)
 

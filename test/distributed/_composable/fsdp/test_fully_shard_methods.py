@@ -1,4 +1,4 @@
-"""Public methods of FSDP2 in unusual states: afterwards training equals that of a plain model."""
+"""Public methods of FSDP2, called in unusual states. Afterwards, models train like plain models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
 
-# Settings that do not change what is trained, and settings that are undone at once: a method, and its arguments.
+# Methods and their arguments: settings that do not change the results of training, or that are undone at once.
 CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "reshard": [("reshard", {})],
     "unshard": [("unshard", {"async_op": False})],
@@ -65,7 +65,7 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "memory of the process group off": [("set_allocate_memory_from_process_group_for_comm", {"enable": False})],
 }
-# They need a device, or all of a step, and have tests of their own.
+# These need an accelerator or a whole step, and have their own tests.
 OTHERS = {
     *("set_post_optim_event", "set_symm_mem_for_comm"),
     *("reset_iter_state", "set_manual_backward_finalization", "finalize_backward"),
@@ -128,7 +128,7 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
         by=["position", "keyword"],
     )
     def test_training_after_call(self, call, state, of, by):
-        """A method is called in a state before each step. Training is that of the plain model."""
+        """If a method is called in the given state before each step, the model trains like a plain model."""
         manual_seed(42)
         plain = nn.Sequential(MLP(4), MLP(4)).to(self.device)
         model = self._replica(plain)
@@ -139,7 +139,7 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
             if each is model:
                 STATES[state](model, inp)
                 for name, kwargs in CALLS[call]:
-                    if hasattr(FSDPModule, name):  # newer versions have more
+                    if hasattr(FSDPModule, name):  # older versions lack some
                         method = getattr(target, name)
                         method(**kwargs) if by == "keyword" else method(*kwargs.values())
                 if state == FAILED:
@@ -151,7 +151,7 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, state=list(STATES)[:3], by=["position", "keyword"])
     def test_forward_method_that_is_registered(self, state, by):
-        """A method becomes a forward in each state."""
+        """A method that is registered in the given state trains like that of a plain model."""
         manual_seed(42)
         plain = MLP(4).to(self.device)
         model = self._replica(plain)

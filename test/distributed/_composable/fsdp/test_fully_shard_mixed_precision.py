@@ -310,7 +310,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
     @torch_defect("fsdp2_first_forward_in_jvp_raises")
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
-        """FSDP casts the tangent of a float32 input as well. The tangent uses the whole weight."""
+        """FSDP casts the tangent of a float32 input as well. The output's tangent uses the unsharded weight."""
         generator = torch.Generator().manual_seed(42)
         layer = self._materialized(8, 6, generator)
         primal, direction = (torch.randn(8, generator=generator).to(layer.whole.device) for _ in range(2))
@@ -349,7 +349,7 @@ class Through(nn.Module):
 
 
 class Sharing(nn.Sequential):
-    """Gives one container to all of its layers. Each of them writes its output into it."""
+    """Passes one container to all of its layers. Each layer writes its output into the container."""
 
     def __init__(self, container: Any, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -388,7 +388,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_policy_is_a_constant(self):
-        """Layers may share a policy. It cannot change afterwards, and equal ones are the same key."""
+        """Layers may share a policy, because it is immutable. Equal policies have the same hash."""
         policy = MixedPrecisionPolicy(torch.bfloat16)
         fully_shard(nn.Linear(2, 2, device=self.device), mp_policy=policy)
         with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -511,7 +511,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         container, members = self._nested()
         model = Through(self.device, returns=container)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
-        # Without an input, some versions raise on a device (fsdp2_root_without_inputs_raises).
+        # Without an input, some versions raise on an accelerator (fsdp2_root_without_inputs_raises).
         self._check_cast_members(model(members[1]), members)
 
     @skip_if_lt_x_gpu(1)
@@ -536,7 +536,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         cast_forward_inputs=[True, False],
     )
     def test_layers_share_a_container(self, container, param_dtype, cast_forward_inputs):
-        """What a layer writes into a container among its inputs is there afterwards, as in a plain model."""
+        """If a layer writes into a container among its inputs, the caller sees the values, as with a plain model."""
         layers = [filled(Writing(4, 4, device=self.device)) for _ in range(2)]
         plain, model = (Sharing(copy.copy(container), *copy.deepcopy(layers)) for _ in range(2))
         policy = MixedPrecisionPolicy(param_dtype, cast_forward_inputs=cast_forward_inputs)
@@ -551,7 +551,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(container=[[None, None], {}, collections.OrderedDict(), collections.UserDict()], detaches=[True, False])
     def test_layers_share_a_container_in_training(self, container, detaches):
-        """It is the same container for all layers, whether its tensors have gradients or not."""
+        """In training, all layers get the same container, whether its tensors have gradients or not."""
         layers = [filled(Writing(4, 4, device=self.device)) for _ in range(2)]
         plain, model = (Sharing(copy.copy(container), *copy.deepcopy(layers)) for _ in range(2))
         shard_each((*model, model))
@@ -662,7 +662,7 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(answers=[(None, None), ("low", None), ("own", None), (None, "own"), ("own", "own")])
     def test_answers(self, answers):
-        """With None or the ``param_dtype`` the policy applies. With its own dtype a parameter keeps that dtype.
+        """If the answer is None or ``param_dtype``, the policy applies. If it is the parameter's dtype, that is kept.
 
         Inputs are always cast. Parameters of two dtypes are gathered as bytes.
         """
@@ -790,7 +790,7 @@ class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
     def test_gather_in_smaller_mesh(self):
         """Parameters resharded to two ranks after forward stay in the param dtype until backward.
 
-        The tests above have only two ranks, where this equals full resharding.
+        With only two ranks, as in the tests above, this would equal full resharding.
         """
         replica = filled(MLP(4, self.device, dim_multiplier=2))
         replica.out_proj.bias.data.add_(2)

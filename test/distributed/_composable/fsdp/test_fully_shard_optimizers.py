@@ -1,4 +1,4 @@
-"""Every optimizer of PyTorch updates sharded parameters as it updates unsharded ones."""
+"""Optimizers of PyTorch update sharded parameters as they update unsharded ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestFullyShard1DTrainingCore(TrainingMixin, FSDPTest):
         shards=["even", "uneven", "empty"],
     )
     def test_each_optimizer(self, optim_cls, ndim, shards):
-        """Optimizers of vectors and matrices. If shards are empty, the first rank has all there is, a row."""
+        """Each optimizer updates sharded vectors and matrices. In the "empty" case only the first rank has a row."""
         rows = {"even": 2 * self.world_size, "uneven": 2 * self.world_size - 1, "empty": 1}[shards]
         ref_model = filled(nn.RMSNorm(rows) if ndim == 1 else nn.Linear(3, rows, bias=False)).to(self.device)
         model = fully_shard(self._replica(ref_model))

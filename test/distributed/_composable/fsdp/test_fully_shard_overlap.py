@@ -212,7 +212,7 @@ class TestFullyShardOverlap(FSDPTest):
             self.assertLessEqual(found, at_most)
 
     def _models(self, compute_ms: float, layers: int = LAYERS, together: int = 1, **kwargs: Any) -> tuple[Any, Any]:
-        """A plain model, and a sharded copy after one step. So many layers of one parameter each are in a group."""
+        """Return a plain model, and a sharded copy after one step. Each group has ``together`` one-parameter layers."""
         torch.manual_seed(42)
         ref_model = nn.Sequential(*(LinearWithSleep(DIM, compute_ms) for _ in range(layers))).to(self.device)
         for param in ref_model.parameters():
@@ -233,7 +233,7 @@ class TestFullyShardOverlap(FSDPTest):
         model(self._inputs()).sum().backward()
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Run one step and compare its gradients with a plain model's. A read before a late collective changes them."""
+        """Compare the gradients of a step with a plain model's. They differ if FSDP reads before a collective ends."""
         model.zero_grad()
         self._step(model)
         ref_model.zero_grad()
@@ -364,7 +364,7 @@ class TestFullyShardOverlap(FSDPTest):
             def train(with_event: bool) -> None:
                 for _ in range(iterations):
                     self._step(model)
-                    with implicit_replication():  # because of optimizer_ignored_parameters_break_foreach
+                    with implicit_replication():  # because of the defect optimizer_ignored_parameters_break_foreach
                         optim.step()
                     if with_event:
                         event = device_module().Event()
@@ -475,7 +475,7 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_host_order(self):
-        """The host issues all-gathers before compute that hides them, a layer early in backward."""
+        """The CPU issues each all-gather before the compute that hides it, in backward one layer ahead."""
         with streams():
             _, model = self._models(0)
             events: list[str] = []

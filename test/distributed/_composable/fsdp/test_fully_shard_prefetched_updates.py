@@ -30,7 +30,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(order=[(0, 1), (1, 0)], trains=[True, False])
     def test_update_after_a_forward_prefetch(self, order, trains):
-        """A forward computes with the values of now, also if the one before has prefetched a layer that had run."""
+        """A forward uses current values, also if the previous forward prefetched a layer that had already run."""
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         ref_model = copy.deepcopy(model)
         shard_each((*model, model))
@@ -50,7 +50,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(prefetches=[False, True])
     def test_update_after_a_forward_of_the_encoder(self, prefetches):
-        """A step between a forward of the encoder alone and a whole forward counts, also for a prefetched decoder."""
+        """A full forward uses the result of a step after an encoder forward, which may have prefetched the decoder."""
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         ref_model = copy.deepcopy(model)
         shard_each((*model, model))

@@ -55,7 +55,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)])
     def test_set_separate_reduce_scatter_group(self, shape):
-        """Reductions use one new group of the same ranks. Gradients stay bitwise the same."""
+        """Reduce-scatters use one new group of the same ranks. Gradients stay bitwise the same."""
         mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
@@ -97,8 +97,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     """A separate process group for the reductions over shards.
 
-    Each test has its own ranks and does not destroy its groups. Torch 2.13 gives a new group the name of a destroyed
-    one of the same ranks, and then its ranks do not find each other.
+    Each test has its own ranks and does not destroy its groups. PyTorch 2.13 gives a new group the name of a destroyed
+    group with the same ranks, and the new group's ranks then do not connect.
     """
 
     world_size = at_most(4)
@@ -181,7 +181,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_DP_MESH_DIMS)
     @skip_if_lt_x_gpu(2)
     def test_without_shards(self):
-        """A module that only replicates has no reduce-scatter to move."""
+        """The setter raises on a module that only replicates, because it has no reduce-scatter."""
         mesh = self._mesh(self.world_size)
         model: Any = distribute_module(nn.Linear(4, 4, device=self.device), mesh)
         dims = torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(replicate="shard")

@@ -1,4 +1,4 @@
-"""A model of which an iteration was broken off trains again after ``reset_iter_state``."""
+"""After an exception in an iteration and ``reset_iter_state``, a model trains again."""
 
 from __future__ import annotations
 
@@ -135,16 +135,8 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
         """A reset drops gradients that were accumulated without reduction, as its docstring says.
 
-        It does not before 2.15 (seen in 2.13.0, 2.14.1). The unsharded gradients of the microbatches before the
-        exception stay on the unsharded parameters. ``zero_grad`` does not clear them there, and they are reduced with
+        Before 2.15 they stay on the unsharded parameters, where ``zero_grad`` does not clear them, and are reduced with
         the gradients of the next step.
-
-            model = fully_shard(nn.Linear(2, 2))
-            model.set_requires_gradient_sync(False)
-            model(x).sum().backward()
-            model.reset_iter_state()
-            model.set_requires_gradient_sync(True)
-            model(x).sum().backward()  # a gradient twice as large as it should be
         """
         param_dtype = None if reduce_dtype is None else torch.bfloat16
         kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
@@ -162,14 +154,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
         """If backward raises inside a module, a reset drops the gradients that the module already has.
 
-        It does not before 2.15 (seen in 2.13.0), for the same reason as above. Autograd has stored the gradients on the
-        unsharded parameters, and the exception comes before they are reduced.
-
-            model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-            model[0].register_forward_hook(lambda m, a, out: out.register_hook(raise_once) and None)
-            model(x).sum().backward()  # raises, with the gradient of model[1] in place
-            model.reset_iter_state()
-            model(x).sum().backward()  # a gradient of model[1] twice as large as it should be
+        Before 2.15 they stay on the unsharded parameters, because the exception comes before they are reduced.
         """
         model = self._mlps()
         self._seed()

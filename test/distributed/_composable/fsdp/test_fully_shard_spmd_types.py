@@ -171,7 +171,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         return Layer(case.index_in(mesh, dims), case.size_of(dims)).to(self.device)
 
     def _types(self, case: Case, mesh: DeviceMesh, on_dp: bool = True) -> dict[str, dict[Any, Any]]:
-        """The types of the layer's parameters by process group, without FSDP's dimensions if ``on_dp`` is false."""
+        """The types of the layer's parameters by process group. If ``on_dp`` is false, only those on tp."""
         of_tp = {"rows": spmd.S(0), "scale": spmd.R, "shift": spmd.I}
         found: dict[str, dict[Any, Any]] = {}
         for name in WHOLE:
@@ -471,7 +471,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_axis_of_one_rank(self):
-        """spmd-types omits a mesh dimension of one rank, so it has no type. It changes nothing."""
+        """A mesh dimension of one rank, which has no type because spmd-types omits it, changes nothing."""
         mesh = mesh_of(("dp", "tp"), (4, 1))
         layer = Layer().to(self.device)
         self._annotated(layer, self._types(Case(("dp", "tp"), (4, 1)), mesh))

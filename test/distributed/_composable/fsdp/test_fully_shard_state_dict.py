@@ -272,7 +272,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pin_memory=[True, False], rows=[4, 5])
     def test_offloaded_parameters_are_pinned(self, pin_memory, rows):
-        """They are from the start, also with padding, and are pinned anew after values were assigned."""
+        """If requested, offloaded parameters are pinned from the start, and again after a load with ``assign=True``."""
         model = nn.Linear(3, rows, bias=False)
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
         self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
@@ -314,7 +314,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(index=[0, 2])
     def test_state_dict_of_one_module_of_a_group(self, index):
-        """It is sharded, whichever module of a group it is of."""
+        """The state dict of each module of a parameter group is sharded."""
         model = self._two_linears(5)
         fully_shard([model[0], model[2]], reshard_after_forward=False)
         fully_shard(model)(self._rows_of(self.rank))
@@ -353,7 +353,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         ],
     )
     def test_get_and_set_model_state_dict(self, dim, options):
-        """State dicts of torch.distributed.checkpoint save and load the whole model."""
+        """``get_model_state_dict`` and ``set_model_state_dict`` save and load the full model with all options."""
         full, offload, broadcast = options.full_state_dict, options.cpu_offload, options.broadcast_from_rank0
         ref_model = self._two_linears(dim)
         whole = ref_model.state_dict()
@@ -441,7 +441,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             if index == 1:
                 self._load_states(model, optim, self._states(models[0], optims[0], "full"), "full")
                 check_sharded_parity(self, ref_model, model)
-            for step in (2 * index, 2 * index + 1):  # loading an optimizer's state runs a step, too
+            for step in (2 * index, 2 * index + 1):  # loading an optimizer's state also runs a step
                 # All ranks have the same rows, so the mean over two ranks equals that over four.
                 for each, each_optim in ((ref_model, ref_optim), (model, optim)):
                     each(self._rows_of(0, step)).square().sum().backward()
@@ -454,7 +454,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     def test_strict_errors(self, wrong):
         """Every rank raises an error that names the wrong entry, as with a plain module.
 
-        Torch loads all valid entries before it raises, so only the parameter in the error is unchanged.
+        PyTorch loads all valid entries before it raises, so only the parameter in the error is unchanged.
         """
         model = self._shard_two_linears(self._two_linears(5))
         inp = self._rows_of(self.rank)
@@ -499,14 +499,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     def test_backward_after_load(self):
         """If weights are loaded between forward and backward, backward raises as in a plain module.
 
-        It does not (seen with torch 2.13.0, 2.11.0 and 2.9.1). In a plain module autograd detects the change by the
-        version of the weights. FSDP gathers the new values into the tensors that autograd saved, without a new version.
-        The gradients are silently wrong: they mix new weights with old activations. On one rank or more::
-
-            model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-            loss = model(torch.ones(1, 2)).sum()
-            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-            loss.backward()  # a plain module raises here
+        With the known defect, FSDP all-gathers the new values into the tensors that autograd saved, without a new
+        version. The gradients are silently wrong: they mix new weights with old activations.
         """
         plain, model = self._two_linears(5), self._shard_two_linears(self._two_linears(5), reshard_after_forward=False)
         other = self._two_linears(5, 43)

@@ -48,7 +48,7 @@ def shard_layers(model: Layers, **kwargs: Any) -> Layers:
 
 
 def prepare_custom_collectives(model: Any) -> None:
-    """Each layer's collectives use their buffers again and again."""
+    """Set custom collectives that reuse their buffers, in each layer."""
     for layer in model:
         numel = sum(param.numel() for param in layer.parameters())
         layer.set_custom_all_gather(ReusingAllGather(numel))
@@ -56,7 +56,7 @@ def prepare_custom_collectives(model: Any) -> None:
 
 
 def prepare_optimizers_in_backward(model: Any, names: str = "") -> None:
-    """Each parameter whose name ends so takes a step as soon as it has a gradient."""
+    """Step each parameter whose name ends with ``names`` in a hook, as soon as it has its gradient."""
 
     def take(param: nn.Parameter, optim: torch.optim.Optimizer) -> None:
         optim.step()
@@ -73,7 +73,7 @@ def prepare_kept_last_layer(model: Any) -> None:
 
 
 def train_after_event(model: Any, inp: torch.Tensor) -> None:
-    """Forward waits for the optimizer only, and not for what the current stream does after it."""
+    """The all-gathers of forward wait for the optimizer's event, not for later work of the current stream."""
     streams = torch.get_device_module(inp.device.type)
     model.set_post_optim_event(streams.current_stream().record_event())
     train(model, inp)
@@ -93,7 +93,7 @@ def train_with_states(model: Any, inp: torch.Tensor) -> None:
 
 
 def train_unused_prefetch(model: Any, inp: torch.Tensor) -> None:
-    """Backward has to wait for parameters that were gathered and never used."""
+    """Backward has to wait for an all-gather of parameters that are never used."""
     loss = model(inp, used=(0, 1)).sum()
     model[2].unshard(async_op=True)
     loss.backward()
@@ -108,7 +108,7 @@ def train_unsharded_by_hand(model: Any, inp: torch.Tensor) -> None:
 
 
 def train_after_interruption(model: Any, inp: torch.Tensor) -> None:
-    """A step that ends within forward, and one that ends within backward, are given up."""
+    """Train after an exception in forward and a reset, and an exception in backward and a reset."""
     model[0].set_modules_to_forward_prefetch([model[1]])
     model[2].unshard(async_op=True)
     with contextlib.suppress(Interrupted):
@@ -132,7 +132,7 @@ def interrupt(*args: object) -> None:
 
 
 def shard_together(model: Layers, **kwargs: Any) -> Layers:
-    """The first two layers share a group of parameters."""
+    """The first two layers are one parameter group."""
     return shard_each([[model[0], model[1]], model], **kwargs)
 
 
@@ -246,7 +246,7 @@ class TestFullyShardStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early")
     def test_optimizer_in_backward_of_some_parameters_with_offload(self):
-        """The first parameter of each group has no hook."""
+        """Only biases have hooks, so the first parameter of each group has none."""
         prepare = partial(prepare_optimizers_in_backward, names="bias")
         self._check_order(prepare=prepare, host_waits=["copy", "event"], **PINNED)
 
@@ -309,7 +309,7 @@ class TestFullyShardStreamOrderHSDP(StreamOrderTest):
     @skip_if_lt_x_gpu(4)
     @subtests(param_dtype=[None, torch.bfloat16], prefetch=[False, True])
     def test_reshard_after_forward_to_pairs(self, param_dtype, prefetch):
-        """Backward gathers copies that forward has made, from two ranks each."""
+        """Backward all-gathers over pairs of ranks, from the local shards that the reshard after forward has copied."""
 
         def prepare(model):
             if prefetch:

@@ -1,6 +1,6 @@
 """FSDP2 trains like plain data parallelism, however modules are wrapped, grouped, called and combined.
 
-The reference is the unsharded model, whose gradients the tests average. Every rank has its own data. It compares
+The reference is the unsharded model, whose gradients the tests average. Every rank has its own data, and compares
 losses, gradients before each step and parameters after it.
 """
 
@@ -150,7 +150,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_param_registration_after_forward(self, reshard_after_forward):
-        """A module that reshards after forward registers shards, others whole parameters. The default root is whole."""
+        """After forward, parameters are DTensors if the module reshards, else unsharded. By default a root does not."""
         manual_seed(42)
         model = filled(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
@@ -185,15 +185,9 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     def test_param_registration_after_partial_reshard(self, rows):
         """After a reshard over two of four ranks, the registered DTensor has the parameter's values.
 
-        It does not if two ranks split the rows differently than two pairs of four ranks (seen in 2.9.1, 2.11.0 and
-        2.13.0). Of five rows, four ranks have 2, 2, 1 and 0. After forward, two ranks keep 4 rows and 1 row, but the
-        DTensor claims 3 and 2. The fourth row is missing, and the last row is padding. The all-gather from these shards
-        is right.
-
-            linear = fully_shard(nn.Linear(1, 5), reshard_after_forward=2)  # on four ranks
-            weight = linear.weight.full_tensor()
-            linear(x)
-            linear.weight.full_tensor()  # not equal to weight
+        With the known defect it does not, if two ranks split the rows differently than two pairs of four ranks. Of five
+        rows, four ranks have 2, 2, 1 and 0. After forward, two ranks keep 4 rows and 1 row, but the DTensor claims 3
+        and 2. The all-gather from these shards is right.
         """
         model = filled(nn.Linear(2, rows, device=self.device))
         before = [param.detach().clone() for param in model.parameters()]
@@ -275,7 +269,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             optim_cls=torch.optim.Adam,
             foreach=True,
         )
-        dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
+        dist.barrier()  # the ranks are threads that share the swap mode, so none may leave it before all are done
 
     def _check_dtypes(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -312,7 +306,7 @@ class SingleGroupTest(TrainingMixin):
         self._check_training(ref_model, model, next_batch, step=step, compare=check_sharded_parity, optim_cls=optim_cls)
 
 
-# The calls that are delayed. Each rank has its own delay, so a rank that does not wait for the others reads too early.
+# The calls that are delayed, on odd ranks twice as long, so that a rank that does not wait for others reads too early.
 # Without streams nothing overlaps on a rank, so one run with all delays is enough.
 MOMENTS = ("after forward", "before all-gather", "before reduce-scatter", "before optimizer")
 
@@ -374,7 +368,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(backwards=[1, 2])
     def test_offloaded_gradients_are_there_after_backward(self, backwards):
-        """The host may read them at once, without waiting for the device. Those of a second backward are added."""
+        """After backward the host may read offloaded gradients at once. A second backward adds its gradients."""
         layer = nn.Linear(4, self.world_size, bias=False, device=self.device)
         fully_shard(layer, offload_policy=CPUOffloadPolicy())
         for _ in range(backwards):
@@ -672,7 +666,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def _backward_in_chunks(
         self, model: Any, tokens: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The loss, and the head's gradients after each chunk. The body and the head have outputs of this dtype."""
+        """Return the loss, and the head's gradients after each chunk. Body and head must have outputs of this dtype."""
         head_grads = []
 
         def after_chunk(output: torch.Tensor) -> None:
@@ -796,7 +790,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "utils"])
     def test_double_forward_with_nested_fsdp_and_checkpoint(self, reshard_after_forward, checkpoint_impl):
         """Two forwards come before one backward. A recomputed module stays unsharded until its gradients are computed,
-        so no collective is added.
+        so recomputation adds no collective.
         """
         manual_seed(42)
         model = tiny_transformer(n_layers=2, max_seq_len=32, checkpoint_activations=checkpoint_impl == "utils")
@@ -890,7 +884,8 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
                 loss_of(each(inp)).backward()
             check(model.parameters())
             check(param.grad for param in model.parameters())
-            # Whole in forward, except for the layer whose forward has not begun, and shards before and after.
+            # All parameters are sharded before forward, and after backward like the gradients. In between the hooks see
+            # unsharded parameters, except for the two of ``model[1].in_proj``, whose own forward has not begun.
             self.assertEqual(seen, [8, 0, 2, 8, 8])
             average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
@@ -944,7 +939,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(name=["weight", "bias"])
     def test_any_shared_parameter_of_a_group(self, name):
-        """The error is not only about the first parameter of a group."""
+        """FSDP rejects any parameter that two groups share, not only the first one of a group."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         setattr(model[1], name, getattr(model[0], name))
         shard_each([*model, model])
@@ -971,7 +966,7 @@ def _is_accumulation(**case: Any) -> bool:
     if not case["reshard_after_backward"] and (
         case["reshard_after_forward"] is not False or case["mode"] == "some_mlps"
     ):
-        return False  # after a reshard in forward it is gathered again anyway
+        return False  # a group that was resharded in forward is all-gathered in backward anyway
     if case["offload"] and case["reshard_after_forward"] is not True:
         return False
     return not case["reduce_scatter_only"] or case["hybrid"]  # otherwise there is no all-reduce
@@ -1098,7 +1093,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_is_refused_with_tp(self):
-        """FSDP reshards no DTensors to a smaller mesh, and rejects a 3D DTensor."""
+        """With TP, FSDP rejects resharding to a smaller mesh, and parameters on a TP mesh of three dimensions."""
         mesh = self._mesh(self.world_size, 1, names=("dp", "tp"))
         model = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(self.device), mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
@@ -1247,7 +1242,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             self.assertEqual(len(streams), 3 * FEW)
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})
         self.assertEqual({id(internals.comm_context(mlp)) for mlp in model}, {id(contexts[0])})
-        # Older versions of torch keep these events in the groups.
+        # Older versions of PyTorch keep these events in the parameter groups.
         self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {}, may_be="empty")
 
 

@@ -1,4 +1,4 @@
-"""Shards of DTensors whose rows do not divide by the ranks."""
+"""Local shards of parameters whose number of rows is not a multiple of the number of ranks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class TestFullyShardShardedParameterDTensor(InitTest):
     def test_uneven_and_empty_shards(self):
         """A layer may have fewer rows than ranks, or rows that do not divide evenly.
 
-        Full parameters have the original values, Adam steps like on a plain layer, and another model loads the state
-        dict.
+        Unsharded parameters have the initial values, Adam steps like on a plain layer, and another model loads the
+        state dict.
         """
         self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
 
     @skip_if_lt_x_gpu(1)
     def test_rows_stay_in_order_with_tensor_parallelism(self):
-        """Tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
+        """``full_tensor()`` has all rows in order if FSDP shards the three rows of each TP rank unevenly."""
         layer, _ = self._layer("colwise", 6)
         actual = layer.weight.full_tensor()
         with torch_defect("dtensor_uneven_rows_with_tp_are_reordered"):
@@ -59,7 +59,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
-        """The same holds if tensor parallelism sharded first, along the same or another dimension."""
+        """Like :meth:`test_uneven_and_empty_shards`, after TP has sharded the same or another dimension."""
         self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
         self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
 
@@ -68,14 +68,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
     def test_rank_without_rows(self):
         """If tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
 
-        The all-gather works, but the reduction raises "_chunk_cat expects non-empty tensor" (seen with torch 2.13.0,
-        2.11.0 and 2.9.1). The operator rejects the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
-        On two ranks, without tensor parallelism::
-
-            layer = nn.Linear(4, 4)
-            layer.nothing = nn.Parameter(torch.empty(0, 4))
-            fully_shard(layer).register_forward_hook(lambda layer, args, out: out + layer.nothing.sum())
-            layer(torch.ones(2, 4)).sum().backward()
+        With the known defect, the all-gather works, but the reduction raises, because it rejects an empty gradient.
         """
         self._test_uneven_and_empty_shards("colwise", 1)
 

@@ -48,7 +48,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def unsharded(model: Any) -> Parameters:
-    """The unsharded parameters of all groups by name. The modules are resharded afterwards.
+    """Unshard all modules, reshard them, and return the unsharded parameters by name.
 
     FSDP reuses these objects, so they show later where their memory is and whether it is freed.
     """

@@ -1,4 +1,4 @@
-"""Models that FSDP2 groups, shares or calls in unusual ways."""
+"""Models for tests of FSDP2, with grouped modules, shared parameters or unusual calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkedHeadModel(nn.Module):
         return hidden if skip_head else self.head(hidden)
 
     def shard(self, grouped: bool = True, inner: dict[str, Any] | None = None, **kwargs: Any) -> ChunkedHeadModel:
-        """Group norm, head and a tied embedding, or wrap each module alone. ``inner`` does not apply to the root."""
+        """Wrap norm, head and a tied embedding as one group, or each module alone. ``inner`` is not for the root."""
         tied = self.head.weight is self.embed.weight
         group = [self.norm, self.head, *([self.embed] if tied else [])]
         units = [group] if grouped else [[module] for module in group]
@@ -71,7 +71,7 @@ class RaisesOnDemand(nn.Module):
 
 
 class CallsHead(nn.Linear):
-    """A layer that can also call a head. It returns its own output, and keeps that of the head."""
+    """A layer that can also call a head. It returns its own output, and keeps the head's output."""
 
     kept: torch.Tensor
 

@@ -124,7 +124,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(other_dim=[False, True])
     def test_train_parity_2d_transformer(self, other_dim):
-        """With sequence parallelism a norm sees a part of the sequence, so its gradient is also summed over tp ranks.
+        """With sequence parallelism a norm sees a part of the sequence, so its gradient is also summed over TP ranks.
 
         The gradients of two microbatches are reduced together. FSDP shards either the first dimension or the one that
         tensor parallelism does not shard.
@@ -207,7 +207,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         policy = CPUOffloadPolicy(pin_memory=False)
         model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing=False, offload_policy=policy)
 
-        # Older versions of torch issue one reduction for each MLP.
+        # Older versions of PyTorch issue one reduction for each MLP.
         reductions = {} if torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK else {REDUCE_SCATTER: 3}
 
         def step(each: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -217,8 +217,8 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
                 loss = loss_of(each(batch))
             with CommDebugMode() as in_backward:
                 loss = backward(loss)
-            # Forward has one after each row-sharded layer. Backward has one for each column-sharded layer except the
-            # first, whose input needs no gradient.
+            # Forward has an all-reduce after each row-sharded layer. Backward has one for each column-sharded layer
+            # except the first, whose input needs no gradient.
             self.assertEqual(dict(in_forward.get_comm_counts()), {ALL_REDUCE: 3})
             self.assertEqual(dict(in_backward.get_comm_counts()), {ALL_REDUCE: 2, **reductions})
             for param in each.parameters():
@@ -413,7 +413,7 @@ class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(other=["plain", "FSDP1 on 4", "FSDP2 and TP on 2x2"])
     def test_checkpoint_of_other_layout(self, other):
-        """Training resumes from checkpoints of other layouts, and other layouts resume from its checkpoints."""
+        """Training resumes from checkpoints of other layouts, and other layouts resume from checkpoints of this one."""
         self._check_goes_on("FSDP2 and TP on 2x2x2", other)
         self._check_goes_on(other, "FSDP2 and TP on 2x2x2")
 
@@ -461,7 +461,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_fsdp_state_enable_extension(self):
-        """For a submesh FSDP1 uses the extension for DTensors."""
+        """On a submesh, which implies tensor parallelism, FSDP1 uses ``DTensorExtensions``."""
         mesh = make_mesh(*SQUARE, names=("dp", "tp"))
         self.assertIs(type(self._extension(mesh["dp"])), internals.tensor_parallel_fsdp.DTensorExtensions)
 
@@ -487,7 +487,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False], norm_type=[2.0, 1.0, math.inf])
     def test_clip_grad_norm(self, use_orig_params, norm_type):
-        """All ranks get the norm of the whole model."""
+        """All ranks get the norm of all gradients of the model."""
         model = self._fsdp1_run(use_orig_params=use_orig_params).model
         plain = filled(SimpleModel().to(self.device), seed=0)
         for each in (model, plain):
@@ -509,7 +509,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank(self):
-        """Training is right if tensor parallelism uses all ranks and FSDP shards over one rank."""
+        """Training equals a plain model's if tensor parallelism uses all ranks and FSDP shards over one rank."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
 
     @with_comms
@@ -526,7 +526,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_2d_extension(self):
-        """FSDP1 uses the extension for DTensors only on a submesh. A root mesh has no tensor parallelism."""
+        """FSDP1 uses ``DTensorExtensions`` only on a submesh. On a root mesh there is no tensor parallelism."""
         square, line = make_mesh(*SQUARE, names=("dp", "tp")), make_mesh(self.world_size)
         self.assertIs(type(self._extension(square["dp"])), internals.tensor_parallel_fsdp.DTensorExtensions)
         self.assertIsNone(self._extension(line))
@@ -586,9 +586,10 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_of_flat_parameters(self):
-        """The same holds for DSD with flat parameters, also on ranks that share none with rank 0.
+        """DSD gets the same optimizer states from flat parameters, also in shard groups without rank 0.
 
-        Each broadcast is from a rank of its group. With the defect it is not, and here it is nevertheless.
+        The source of each broadcast must be in the group of the broadcast. With the defect it is not. The test then
+        broadcasts from the first rank of the group.
         """
         run = self._fsdp1_run(use_orig_params=False).train(range(1))
         original, sources = dist.broadcast_object_list, []
@@ -636,7 +637,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(pairwise=True, shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
     def test_fsdp1_tp_2d_set_full_state_dict(self, shape, model_class):
-        """A run with sharded states loads a checkpoint of full tensors. The test above covers the optimizer."""
+        """A run with sharded states loads a checkpoint of full model parameters."""
         path = os.path.join(self.temp_dir, f"{shape} {model_class.__name__}")
         source = Run(Layout((4,), lambda model, mesh: FSDP(model, device_mesh=mesh)), model_class=model_class)
         source.train(range(2))
@@ -671,7 +672,7 @@ class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(8)
     def test_3d_state_dict(self):
-        """Another run loads the states of one run, with uneven rows."""
+        """A run loads the sharded model state of another run, with uneven rows."""
         model_class = SimpleModelUneven
         run = self._fsdp1_run(CUBE, model_class=model_class).train(range(1))
         other = self._fsdp1_run(CUBE, seed=1, model_class=model_class)

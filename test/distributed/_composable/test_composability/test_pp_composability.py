@@ -1,4 +1,4 @@
-"""Pipelines with other parallelism in their stages: FSDP2, DDP, replicate, HSDP, tensor parallelism, checkpoints.
+"""Pipelines with FSDP2, DDP, ``replicate``, HSDP or tensor parallelism in their stages, and their checkpoints.
 
 The reference is the whole plain model on the same microbatches. Its gradients are averaged over the data-parallel
 ranks.
@@ -85,7 +85,7 @@ def by_block(modules: Iterable[nn.Module]) -> nn.Sequential:
 
 
 def part_of(plain: nn.Module, blocks: nn.Module) -> nn.Sequential:
-    """The same blocks of the plain model."""
+    """Return the blocks of the plain model that have the names of ``blocks``."""
     return nn.Sequential(OrderedDict((name, plain.get_submodule(name)) for name, _ in blocks.named_children()))
 
 
@@ -102,10 +102,11 @@ class PipelineTest(PipelineMixin, FSDPTest):
     """The base class of the test cases in this file."""
 
     def _test_3d(self, data: int, schedule: str, param_dtype: torch.dtype) -> None:
-        """Compare losses, gradients and parameters of several steps on a mesh for data, pipeline and tensors.
+        """Compare with a plain model on a mesh for data, pipeline and tensors.
 
-        In bfloat16, tensor-parallel ranks round their partial sums. The plain bfloat16 model does not, so the test
-        compares with a tolerance.
+        In float32 the losses, gradients and parameters of several steps are compared, in bfloat16 the losses and
+        gradients of one step. In bfloat16, tensor-parallel ranks round their partial sums. The plain bfloat16 model
+        does not, so the test compares with a tolerance.
         """
         mesh = self._mesh(data, 2, 2, names=("data", "pipeline", "tensor"))
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -162,7 +163,7 @@ class ComposabilityTest(PipelineTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
-        """FSDP2 shards over one rank. The class below has two."""
+        """Tensor parallelism and a pipeline have two ranks each, FSDP2 has one (two in ``ThreeDimensionsTest``)."""
         self._test_3d(1, schedule, param_dtype)
 
     @skip_if_lt_x_gpu(4)
@@ -218,7 +219,7 @@ class ComposabilityTest(PipelineTest):
     def _distributed(
         self, kind: str, plain: nn.Sequential, mesh: DeviceMesh
     ) -> tuple[nn.Module, Callable[[Batch], torch.Tensor]]:
-        """The blocks that this rank has of a copy of the model, under a schedule or FSDP2, and what trains them."""
+        """Return this rank's blocks of a copy of the model, under a schedule or FSDP2, and the function of a step."""
         if kind == "FSDP2":
             whole = shard_stage(copy.deepcopy(plain), mesh=self._mesh(4))
             return whole, functools.partial(microbatched, whole)

@@ -88,7 +88,7 @@ OFFLOADED = {
 
 
 class TestStatefulObj:
-    """An object that saves itself with its own methods. It holds numbers that only this rank has."""
+    """An object with ``state_dict`` and ``load_state_dict``. It holds values that only this rank has."""
 
     __test__ = False
 
@@ -104,7 +104,7 @@ class TestStatefulObj:
 
 
 class TestTrainState:
-    """Numbers and bytes that belong to a training."""
+    """The progress of a training, saved as a tensor and as bytes."""
 
     __test__ = False
 
@@ -124,7 +124,7 @@ class TestTrainState:
 
 
 class Training:
-    """A run with everything that is saved with it, by name."""
+    """A run, and the other objects that are saved with it."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.run = Run(layout, seed)
@@ -156,7 +156,7 @@ class Training:
 
 
 class LateWriter(FileSystemWriter):
-    """A writer that starts only on a signal, as if all training until then had been faster."""
+    """A writer that waits for a signal, so that the test can run steps before files are written."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -204,7 +204,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self._check_loads_into_plain(second.run)
 
     def _check_loads_into_plain(self, run: Run) -> None:
-        """A plain optimizer can load the full state of the parallel one, and then equals that of a plain training."""
+        """A plain optimizer can load the full state of the parallel one. The state equals that of plain training."""
         osd = get_optimizer_state_dict(run.model, run.optim, options=StateDictOptions(full_state_dict=True))
         plain = UnevenLayers().to(self.device)
         optim = torch.optim.Adam(plain.parameters(), lr=1.0)
@@ -269,7 +269,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(use_async_staging=[False, True])
     def test_stager_is_used_again(self, use_async_staging):
-        """Each of three saves with one stager has the values of its time (pytorch#183413)."""
+        """Each of three saves with one stager has the values from the time of this save (pytorch#183413)."""
         if use_async_staging and (why := accelerator.current().lacks("pinned_memory")):
             self.skipTest(why)
         options = StagingOptions(
@@ -297,7 +297,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(1)
     def test_staging_waits_for_the_device(self):
-        """The states are not copied before the device has done what it was given before."""
+        """``stage`` copies the states only after the device has finished its queued work."""
         state, stager = Run(TYPES["FSDP2"]).state_dict(), DefaultStager(StagingOptions())
         began = host_time()
         delay_device(DELAY_MS)
@@ -389,7 +389,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_async_save_that_fails(self, model_type):
-        """One rank cannot write. The future says so on all ranks, and training continues."""
+        """If one rank cannot write, the future raises on all ranks, and training continues."""
 
         class BrokenWriter(FileSystemWriter):
             def write_data(writer, *args: Any, **kwargs: Any) -> Any:
@@ -441,13 +441,13 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             for key in ("exp_avg", "exp_avg_sq"):
                 self.assertEqual(state[key], wanted[f"{name}.{key}"], rtol=0, atol=0, exact_device=False)
 
-    # More than steps.
+    # Saves of more state, or at other moments.
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_scheduler_and_random_state(self):
-        """If its learning rate and random state are saved too, a training continues bit for bit."""
+        """If the scheduler and the random states are also saved, training continues bit for bit."""
 
         def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3)).to(self.device)
@@ -539,7 +539,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_save_while_gathered(self):
-        """A forward in eval mode leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
+        """A checkpoint has the shards, also if parameters are unsharded after a forward under ``no_grad``.
 
         Training then continues.
         """
@@ -566,9 +566,9 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_optimizer_state_while_gathered(self):
-        """The same for the optimizer's state dict alone.
+        """``get_optimizer_state_dict`` gets the same states while parameters are unsharded.
 
-        ``get_optimizer_state_dict`` raises a ``KeyError`` in this case, a defect seen with torch 2.13.0.
+        PyTorch 2.13.0 raises a ``KeyError`` (a defect).
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
         expected = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))

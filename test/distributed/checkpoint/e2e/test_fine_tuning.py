@@ -97,7 +97,7 @@ class TestFineTuning(DTensorTestBase):
     world_size = at_most(4)
 
     def _parallel(self, family: str, model: nn.Module) -> nn.Module:
-        """One unit, so that frozen and trained parameters are communicated together."""
+        """Wrap the model as a whole, so that frozen and trained parameters are communicated together."""
         model.to(self.device)
         if family == "FSDP1":
             return FSDP(model, device_mesh=self.mesh, use_orig_params=True)
@@ -204,7 +204,7 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_low_rank_pairs(self, family):
-        """Of low-rank pairs that are trained beside frozen layers, only the pairs are saved."""
+        """If low-rank pairs are trained beside frozen layers, only the pairs are saved. Training resumes from them."""
         path = os.path.join(self.temp_dir, family)
         model = self._parallel(family, filled(LowRankModel(), seed=0))
         optim = adam(model)
@@ -268,7 +268,7 @@ class TestFineTuning(DTensorTestBase):
         model = self._parallel(family, filled(FineTuningModel(), seed=1))
         before = self._full(model)
         msd = {name.removeprefix("pretrain."): value for name, value in get_model_state_dict(model).items()}
-        self.assertEqual(len(msd), 6 + 4 - 2)  # both layers have the same name: the outer one is last
+        self.assertEqual(len(msd), 6 + 4 - 2)  # ``layer1`` replaces ``pretrain.layer1``, which gets the same name
         dcp.load({"model": msd}, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         self.assertEqual(full(msd["layers.0.weight"]), pretrained["layers.0.weight"], rtol=0, atol=0)
         self.assertEqual(full(msd["layer2.weight"]), before["layer2.weight"], rtol=0, atol=0)

@@ -137,7 +137,7 @@ class TestFSDPWithEP(DTensorTestBase):
         return {"model": msd, "optim": osd}
 
     def _own_names(self) -> list[str]:
-        """The names of the parameters that this rank has a part of."""
+        """The names of the parameters of which this rank has a local shard."""
         names = [name for name, _ in TopModel().named_parameters()]
         others = f"second.ep_layers.{1 - self._expert}."
         return [name for name in names if not name.startswith(others)]
@@ -166,11 +166,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on(self):
-        """Training is saved after two steps and loaded into a fresh model. It then continues
-        correctly.
-
-        The reference is a plain model with all experts.
-        """
+        """A fresh model loads the state after two steps, and then trains like a plain model with all experts."""
         self._test_training_goes_on(idle=None)
 
     @torch_defect("dsd_missing_optim_state_raises_key_error")
@@ -196,7 +192,7 @@ class TestFSDPWithEP(DTensorTestBase):
         self._train(model, optim, range(7, 8), idle)
         state = self._states(model, optim)
         dcp.load(state, checkpoint_id=path)
-        # An expert without an optimizer state would be rejected.
+        # A strict load rejects an expert without an optimizer state.
         options = StateDictOptions(strict=idle is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
         set_state_dict(model, optim, **states, options=options)
@@ -218,9 +214,9 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fully_shard(self):
-        """Two ranks have whole experts, and FSDP2 shards their rows over the other mesh dimension.
+        """Expert parallelism shards the experts over one mesh dimension, and FSDP2 shards them over the other.
 
-        The checkpoint is loaded in this layout, with whole experts on four ranks, and with FSDP2 alone.
+        The checkpoint is loaded in this layout, with expert parallelism alone, and with FSDP2 alone.
         """
         shapes = {"2x2": (2, 2), "1x4": (1, 4), "without": (4, 1)}
         meshes = {

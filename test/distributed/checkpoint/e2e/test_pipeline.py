@@ -51,7 +51,7 @@ def stage_of(numbers: list[int], seed: int = 0) -> PipelineModel:
 
 
 def layer_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """Take a step with each layer of this rank. Its gradients depend only on the layer's own values."""
+    """Take a step with each layer of this rank. A layer's gradients depend only on its own values."""
     for layer in model.children():
         if not next(layer.parameters()).is_meta:
             layer(uniform(3, DIM, seed=1)).square().sum().backward()

@@ -121,7 +121,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     def _parallelize(self, model: nn.Sequential, mesh: DeviceMesh, mlps: Sequence[int]) -> None:
         plan: dict[str, Any] = {f"{index}.in_proj": ColwiseParallel() for index in mlps}
         parallelize_module(model, mesh, plan | {f"{index}.out_proj": RowwiseParallel() for index in mlps})
-        model[1].out_proj.requires_grad_(False)  # torch 2.9 loses this
+        model[1].out_proj.requires_grad_(False)  # PyTorch 2.9 loses this flag
 
     def _pair(self, layout: str, seed: int, mlps: Sequence[int] = (0, 1, 2), plain: Any = None, **kwargs: Any) -> Pair:
         """A pair whose second model has this layout. ``kwargs`` go to FSDP; ``mlps`` are the MLPs under TP."""
@@ -154,7 +154,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         return copy.deepcopy({**pair.ref_model.state_dict(), **osd})
 
     def _values(self, msd: dict[str, Any], osd: dict[str, Any]) -> dict[str, Any]:
-        """All values of two state dicts, as full tensors, by name. A collective."""
+        """All values of two state dicts, as full tensors, by name. All ranks must call this."""
         return whole_tree({**msd, **by_parameter(osd)})
 
     def _check(self, found: dict[str, Any], wanted: dict[str, Any], **kwargs: Any) -> None:
@@ -201,7 +201,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @with_temp_dir
     @subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
     def test_save_with_fsdp1_and_load_with_fsdp2(self, kind):
-        """FSDP1's own state dicts, without a mesh."""
+        """FSDP2 loads a checkpoint of FSDP1's own state dicts, from a model without a mesh."""
         saving = self._pair("FSDP1", 0, device_mesh=None, auto_wrap_policy=always_wrap_policy)
         saving.train(range(3))
         configs: tuple[Any, ...] = ()
@@ -254,7 +254,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @with_temp_dir
     @subtests(pair=PAIRS if TEST_WITH_SLOW else FEW_PAIRS)
     def test_every_pair_of_layouts(self, pair):
-        """Each layout is loaded in each other one, with a frozen layer and a shared weight.
+        """Each layout loads checkpoints of the others, with a frozen layer and, without TP, a shared weight.
 
         Tensor parallelism distributes each layer separately, so it makes two weights of a shared one.
         """
