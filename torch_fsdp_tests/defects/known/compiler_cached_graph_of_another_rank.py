@@ -3,7 +3,7 @@
 ``DTensor._stable_hash_for_caching`` gives AOTAutograd's cache the global shape and the placements, but not the shape of
 the local shard. So ranks whose shards differ in shape have the same key, in a cache that the ranks of a machine share
 by default. The first run is right, because each rank compiles its own graph. In a later run a rank can find the graph
-of another one, and raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
+of another rank, and then raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
 """
 
 import torch.distributed as dist

@@ -1,9 +1,9 @@
 """After a save by all ranks with ``enable_plan_caching``, a checkpoint that fewer ranks save lacks data.
 
-``DefaultSavePlanner`` caches its plans under the name of its class as long as the process lives, without the ranks that
-took part. If rank 0 saves alone after all ranks have saved the same state dict, it gets its plan of that save, which
-leaves out what the other ranks wrote. The metadata has all tensors, so the save succeeds and the load raises
-``KeyError``. On another rank, which has no global plan in its cache, the save itself raises.
+``DefaultSavePlanner`` caches its plans under the name of its class until the process ends. The key does not contain the
+ranks that took part. If rank 0 saves alone after all ranks have saved the same state dict, it uses its plan of that
+save, which leaves out what the other ranks wrote. The metadata has all tensors, so the save succeeds and the load
+raises ``KeyError``. On another rank, which has no global plan in its cache, the save itself raises.
 """
 
 import os

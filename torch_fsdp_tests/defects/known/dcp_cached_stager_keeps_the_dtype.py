@@ -1,8 +1,8 @@
 """``BlockingAsyncStager(cache_staged_state_dict=True)`` rounds values to the dtypes of the first ``stage`` call.
 
-The second ``stage`` copies into the tensors of the first, and ``copy_`` converts. It also repeats a tensor that can be
-broadcast to the size of the cached one. The checkpoint then has other values than the model, without an error. For
-other keys and sizes it raises. ``FileSystemWriter(cache_staged_state_dict=True)`` is such a stager as well.
+The second ``stage`` copies into the tensors of the first, and ``copy_`` converts the dtype. It also repeats a tensor
+that can be broadcast to the size of the cached one. The checkpoint then has other values than the model, without an
+error. For other keys and sizes it raises. ``FileSystemWriter(cache_staged_state_dict=True)`` is such a stager as well.
 """
 
 from unittest import mock
@@ -37,7 +37,7 @@ def reproduce(rank, world_size, device, workaround=False):
         fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
         if workaround:
             stager = BlockingAsyncStager(cache_staged_state_dict=True)
-        with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):  # it needs an accelerator
+        with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):  # pin_memory needs an accelerator
             try:
                 actual = stager.stage(model.state_dict())["weight"].to_local()[0].item()
             except Exception:

@@ -1,8 +1,8 @@
 """``HuggingFaceStorageWriter(enable_consolidation=True)`` writes zero for a tensor without dimensions.
 
 With ``save_distributed`` and ``enable_consolidation`` each rank writes its shards, which are then copied into files of
-full tensors. The copy takes a tensor without dimensions, which has one element, for one without elements, and copies
-nothing. So a learned temperature or scale is zero in these files.
+full tensors. The copy treats a tensor without dimensions, which has one element, as a tensor without elements, and
+copies nothing. So a learned temperature or scale is zero in these files.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""With cached plans, no later save succeeds after the first one has failed to plan.
+"""After planning failed in the first ``dcp.save`` with ``enable_plan_caching``, every later save raises.
 
-``DefaultSavePlanner(enable_plan_caching=True)`` caches the plan of a rank when it makes it. If planning then fails, in
-this rank or another, the first rank has not got the plan. The next save finds that the plan has not changed and sends
-none, and the first rank raises because it has none to use.
+``DefaultSavePlanner(enable_plan_caching=True)`` caches the local plan of a rank as soon as it is made. If planning then
+fails on any rank, the coordinator does not receive the plan. In the next save the rank finds that its plan has not
+changed and sends none, and the coordinator raises because it has no plan to use.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""After a save with cached plans has failed, the next checkpoint lacks data or cannot be saved.
+"""With ``enable_plan_caching``, the ``dcp.save`` after a failed one raises, or its checkpoint lacks data.
 
-``DefaultSavePlanner(enable_plan_caching=True)`` caches the global plan in the first rank before the writer has accepted
-it. If ``StorageWriter.prepare_global_plan`` then raises, no rank gets its part. In the next save the first rank finds
-that the global plan has not changed, and tells the ranks to write what they wrote in the last save that succeeded. The
-metadata names all tensors, so the save succeeds, and the load raises ``KeyError``. If none has succeeded before, every
-later save of the process raises.
+``DefaultSavePlanner(enable_plan_caching=True)`` caches the global plan on the coordinator before the writer has
+accepted it. If ``StorageWriter.prepare_global_plan`` then raises, no rank receives its plan. In the next save the
+coordinator finds that the global plan has not changed, and tells the ranks to write what they wrote in the last save
+that succeeded. The metadata names all tensors, so the save succeeds, and the load raises ``KeyError``. If no save has
+succeeded before, every later save of the process raises.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """``HuggingFaceStorageWriter`` silently saves a non-tensor value, which makes its file unreadable.
 
-The writer of DCP's own format puts such values, such as the number of a step, in front of the tensors. This one does
+The writer of DCP's own format puts such values, such as the number of a step, in front of the tensors. This writer does
 the same, but a file of safetensors has to begin with its header. ``dcp.save`` succeeds, and afterwards neither
 ``HuggingFaceStorageReader`` nor safetensors reads any tensor of the file.
 """

@@ -1,8 +1,8 @@
 """``dcp.save`` syncs the metadata file before it is flushed, so that a power cut can leave an empty one.
 
 ``FileSystemWriter`` syncs the file while the last kilobytes are still in Python's buffer, which is everything for a
-small model. Then it closes and renames the file. After a power cut the directory can have an empty metadata file, and
-no other, for a checkpoint that was reported as saved. 2.14 flushes the buffer first.
+small model. Then it closes and renames the file. After a power cut, the only metadata file of a checkpoint that was
+reported as saved can be empty. PyTorch 2.14 flushes the buffer first.
 """
 
 import os

@@ -1,6 +1,6 @@
 """``dcp.async_save`` raises for the sharded state dict of FSDP1 without a ``device_mesh``.
 
-Such a state dict has ``ShardedTensor`` values. ``DefaultStager`` takes them for tensors with one storage and asks for
+Such a state dict has ``ShardedTensor`` values. ``DefaultStager`` treats them as tensors with one storage and asks for
 their ``data_ptr``, which a ``ShardedTensor`` does not have. A storage writer that stages by itself, as
 ``FileSystemWriter`` does, copies the local shards.
 """

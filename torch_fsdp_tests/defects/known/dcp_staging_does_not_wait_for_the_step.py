@@ -1,10 +1,10 @@
 """``DefaultStager`` copies parameters on a stream that does not wait for the step that still changes them.
 
-With asynchronous staging, a thread copies the state dict to the host on a stream of its own. That stream waits for
+With asynchronous staging, a thread copies the state dict to the CPU on a stream of its own. That stream waits for
 nothing. If ``dcp.async_save`` is called while the device still works on the optimizer's step, the checkpoint may have
 values from before the step, or from before and after it. The same holds for what FSDP1 computes for its state dict.
 
-On the CPU it is shown by mocks of streams alone. On a device the reproduction compares the staged values.
+On the CPU, the reproduction uses mocks of streams. On an accelerator, it compares the staged values.
 """
 
 from unittest import mock
@@ -29,10 +29,10 @@ DEFECT = Defect(
 
 
 def staged_on(device):
-    """The smallest and the largest staged value, which the device still computes."""
+    """The smallest and the largest staged value of a weight whose step still runs, and the right values."""
     weight, factor = torch.zeros(1024, 1024, device=device), torch.eye(1024, device=device)
     stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False))
-    stager.stage({"weight": weight}).result()  # makes what the first call makes
+    stager.stage({"weight": weight}).result()  # creates what only the first call creates
     torch.accelerator.synchronize()
     getattr(torch.get_device_module(device.type), "_sleep", id)(10**9)  # cycles
     weight.add_((factor @ factor).sum() / 1024)  # the step: all values become 1
@@ -48,7 +48,7 @@ def reproduce(rank, world_size, device):
 
 
 def waits_of_stand_ins(device):
-    """Whether anybody waited before the copies ended."""
+    """Whether any stream waited before the copies ended, and the right answer."""
     model = fully_shard(nn.Linear(2, 2, bias=False, device=device))
     state_dict = get_model_state_dict(model)
     waits: list[object] = []

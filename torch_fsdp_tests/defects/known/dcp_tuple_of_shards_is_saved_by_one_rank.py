@@ -1,6 +1,6 @@
 """``dcp.save`` saves a tuple of DTensors on one rank only, and ``dcp.load`` gives its shards to all ranks.
 
-``dcp.save`` looks for tensors in dicts and lists. It takes a tuple, including a named one, for a plain object and
+``dcp.save`` looks for tensors in dicts and lists. It treats a tuple, including a named tuple, as a plain object and
 pickles it. Only one rank writes a plain object, so the shards of the other ranks are in no file.
 """
 

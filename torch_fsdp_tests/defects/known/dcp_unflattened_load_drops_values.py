@@ -1,7 +1,7 @@
-"""``load`` with ``DefaultLoadPlanner(flatten_state_dict=False)`` does not load values that are not tensors.
+"""``dcp.load`` with ``DefaultLoadPlanner(flatten_state_dict=False)`` does not load values that are not tensors.
 
 The planner copies the state dict to flatten sharded tensors, which it does by default, and puts what it reads as bytes
-into the copy. So numbers, strings and objects keep what they were before the load, without an error.
+into the copy. So numbers, strings and objects keep their old values, without an error.
 """
 
 import tempfile

@@ -1,7 +1,7 @@
 """``dcp.save`` raises on a file system that does not support ``fsync``.
 
 ``FileSystemWriter`` syncs each file by default, and calls ``os.sync`` for a stream without a file descriptor. A file
-system without ``fsync``, such as some in user space, raises an ``OSError`` (EINVAL or ENOTSUP). The writer takes it for
+system without ``fsync``, such as some in user space, raises an ``OSError`` (EINVAL or ENOTSUP). The writer treats it as
 a failure of the disk, and the save fails after all data was written.
 """
 

@@ -1,4 +1,4 @@
-"""``broadcast_from_rank0`` loads reordered weights if rank 0 has them in ``channels_last``.
+"""``set_model_state_dict`` with ``broadcast_from_rank0`` reorders weights that rank 0 has in ``channels_last``.
 
 Rank 0 broadcasts each tensor as it lies in memory, and the other ranks receive it into a contiguous tensor. So all
 ranks but rank 0 have the right values at wrong indices, and cut their local shards from these. The replicas of a model

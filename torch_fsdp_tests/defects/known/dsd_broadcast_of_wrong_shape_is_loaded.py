@@ -1,8 +1,8 @@
 """``set_model_state_dict`` with ``broadcast_from_rank0`` loads a tensor of the wrong shape without an error.
 
-Each rank takes its part of the broadcast tensor as if that had the parameter's shape, and copies it into its local
-shard. ``copy_`` repeats a single row if the shard has more. The shapes are never compared. Some ranks may raise after
-others have loaded. ``Module.load_state_dict`` raises for such a tensor.
+Each rank cuts its shard from the broadcast tensor as if the tensor had the parameter's shape, and copies it into its
+local shard. ``copy_`` repeats a single row if the local shard has more rows. The shapes are never compared. Some ranks
+may raise after others have loaded. ``Module.load_state_dict`` raises for such a tensor.
 """
 
 import torch

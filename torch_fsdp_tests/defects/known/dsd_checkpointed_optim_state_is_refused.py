@@ -1,9 +1,9 @@
-"""If ``checkpoint_wrapper`` is applied before FSDP1, DSD cannot load its own optimizer state dict.
+"""``set_optimizer_state_dict`` raises for DSD's own state dict if ``checkpoint_wrapper`` is applied before FSDP1.
 
 ``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` uses other names
-for them, and raises because their states are missing. In a flat parameter, these names still have the name of the
-checkpoint wrapper in them. Below a checkpoint wrapper around an FSDP1 instance, they have FSDP1's. Checkpointing that
-is applied after FSDP1, to the modules inside, is not affected.
+for them, and raises because their states are missing. For a flat parameter, these names still contain the prefix of the
+checkpoint wrapper. Below a checkpoint wrapper around an FSDP1 instance, they contain the prefix of FSDP1. Checkpointing
+that is applied after FSDP1, to the modules inside, is not affected.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""``set_optimizer_state_dict`` raises ``KeyError`` if a compiled module's name ends the name of another module.
+"""``set_optimizer_state_dict`` raises ``KeyError`` if a compiled module's name is a suffix of another's name.
 
 For FSDP1 it puts ``_orig_mod`` into the names of a compiled module's parameters. It replaces such a name wherever it
 occurs in a key, also at the end of a longer name. If ``attn`` is compiled and ``cross_attn`` is not, the state of

@@ -1,7 +1,7 @@
 """``set_optimizer_state_dict`` of a flattened state raises ``IndexError`` if a group has no parameters.
 
 The flattened format keeps the settings of a group under the names of its parameters. To read them, DSD takes the first
-parameter of each group of the optimizer, and an empty group has none. Its settings are not in the file either.
+parameter of each group of the optimizer, and an empty group has none. Its settings are not in the state dict either.
 """
 
 from torch import nn, optim

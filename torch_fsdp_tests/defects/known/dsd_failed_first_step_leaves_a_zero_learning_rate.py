@@ -1,4 +1,4 @@
-"""If the optimizer needs a closure, ``get_optimizer_state_dict`` raises and leaves its learning rate at zero.
+"""If the optimizer needs a closure, ``get_optimizer_state_dict`` raises and leaves the learning rate at zero.
 
 To create states, DSD lets a new optimizer step with gradients and a learning rate of zero. If this step raises, as that
 of ``LBFGS`` does without a closure, neither the learning rate nor the gradients are restored. A program that catches

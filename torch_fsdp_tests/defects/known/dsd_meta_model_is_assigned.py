@@ -3,8 +3,8 @@
 If any parameter is on the meta device, ``set_model_state_dict`` passes ``assign=True`` to ``load_state_dict``, although
 the caller did not ask for it. Then each name gets a tensor of its own, in the dtype of the state dict. A model in
 bfloat16 becomes one in float32, and stays so. A shared weight becomes two parameters until FSDP2's first forward shares
-it again. An optimizer that is made before keeps the one that is no longer used, and after its first step DSD cannot
-take its state (``KeyError``).
+it again. An optimizer that is created before that forward keeps the parameter that is no longer used, and after its
+first step DSD cannot take its state (``KeyError``).
 """
 
 import torch

@@ -1,8 +1,8 @@
 """``set_optimizer_state_dict`` raises for a state dict that DSD saved before all parameters had a state.
 
-An optimizer makes a parameter's state in the first step that sees a gradient of it. A branch that was not used yet, or
-a layer that was frozen until now, has none. ``get_optimizer_state_dict`` makes missing states only if the optimizer has
-no state at all. So it saves some, and the load raises because a state is missing.
+An optimizer creates a parameter's state in the first step in which the parameter has a gradient. A branch that was not
+used yet, or a layer that was frozen until now, has none. ``get_optimizer_state_dict`` makes missing states only if the
+optimizer has no state at all. So it saves some, and the load raises because a state is missing.
 """
 
 import torch

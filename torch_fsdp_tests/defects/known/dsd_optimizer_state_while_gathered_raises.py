@@ -1,8 +1,8 @@
 """``get_optimizer_state_dict`` raises ``KeyError: 0`` while the root is unsharded, as after a ``no_grad`` forward.
 
 A forward under ``no_grad`` leaves the root's parameters unsharded. ``get_optimizer_state_dict`` looks for them among
-the optimizer's parameters, which are the sharded ones, and finds none. ``get_model_state_dict`` reshards first, and
-with it ``get_state_dict``, which takes the model's state dict first.
+the optimizer's parameters, which are the sharded ones, and finds none. ``get_model_state_dict`` reshards first.
+``get_state_dict`` works as well, because it takes the model's state dict first.
 """
 
 import torch

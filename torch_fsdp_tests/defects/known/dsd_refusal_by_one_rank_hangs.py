@@ -1,4 +1,4 @@
-"""With ``broadcast_from_rank0``, the other ranks hang if rank 0 raises because its state dict lacks an entry.
+"""``set_optimizer_state_dict`` with ``broadcast_from_rank0`` hangs on other ranks if rank 0's dict lacks a state.
 
 Before the broadcast, ``set_optimizer_state_dict`` checks on rank 0 that each parameter has its state, and
 ``set_model_state_dict`` that each parameter of a compiled model is there. It raises if one is missing. The other ranks

@@ -1,8 +1,8 @@
-"""If the parameters of a saved group are in two groups now, DSD loads the settings into the last one only.
+"""If a saved group is split into two, ``set_optimizer_state_dict`` loads its settings into the last one only.
 
 ``set_optimizer_state_dict`` finds a parameter's saved group by its name, so a program may form other groups than the
-one that saved, for example to leave biases out of the weight decay. But it remembers one group of the optimizer for
-each saved group. If the state dict is full, the other groups keep their own settings, such as the learning rate.
+one that saved, for example to leave biases out of the weight decay. But it remembers only one group of the optimizer
+for each saved group. If the state dict is full, the other groups keep their own settings, such as the learning rate.
 Otherwise they lose all settings, and the next step raises ``KeyError``. A flattened state dict is loaded correctly.
 """
 

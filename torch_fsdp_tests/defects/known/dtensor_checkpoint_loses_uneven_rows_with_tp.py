@@ -2,9 +2,9 @@
 
 Tensor parallelism gives one TP rank 4 of 7 rows, and the other one 3. Over three ranks FSDP2 shards the 4 rows into 2,
 2 and none, and the 3 rows into 1, 1 and 1. DCP saves the rows that ``compute_local_shape_and_global_offset`` returns.
-This assigns the last row to the rank that has none, and nothing to the rank that has it. So the last row is neither
-saved nor loaded, and nothing raises. That holds for a few small sizes: up to 7 rows on 3x2, 17 on 4x2 and 35 on 4x4
-ranks. With more rows ``dcp.save`` raises (``dtensor_checkpoint_of_uneven_rows_with_tp_raises``). Converting such a
+This function assigns the last row to the rank that has none, and nothing to the rank that has it. So the last row is
+neither saved nor loaded, and nothing raises. That holds for a few small sizes: up to 7 rows on 3x2, 17 on 4x2 and 35 on
+4x4 ranks. With more rows ``dcp.save`` raises (``dtensor_checkpoint_of_uneven_rows_with_tp_raises``). Converting such a
 checkpoint into a file of ``torch.save`` raises as well.
 """
 

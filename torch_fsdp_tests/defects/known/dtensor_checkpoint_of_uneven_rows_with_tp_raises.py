@@ -2,8 +2,8 @@
 
 Vocabularies of 50257 on 3x2 and 4x2 ranks (FSDP2 x TP), and of 32001 on 4x2, are examples. Tensor parallelism gives one
 TP rank one row more than the other one, so FSDP2 shards the two halves at different rows. DCP's metadata has the rows
-that ``compute_local_shape_and_global_offset`` returns. This takes the shard of another rank for some ranks, so that
-chunks overlap, or do not cover the tensor, and ``_validate_global_plan`` rejects the plan. For a few small sizes the
+that ``compute_local_shape_and_global_offset`` returns. For some ranks, this function returns the shard of another rank.
+So chunks overlap or do not cover the tensor, and ``_validate_global_plan`` rejects the plan. For a few small sizes the
 plan looks valid: ``dtensor_checkpoint_loses_uneven_rows_with_tp``.
 """
 

@@ -1,7 +1,7 @@
-"""``cumsum(-1)`` of a sharded vector starts again from zero on each rank.
+"""``cumsum(-1)`` of a sharded 1-D DTensor restarts from zero on each rank.
 
 A cumulative sum along the sharded dimension needs all shards, so DTensor gathers them first. But it compares the
-dimension of the sum with the sharded one without counting a negative one from the end. So it takes -1 for another
+dimension of the sum with the sharded one without counting a negative one from the end. So it treats -1 as another
 dimension, and each rank sums its own local shard. ``cumprod`` and ``logcumsumexp`` have the same defect. The result for
 dimension 0 is right. A matrix has the defect with -2, or with -1 if its columns are sharded.
 """

@@ -1,11 +1,11 @@
 """The gradient of ``F.mse_loss`` of a sharded DTensor is too large by the number of ranks.
 
 DTensor has no rule of its own for ``mse_loss_backward``. It derives one from the operators of which this consists, and
-runs them on the global shapes. There the division by the number of elements is a division by some number, so the rule
-lets each rank compute with its own local shard. But ``mse_loss_backward`` itself then divides by the number of the
-shard's elements. The value of the loss is right. This affects penalties on parameters, and losses of outputs that TP
-leaves sharded. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and ``soft_margin_loss`` have the same
-defect. The sum of the squares has right gradients, as does ``l1_loss``.
+runs them on the global shapes. There the number of elements is only a constant, so the rule lets each rank compute with
+its own local shard. But ``mse_loss_backward`` itself then divides by the number of elements of the local shard. The
+value of the loss is right. This affects penalties on parameters, and losses of outputs that TP leaves sharded.
+``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and ``soft_margin_loss`` have the same defect. The sum of
+the squares has right gradients, as does ``l1_loss``.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """``clip_grad_norm_`` with ``norm_type=inf`` over DTensors ignores another rank's NaN.
 
-The largest magnitudes of all ranks are reduced with ``ReduceOp.MAX``, which drops a NaN when it meets a number. Gloo's
-MAX does (which rank's NaN survives depends on its place in the tensor), and so does NCCL's, which is ``fmaxf``. With
+The largest magnitudes of all ranks are reduced with ``ReduceOp.MAX``, which drops a NaN when it meets a number. This
+holds for Gloo (which rank's NaN survives depends on its place in the tensor) and for NCCL, whose MAX is ``fmaxf``. With
 ``error_if_nonfinite=True`` no rank raises, and the step is taken with a NaN in the gradient.
 """
 

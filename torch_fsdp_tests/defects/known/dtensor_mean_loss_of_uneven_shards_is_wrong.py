@@ -1,9 +1,9 @@
 """``F.mse_loss`` of an unevenly sharded DTensor is the average of the local means, and not the mean.
 
 DTensor has no rule of its own for ``mse_loss``, and derives one from the operators of which it consists: squares and a
-mean. Meanwhile it assumes that the mesh has one rank. All shards are even then, so the rule lets each rank take the
-mean of its own local shard, and averages these means. Nothing checks the sizes later. An element of a small shard
-counts more than one of a large shard. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and
+mean. While it derives the rule, it assumes that the mesh has one rank. All shards are even then, so the rule lets each
+rank take the mean of its own local shard, and averages these means. Nothing checks the sizes later. An element of a
+small shard counts more than one of a large shard. ``huber_loss``, ``smooth_l1_loss``, ``binary_cross_entropy`` and
 ``soft_margin_loss`` have the same defect. ``mean`` and ``l1_loss`` are right.
 """
 

@@ -1,9 +1,9 @@
 """``Muon`` raises for an FSDP2 parameter with fewer rows than ranks, such as the weight of a layer with one output.
 
 Muon gathers the momentum, makes it orthogonal, and adds the result to the parameter in place. An operation in place has
-to keep the parameter's placements, so DTensor would have to shard the result alike. It does not shard a tensor with
-fewer rows than ranks, and accepts such placements only if the tensor has them already. So it raises. In 2.11 it worked.
-``weight.add_(replicated)`` raises for the same reason.
+to keep the parameter's placements, so DTensor would have to shard the result in the same way. It does not shard a
+tensor with fewer rows than ranks, and accepts such placements only if the tensor has them already. So it raises. In
+2.11 it worked. ``weight.add_(replicated)`` raises for the same reason.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """``weight.norm(dim=0).sum()`` of an FSDP2 parameter is wrong.
 
-A norm along the sharded dimension leaves each rank with the norms of its part of the columns. DTensor marks them as
-norms that are not reduced yet: their squares have to be added up. The ``sum`` that follows takes them for terms of a
-sum that is not reduced yet. So it adds up the norms of the parts first, and then reduces this sum like a norm. This
-affects the value of penalties such as the group lasso. Their gradients are right.
+A norm along the sharded dimension leaves each rank with the column norms of its local shard. DTensor marks them as
+norms that are not reduced yet: their squares have to be added up. The ``sum`` that follows treats them as terms of a
+sum that is not reduced yet. So it adds up the norms of each local shard first, and then reduces this sum like a norm.
+This affects the value of penalties such as the group lasso. Their gradients are right.
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
 """Gradient accumulation outside ``no_sync()`` is wrong for a flat parameter of one element.
 
 The unsharded flat parameter and each local shard then have the same size. FSDP1 distinguishes a reduced gradient from
-one that was accumulated in ``no_sync()`` by its size. So it takes the reduced shard for a local gradient, adds the next
+one that was accumulated in ``no_sync()`` by its size. So it treats the reduced shard as a local gradient, adds the next
 local gradient to it, and reduces the sum again. With ``use_orig_params=True`` the flat parameter has at least one
 element for each rank.
 """

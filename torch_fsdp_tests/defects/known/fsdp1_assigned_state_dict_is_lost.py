@@ -1,4 +1,4 @@
-"""``load_state_dict(assign=True)`` reports that all keys matched, but loads no parameter.
+"""``load_state_dict(assign=True)`` of an FSDP1 model reports that all keys matched, but loads no parameter.
 
 While FSDP1 loads, the parameters are views of the unsharded flat parameter, which it copies back into the local shards
 afterwards. With ``assign=True`` the module gets the tensors of the state dict instead, and nothing is written into the

@@ -1,10 +1,10 @@
-"""A policy wraps a module that has two places in the model only in the first one, so forward is wrong in the second.
+"""``auto_wrap_policy`` wraps a shared module only in its first place, so forward is wrong in the second.
 
-FSDP1 puts its instance into the place where it meets the module first. It does not come to the module again, neither
-under another name nor in another parent. So the second place keeps the plain module, whose parameters nothing gathers.
-With ``use_orig_params=True`` it computes with this rank's shard, which is flat. Otherwise it raises, because the memory
-is freed. A policy that is a function wraps the module once more in another parent, in an instance without parameters. A
-model in which one instance is put into both places by hand works.
+FSDP1 puts its instance into the place where it meets the module first. It does not visit the module again, neither
+under another name nor in another parent. So the second place keeps the plain module, and nothing unshards the
+parameters there. With ``use_orig_params=True`` it computes with this rank's shard, which is flat. Otherwise it raises,
+because the memory is freed. A policy that is a function wraps the module once more in another parent, in an instance
+without parameters. A model in which one instance is put into both places by hand works.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Backward raises through the output of ``torch.vmap`` over an FSDP1 model.
+"""Backward through the output of ``torch.vmap`` over an FSDP1 model raises.
 
 Under ``vmap`` FSDP1 registers its pre-backward hook on a tensor that exists only inside the transform. A backward from
 outside does not call the hook, so FSDP1 raises at the first gradient, because it does not expect a backward. The output

@@ -1,4 +1,4 @@
-"""Loading a sharded state dict raises for a layer with TP inside ``checkpoint_wrapper``.
+"""Loading FSDP1's sharded state dict raises for a layer with TP inside ``checkpoint_wrapper``.
 
 To load a DTensor, FSDP1 unshards it over its own mesh dimension and makes a DTensor over the TP dimension again. It
 stores the layout of that DTensor under the parameter's name without the checkpoint wrapper, but looks it up with the

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` computes different norms on the ranks of a TP group, so replicated parameters diverge.
+"""``FSDP.clip_grad_norm_`` computes another norm on each TP rank, so parameters that TP replicates diverge.
 
 FSDP1 sums over its own process group, and each of these groups has only one TP shard of a parameter. The ranks then
 scale their gradients by different factors. Parameters that TP replicates diverge without an error, although their

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` raises if gradients are float64.
+"""``FSDP.clip_grad_norm_`` raises if gradients are float64.
 
 It computes the norm of every gradient in float32, so that gradients of a low precision lose nothing. For float64 that
 would be narrowing, which ``torch.linalg.vector_norm`` rejects. ``torch.nn.utils.clip_grad_norm_`` computes in the dtype

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` is wrong if a nested instance is sharded over other ranks than the root.
+"""``FSDP.clip_grad_norm_`` is wrong if a nested instance is sharded over other ranks than the root.
 
 It adds up the norms of all sharded parameters, including those of nested instances, over the process group of the root.
 If the root uses hybrid sharding, this group has only some of the local shards of a fully sharded instance. The ranks

@@ -1,4 +1,4 @@
-"""After a model has run, ``half()`` and similar conversions are undone, and later updates of parameters are lost.
+"""``half()`` and similar conversions of an FSDP1 model that has run are undone, and later updates are lost.
 
 Such methods give a flat parameter other memory, but FSDP1 keeps a reference to the local shard in the old memory. After
 the next forward or backward it makes the flat parameter point back to the old shard. That undoes the conversion and

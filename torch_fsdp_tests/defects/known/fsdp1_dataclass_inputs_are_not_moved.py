@@ -1,4 +1,4 @@
-"""FSDP and DDP do not move tensors in a dataclass to their device.
+"""FSDP1 and DDP do not move input tensors in a dataclass to their device.
 
 The function that moves inputs looks only into tuples, lists and dicts, although mixed precision also casts tensors in
 dataclasses. A module that gets a dataclass of CPU tensors computes with tensors on two devices, and raises. FSDP2 uses

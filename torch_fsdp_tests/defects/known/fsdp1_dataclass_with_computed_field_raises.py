@@ -1,4 +1,4 @@
-"""Forward raises if its output is a dataclass that has a field with ``init=False``.
+"""An FSDP1 forward raises if its output is a dataclass that has a field with ``init=False``.
 
 FSDP1 finds the tensors in outputs by rebuilding the containers that hold them. It rebuilds a dataclass by passing all
 of its fields to ``dataclasses.replace``, which rejects those with ``init=False``. With ``param_dtype`` of

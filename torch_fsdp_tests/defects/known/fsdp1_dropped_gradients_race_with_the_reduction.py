@@ -2,11 +2,11 @@
 
 The user may set the gradient of one parameter to None and keep those of others. Before the next all-gather,
 ``_writeback_orig_params`` zeroes that part of the flat gradient on the pre-unshard stream. It returns False, because it
-has written no parameter, so ``_unshard`` lets no stream wait. The stream of the reduction adds the new gradient to the
+has written no parameter, so ``_unshard`` makes no stream wait. The stream of the reduction adds the new gradient to the
 same memory, and the optimizer reads it. The old gradient may survive, or the new one be lost. With offloaded
 parameters, and for inner instances with a ``param_dtype``, a copy on the pre-unshard stream makes the others wait.
 
-The reproduction looks at the order that FSDP1 asks for, and needs no device.
+The reproduction checks the order that FSDP1 requests, so it needs no accelerator.
 """
 
 from torch import nn

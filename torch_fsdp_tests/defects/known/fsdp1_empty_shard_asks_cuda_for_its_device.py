@@ -1,4 +1,4 @@
-"""A sharded tensor without a row on its rank asks CUDA for its device on other accelerators.
+"""``ShardedTensor.device`` without a local shard asks CUDA, and so raises on other accelerators.
 
 ``ShardedTensor.device`` is the device of the local shard. Without a local shard, it is the CPU for gloo, and CUDA's
 current device for every other backend. A checkpoint of such a tensor cannot be written on an accelerator other than

@@ -1,4 +1,4 @@
-"""A forward under ``no_grad`` between backward and ``optimizer.step()`` makes the next training step use old weights.
+"""An FSDP1 forward under ``no_grad`` between backward and ``step()`` makes the next forward use old weights.
 
 After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, until a
 backward frees them. No backward follows a forward under ``no_grad``. The next forward finds the parameters unsharded

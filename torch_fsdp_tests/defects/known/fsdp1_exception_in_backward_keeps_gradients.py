@@ -1,8 +1,8 @@
 """After an exception in backward, ``zero_grad()`` does not clear sharded gradients, and the next step uses them.
 
 In backward FSDP1 keeps the sharded gradients of its instances outside ``grad``: those of earlier microbatches, and
-those that this backward has reduced already. At its end it puts them into ``grad``. An exception leaves them outside,
-where ``zero_grad()`` does not reach them, and the next backward adds to them.
+those that this backward has reduced already. At the end of backward it puts them into ``grad``. An exception leaves
+them outside, where ``zero_grad()`` does not reach them, and the next backward adds to them.
 """
 
 import copy

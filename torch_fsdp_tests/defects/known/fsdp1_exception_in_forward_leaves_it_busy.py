@@ -1,7 +1,7 @@
 """After an exception in forward or backward, ``no_sync()`` raises until the end of the next backward.
 
-FSDP says in each instance whether a forward or a backward runs. After an exception the instance keeps saying so until
-the end of the next backward. ``no_sync()`` checks it, so accumulation cannot begin again with the failed microbatch.
+Each FSDP1 instance records whether a forward or a backward runs. After an exception it keeps this state until the end
+of the next backward. ``no_sync()`` checks the state, so accumulation cannot begin again with the failed microbatch.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """After an exception in forward, NO_SHARD with ``use_orig_params`` no longer uses the module's parameters.
 
 During forward FSDP registers views of its flat parameter as plain tensors in place of the parameters. An exception
-leaves them there. Before the next forward FSDP takes each view for a new parameter of the user, and uses it from then
+leaves them there. Before the next forward FSDP treats each view as a new parameter of the user, and uses it from then
 on. The optimizer and ``zero_grad`` still have the former parameters, so gradients of all later steps add up in FSDP.
 Since 2.15 a later step can also raise, because the view was modified.
 """

@@ -1,4 +1,4 @@
-"""A model with ``use_orig_params=False`` stays in memory after it is deleted.
+"""An FSDP1 model with ``use_orig_params=False`` stays in memory after it is deleted.
 
 The wrapped modules hold views of the flat parameter, and the flat parameter holds the wrapped modules (``_param_infos``
 and ``_modules``). The views hold the flat parameter in C++, where Python's garbage collector does not look. So the

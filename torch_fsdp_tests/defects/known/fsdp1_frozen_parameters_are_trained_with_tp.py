@@ -1,4 +1,4 @@
-"""Wrapping TP parameters with ``requires_grad=False`` makes them require gradients, so an optimizer trains them.
+"""FSDP1 makes frozen TP parameters require gradients, so an optimizer trains them.
 
 To flatten a DTensor, FSDP1 takes its local tensor, and makes it require gradients whether the parameter does or not.
 FSDP1 makes the flat parameter from that tensor.

@@ -2,7 +2,7 @@
 
 Before backward FSDP1 replaces the registered parameters by views, which are not registered. The hook after backward
 that registers them again does not run if the root's own parameters are frozen and its input needs no gradient. Then
-``_catch_all_reshard`` has to do it. But it takes an instance for resharded if the flat parameter points to the shard,
+``_catch_all_reshard`` has to do it. But it treats an instance as resharded if the flat parameter points to the shard,
 and under NO_SHARD it always does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError.
 With one rank FSDP1 chooses NO_SHARD itself, and so does hybrid sharding over one rank.
 ``fsdp1_skipped_replica_stops_training`` has the same cause.

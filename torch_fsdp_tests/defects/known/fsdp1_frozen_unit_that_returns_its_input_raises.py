@@ -1,4 +1,4 @@
-"""Backward raises if the module of a frozen instance returns its input.
+"""Backward raises if the forward of a frozen FSDP1 instance returns its input.
 
 A frozen instance has two hooks: one on its output, which runs before its backward, and one on its input, which ends its
 backward. If forward returns its input, both are hooks of the same tensor, and that of the input was registered first.

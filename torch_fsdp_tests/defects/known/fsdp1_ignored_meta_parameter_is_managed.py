@@ -1,4 +1,4 @@
-"""A parameter in ``ignored_states`` on the meta device is materialized, and then flattened and sharded all the same.
+"""FSDP1 shards a parameter of ``ignored_states`` on the meta device, because materializing makes a new one.
 
 ``ignored_states`` are kept as a set of parameters. If another parameter or a buffer of the instance is on meta, FSDP1
 calls ``Module.to_empty``, which makes new parameters for those on meta. The new parameter is not in the set. A

@@ -1,4 +1,4 @@
-"""Backward raises after an in-place operation on the output of a nested instance if the output is a view.
+"""Backward raises after an in-place operation on the output of a nested FSDP1 instance if the output is a view.
 
 FSDP1 unshards parameters for backward in a hook on the instance's output. If the output is a view (a slice, a reshaped
 tensor, or before 2.15 the output of ``nn.Linear`` with a bias for input of three dimensions), an in-place operation

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_(norm_type=inf)`` returns the largest norm so far if a rank has no gradients.
+"""``FSDP.clip_grad_norm_(norm_type=inf)`` returns the largest norm so far if a rank has no gradients.
 
 A rank without gradients uses a constant zero tensor as its norm. The all-reduce of the maximum writes the total norm
 into that tensor, so the rank contributes it to every later norm. The norm can only grow, and all ranks clip their

@@ -1,4 +1,4 @@
-"""A forward under ``torch.inference_mode()`` before the first training step makes training raise.
+"""FSDP1's first forward in inference mode makes later training raise.
 
 The first forward of FSDP1 creates the tensors that hold the unsharded flat parameter and the one in low precision. In
 inference mode they become inference tensors, and FSDP1 keeps them. Parameters that are views of them have no autograd

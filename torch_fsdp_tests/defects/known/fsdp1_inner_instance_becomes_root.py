@@ -1,4 +1,4 @@
-"""Using a nested instance before the first forward of the root makes that forward raise.
+"""``summon_full_params`` or ``state_dict()`` of a nested FSDP1 instance makes the root's first forward raise.
 
 ``FSDP.summon_full_params(inner)``, ``inner.state_dict()`` and a forward of ``inner`` make the nested instance a root
 for good. ``inner.apply(function)`` undoes this afterwards, unless the function raises. The first forward of the full

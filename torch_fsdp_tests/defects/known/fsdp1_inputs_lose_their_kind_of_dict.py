@@ -1,4 +1,4 @@
-"""Mixed precision turns an input that is a subclass of ``dict`` into a plain ``dict``.
+"""FSDP1's mixed precision turns an input that is a subclass of ``dict`` into a plain ``dict``.
 
 Inputs are cast by rebuilding the containers that hold them. A list, a tuple, a set or an ``OrderedDict`` keeps its
 class, every other subclass of ``dict`` becomes a ``dict``. The module lacks the methods and attributes of the class,

@@ -1,7 +1,7 @@
-"""A local state dict of a model that trains cannot be offloaded to the host.
+"""``state_dict()`` with ``LocalStateDictConfig(offload_to_cpu=True)`` raises for trainable parameters.
 
-The local shard is a view of the flat parameter and requires a gradient, as the flat parameter does. Its copy on the
-host is made without autograd and requires none. ``ShardedTensor.cpu`` rejects the copy because of that difference.
+The local shard is a view of the flat parameter and requires a gradient, as the flat parameter does. Its copy on the CPU
+is made without autograd and requires none. ``ShardedTensor.cpu`` rejects the copy because of that difference.
 """
 
 import torch

@@ -3,7 +3,7 @@
 If anything of an instance is on meta, FSDP1 gives each of its modules new memory with ``to_empty`` and calls
 ``reset_parameters``. So weights that were loaded already are lost without a warning, including ignored parameters.
 Modules with FSDP of their own, and ignored modules, are left out. A ``param_init_fn`` is called for each module as
-well, and has to look for itself.
+well, and has to check itself what is on meta.
 """
 
 from torch import nn

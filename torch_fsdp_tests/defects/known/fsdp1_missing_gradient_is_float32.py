@@ -6,7 +6,7 @@ all-gather then receives messages of the wrong size. Over gloo one rank is abort
 connection was closed. A rank has no gradients if its shard of an instance is only padding, or has only frozen
 parameters.
 
-The reproduction looks at the tensor that a rank contributes, because the exchange would abort it.
+The reproduction checks the tensor that a rank contributes, because the all-gather itself would abort a rank.
 """
 
 import torch
@@ -27,7 +27,7 @@ DEFECT = Defect(
 
 
 class Contributed(Exception):
-    """Represents an exchange of tensors that do not fit."""
+    """Raised instead of the all-gather, with the dtype that the rank contributes."""
 
 
 def contribute(output, shard, *args, **kwargs):
@@ -40,7 +40,7 @@ def reproduce(rank, world_size, device, workaround=False):
     model(torch.ones(1, 1, device=device, dtype=torch.bfloat16)).sum().backward()
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     actual = "nothing"
-    with FSDP.summon_full_params(model, writeback=False):  # the weights are gathered now
+    with FSDP.summon_full_params(model, writeback=False):  # the weights are unsharded now
         setattr(dist, gather, contribute)
         if workaround:
             torch.set_default_dtype(torch.bfloat16)

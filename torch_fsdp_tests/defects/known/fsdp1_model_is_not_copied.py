@@ -1,8 +1,8 @@
 """``copy.deepcopy`` of an FSDP1 model raises, and the error does not say that copies are unsupported.
 
-It fails at the views of the flat parameter, which are no leaves (``use_orig_params=False``), or at the module of the
-device that each instance holds. ``AveragedModel`` copies the model that it gets, so it fails as well. FSDP2 raises with
-a message that names the workaround.
+It fails at the views of the flat parameter, which are not leaves (``use_orig_params=False``), or at the device module,
+such as ``torch.cuda``, that each instance holds. ``AveragedModel`` copies the model that it gets, so it fails as well.
+FSDP2 raises with a message that names the workaround.
 """
 
 import copy

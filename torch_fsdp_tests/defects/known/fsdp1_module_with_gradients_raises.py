@@ -1,8 +1,8 @@
 """With ``use_orig_params=True``, the first forward raises if a parameter had a gradient when the module was wrapped.
 
 FSDP1 replaces the data of the parameters by local shards, and leaves their gradients, which have the old shapes. The
-first forward compares both shapes and raises. A parameter that is whole in one rank's shard keeps its gradient, and the
-next backward adds to it. Without ``use_orig_params`` the gradients are dropped with the parameters.
+first forward compares both shapes and raises. A parameter that lies entirely in one rank's shard keeps its gradient,
+and the next backward adds to it. Without ``use_orig_params`` the gradients are dropped with the parameters.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""On CPU with ``use_orig_params=True``, all states of a parameter in ``optim_state_dict`` have the values of the last.
+"""On CPU with ``use_orig_params=True``, ``optim_state_dict`` returns the last state's values for all states.
 
 The states of a parameter are unsharded one after the other into the same tensor. Each state is then copied, unless it
 is to be offloaded: then FSDP1 relies on ``cpu()`` to copy. On the CPU ``cpu()`` returns the tensor itself, so

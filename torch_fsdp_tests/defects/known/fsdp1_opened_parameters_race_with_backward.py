@@ -1,11 +1,11 @@
-"""FSDP1 gathers parameters for backward without a wait for the stream that wrote them after forward.
+"""FSDP1's backward all-gather does not wait for the stream on which ``summon_full_params`` wrote parameters.
 
 Between forward and backward, ``summon_full_params`` may change parameters, as its documentation says. When it ends, it
-writes them to the shards on the current stream. Backward gathers the shards on the unshard stream, or casts them on
-the pre-unshard stream. These streams waited for the current one when forward began, and do not wait again. So
-backward may gather what the shards held before, or a part of it.
+writes them to the shards on the current stream. Backward gathers the shards on the unshard stream, or casts them on the
+pre-unshard stream. These streams waited for the current one when forward began, and do not wait again. So backward may
+gather what the shards held before, or a part of it.
 
-The reproduction watches the waits by a mock, and needs no device.
+The reproduction records the waits with a mock, so it needs no accelerator.
 """
 
 from unittest import mock

@@ -1,10 +1,10 @@
-"""With ``use_orig_params=True``, ``optim_state_dict`` raises after an exception, or a forward under SHARD_GRAD_OP.
+"""With ``use_orig_params=True``, ``optim_state_dict`` raises after an exception or after a SHARD_GRAD_OP forward.
 
 In forward and backward FSDP1 registers views of the unsharded flat parameter in place of the parameters. It looks up
-names of parameters among what is registered, and does not find those of the optimizer. Under SHARD_GRAD_OP this is so
-after a forward with gradients that no backward follows, and with each strategy after an exception in forward or
+names of parameters among what is registered, and does not find those of the optimizer. This happens under SHARD_GRAD_OP
+after a forward with gradients that no backward follows, and under each strategy after an exception in forward or
 backward. A program that catches the exception cannot save its optimizer. The model's ``zero_grad()`` skips these
-parameters as well. The older methods for optimizer states raise, and so does ``get_optimizer_state_dict`` of DSD.
+parameters as well. The older methods for optimizer states and DSD's ``get_optimizer_state_dict`` raise as well.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""An optimizer with the same groups in another order loads the state of other parameters.
+"""``optim_state_dict_to_load`` mixes up states if the new optimizer has its groups in another order.
 
 ``optim_state_dict_to_load`` finds each state by the name of its parameter, and gives it the number that the parameter
 has in the new optimizer. It keeps the saved order of the groups. ``Optimizer.load_state_dict`` pairs the groups by

@@ -1,8 +1,8 @@
-"""``register_comm_hook`` that raises at a nested instance leaves the hook on the root.
+"""If ``register_comm_hook`` raises at a nested FSDP1 instance, the root keeps the hook.
 
-It goes through the instances, the root first, checks each of them, and registers the hook there at once. At a nested
-instance with hybrid sharding, or with a hook of its own, it raises. The root then reduces its gradients with the hook
-all the same, and another attempt raises because a hook is already registered.
+``register_comm_hook`` visits the instances, the root first. It checks each one and registers the hook there at once. At
+a nested instance with hybrid sharding, or with a hook of its own, it raises. The root then still reduces its gradients
+with the hook, and another attempt raises because a hook is already registered.
 """
 
 from torch import nn

@@ -1,4 +1,4 @@
-"""After ``load_state_dict`` raises in a nested instance, ``state_dict()`` and ``load_state_dict`` always raise.
+"""After ``load_state_dict`` raises in a nested FSDP1 instance, every ``state_dict()`` and load raises.
 
 Hooks before loading unshard the parameters of each instance, and hooks after loading reshard them. An exception in a
 nested instance skips the hooks after loading of all instances around it. Their parameters stay unsharded, and every

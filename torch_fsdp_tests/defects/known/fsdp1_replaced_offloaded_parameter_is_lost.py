@@ -1,8 +1,8 @@
 """With CPU offload and ``use_orig_params=True``, ``param.data = value`` before the first forward is undone later.
 
 FSDP1 copies the data of a replaced parameter into the flat parameter before it unshards it. The first forward also pins
-the flat parameter's memory. It pins a copy, to which the flat parameter changes after it was unsharded, but the new
-data went into the memory from before. So only the first use sees the new values.
+the flat parameter's memory, which makes a copy. The new data was written to the old memory, and the flat parameter
+switches to the copy after the first unshard. So only the first use sees the new values.
 """
 
 import torch

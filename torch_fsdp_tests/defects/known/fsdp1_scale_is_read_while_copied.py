@@ -1,12 +1,12 @@
-"""With offloaded gradients, ``ShardedGradScaler`` reads on the host what may still be on its way there.
+"""With offloaded gradients, ``ShardedGradScaler.unscale_`` reads copies on the CPU before they have arrived.
 
-The scale is on the device, and offloaded gradients are on the host. ``unscale_`` copies the inverse of the scale and
-the result of the check for infinities to the host with ``non_blocking=True``, and the host uses both at once. Torch
-makes such copies in pinned memory, so they are asynchronous. The host may multiply gradients by whatever the memory
-held before. It may also note an infinity that the copy then overwrites, so that the step is not skipped.
+The scale is on the device, and offloaded gradients are on the CPU. ``unscale_`` copies the inverse of the scale and the
+result of the check for infinities to the CPU with ``non_blocking=True``, and the CPU uses both at once. PyTorch makes
+such copies in pinned memory, so they are asynchronous. The CPU may multiply gradients by whatever the memory held
+before. It may also record an infinity that the copy then overwrites, so that the step is not skipped.
 ``torch.amp.GradScaler`` does the same with the offloaded gradients of FSDP2.
 
-The reproduction watches the copies by a mock, and needs no device.
+The reproduction records the copies with a mock, so it needs no accelerator.
 """
 
 from unittest import mock
@@ -30,7 +30,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    """Whether the copies are known to have ended when the host unscales."""
+    """Whether the copies are known to have ended when the CPU unscales."""
     pending: list[torch.Tensor] = []
     seen: list[bool] = []
     original_to = torch.Tensor.to

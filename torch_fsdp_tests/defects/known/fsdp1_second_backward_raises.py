@@ -1,9 +1,9 @@
 """A second backward through the same FSDP1 instance raises or crashes unless a forward runs in between.
 
-After the first backward the unit's parameters are sharded and its hooks are gone. The hook that gathers the parameters
-for backward runs only once after a forward. So the second backward, through the graph of an earlier forward or with
-``retain_graph``, computes with views of memory that was freed. That raises an error about ``setStorage``, or kills the
-process. FSDP2 gathers its parameters again.
+After the first backward the instance's parameters are sharded and its hooks are gone. The hook that unshards the
+parameters for backward runs only once after a forward. So the second backward, through the graph of an earlier forward
+or with ``retain_graph``, computes with views of memory that was freed. That raises an error about ``setStorage``, or
+kills the process. FSDP2 unshards its parameters again.
 """
 
 import torch

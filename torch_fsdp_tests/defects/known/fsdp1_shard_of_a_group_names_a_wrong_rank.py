@@ -1,8 +1,8 @@
-"""In a process group other than the world, local shards of a sharded state dict have the group rank as placement.
+"""``SHARDED_STATE_DICT`` over a subgroup records the group rank instead of the global rank as shard placement.
 
-The metadata of a ``ShardedTensor`` name global ranks. FSDP1 gives the local shard the rank within the group instead, so
-the shard contradicts the tensor that contains it. Loading and DCP do not read it. ``init_from_local_shards`` raises for
-such shards in a group without these ranks.
+The metadata of a ``ShardedTensor`` names global ranks. FSDP1 gives the local shard the rank within the group instead,
+so the shard contradicts the tensor that contains it. Loading and DCP do not read this placement.
+``init_from_local_shards`` raises for such shards in a group without these ranks.
 """
 
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Loading a sharded state dict raises ``ZeroDivisionError`` for a parameter without rows.
+"""Loading FSDP1's sharded state dict raises ``ZeroDivisionError`` for a parameter without rows.
 
 To load a ``ShardedTensor``, FSDP1 divides its number of elements by its number of rows. A full state dict with such a
 parameter is loaded. With a device mesh FSDP1 saves DTensors, and loads these as well.

@@ -1,4 +1,4 @@
-"""A sharded ``state_dict`` raises if a parameter is not contiguous, such as a weight in ``channels_last``.
+"""FSDP1's sharded ``state_dict`` raises if a parameter is not contiguous, such as a weight in ``channels_last``.
 
 FSDP1 makes the local shard by ``clone()``, which keeps the strides, and describes it as contiguous. ``ShardedTensor``
 compares both and raises. A full state dict of the same model works.

@@ -2,10 +2,11 @@
 
 Before backward FSDP1 replaces the registered parameters by views, which are not registered. If the loss does not depend
 on the instance's output, its hook after backward does not run. ``_catch_all_reshard`` should register the parameters
-again, but it takes the instance for resharded, because under NO_SHARD the flat parameter always points to the shard.
+again, but it treats the instance as resharded, because under NO_SHARD the flat parameter always points to the shard.
 All later steps compute gradients for the views, so the optimizer finds none at its parameters, and nothing raises. With
-one rank FSDP1 chooses NO_SHARD itself. An instance is affected if it runs before another one whose output is used. One
-that the step does not call, or that runs last, is not. In torch 2.15 the next step that uses it raises.
+one rank FSDP1 chooses NO_SHARD itself. An instance is affected if it runs before another one whose output is used. An
+instance that the step does not call, or that runs last, is not affected. In torch 2.15 the next step that uses the
+instance raises.
 """
 
 import torch

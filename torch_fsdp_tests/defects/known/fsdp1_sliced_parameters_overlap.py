@@ -1,10 +1,10 @@
-"""Wrapping a parameter that is a slice of columns changes its values, and it shares memory with the next parameter.
+"""FSDP1 changes the values of a parameter that is a column slice, and makes it overlap the next parameter.
 
 Such a parameter has gaps in memory between its elements. FSDP1 keeps the strides of a parameter that is not contiguous.
-To flatten it, FSDP1 copies as many elements as it has, one after the other from its first element on. Later it lays the
-strides over the flat parameter. This suits ``channels_last`` and transposed weights, which have no gaps. Of a slice,
-FSDP1 copies what lies in the gaps, and the view reaches into the elements of the next parameter. If there is none, it
-raises.
+To flatten it, FSDP1 copies as many elements as the parameter has, one after the other from its first element on. Later
+it applies the strides to the flat parameter. This suits ``channels_last`` and transposed weights, which have no gaps.
+For a slice, FSDP1 copies what lies in the gaps, and the view reaches into the elements of the next parameter. If there
+is no next parameter, FSDP1 raises.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""``optim_state_dict`` gives all parameters of a flat one the same ``step`` tensor, so plain optimizers overcount.
+"""``optim_state_dict`` gives parameters of one flat parameter the same ``step`` tensor, so optimizers overcount.
 
 ``optim_state_dict`` and ``full_optim_state_dict`` split the state of a flat parameter into one for each of its
 parameters, and all of them get the same tensor as step count. ``torch.save`` preserves that. If an optimizer of a plain

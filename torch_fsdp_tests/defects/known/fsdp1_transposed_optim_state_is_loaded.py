@@ -1,7 +1,7 @@
-"""With ``use_orig_params=True``, ``optim_state_dict_to_load`` accepts a state whose shape is not that of its parameter.
+"""With ``use_orig_params=True``, ``optim_state_dict_to_load`` accepts states of another shape than the parameter.
 
 FSDP1 flattens the state and takes the local shard without a check of the shape. A transposed state is then loaded in
-the wrong order, and the first rows of a state with more rows are. The optimizer steps with it. With
+the wrong order. Of a state with more rows, the first rows are loaded. The optimizer steps with these states. With
 ``use_orig_params=False`` FSDP1 raises for such a state, and without FSDP ``step()`` raises.
 """
 

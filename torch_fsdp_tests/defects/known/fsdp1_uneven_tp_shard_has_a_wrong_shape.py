@@ -1,4 +1,4 @@
-"""A sharded state dict has wrong shapes where TP shards a dimension unevenly, so it cannot be saved.
+"""FSDP1's sharded state dict has wrong shapes where TP shards a dimension unevenly, so it cannot be saved.
 
 To shard a parameter further, FSDP1 makes a DTensor of the local TP shard with ``DTensor.from_local``, without its
 global shape. ``from_local`` assumes shards of one size, so TP ranks give the same parameter different shapes. Saving it

@@ -1,8 +1,8 @@
-"""The handle of an asynchronous ``_unshard`` holds a stream instead of an event.
+"""``wait()`` of FSDP1's asynchronous ``_unshard`` raises, because its handle holds a stream instead of an event.
 
 ``FullyShardedDataParallel._unshard(async_op=True)`` records an event after the all-gather, but gives its handle the
-stream. ``wait()`` passes it to ``wait_event``. ``torch.cuda.Stream`` calls ``wait`` of what it gets, and streams do not
-have that method. On the CPU nothing happens, because streams there do nothing.
+stream. ``wait()`` passes it to ``wait_event``. ``torch.cuda.Stream.wait_event`` calls ``wait`` of its argument, and
+streams do not have that method. On the CPU nothing happens, because streams there do nothing.
 """
 
 from torch import nn

@@ -1,13 +1,13 @@
 """Under NO_SHARD with ``use_orig_params``, the device's copy of an offloaded flat parameter is reused while in use.
 
 FSDP1 copies the flat parameter to the device on the pre-unshard stream, and the module reads the copy on the current
-stream. After the module has run, FSDP1 drops the copy without a word to the allocator about the current stream
+stream. After the module has run, FSDP1 drops the copy, but has not recorded the current stream with the allocator
 (``record_stream``). The next copy on the pre-unshard stream may then get the same memory while kernels still read it.
 With shards, an all-gather comes between the two. An inner instance whose group has one rank has no shards either. With
 ``use_orig_params=False`` the module's views keep the copy alive, and no wrong number was seen. Torch 2.15 fixed it.
 
-The reproduction looks at what is reported to the allocator, and needs no device. On an NVIDIA H200 with torch 2.11.0 a
-loss was -0.80 instead of -1.65 (``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
+The reproduction checks what is reported to the allocator, so it needs no accelerator. On an NVIDIA H200 with torch
+2.11.0 a loss was -0.80 instead of -1.65 (``TestParityWithDDP.test_delayed_optim_step_offload_true_no_shard``).
 """
 
 from unittest import mock

@@ -1,9 +1,9 @@
-"""A forward without a backward makes the next backward lose its gradients when parameters are offloaded.
+"""With CPU offload, an FSDP1 forward without a backward makes the next backward lose its gradients.
 
 The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
-later forward registers another one until a backward has removed it. Each move of the flat parameter between the host
-and the device replaces the accumulator, so the hook of an unused forward never runs. The next backward leaves
-gradients of zeros, or none.
+later forward registers another one until a backward has removed it. Each move of the flat parameter between the CPU and
+the device replaces the accumulator, so the hook of an unused forward never runs. The next backward leaves gradients of
+zeros, or none.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""In mixed precision, a forward without a backward leaves the next gradient unreduced, so ranks diverge.
+"""In mixed precision, an FSDP1 forward without a backward leaves the next gradient unreduced, so ranks diverge.
 
 The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
 later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype replaces

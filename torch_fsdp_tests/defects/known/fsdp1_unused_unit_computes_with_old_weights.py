@@ -3,7 +3,7 @@
 Forward keeps the instance's unsharded parameters for backward, and makes the flat parameter point to its local shard.
 If no gradient reaches the instance, ``_catch_all_reshard`` has to reshard it at the end of backward. But it assumes
 that a flat parameter that points to its shard was already resharded. The next forward finds the parameters unsharded
-and uses them, although the optimizer has changed the local shards. Two accumulated microbatches are enough, if the
+and uses them, although the optimizer has changed the local shards. This takes two accumulated microbatches of which the
 second does not use the instance, or an optimizer with momentum. Only ``use_orig_params=False`` is affected.
 """
 

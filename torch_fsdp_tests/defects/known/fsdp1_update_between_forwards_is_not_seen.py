@@ -1,4 +1,4 @@
-"""A forward ignores updates of parameters since the last forward if no backward ran in between.
+"""An FSDP1 forward ignores updates of parameters since the last forward if no backward ran in between.
 
 After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, because
 a backward will need them soon. The next forward finds them unsharded and uses them, although the local shards may have

@@ -1,4 +1,4 @@
-"""What ``forward()`` writes into a list or a dict among the inputs of the root is lost.
+"""What the ``forward()`` of an FSDP1 root writes into an input list or dict is lost.
 
 The root moves its inputs to the device by rebuilding each container that is not empty, even if nothing in it has to
 move. The module gets a copy, so a cache or a log that it is given to fill stays as it was. FSDP2 and DDP use the same

@@ -2,7 +2,7 @@
 
 With ``use_orig_params=True``, FSDP1 checks at certain points whether all gradients of an instance have become None, and
 then drops the gradient of its flat parameter. In backward the root does so. But the hook of an instance that makes the
-model's output runs before that of the root, and takes the old gradient for one to add to. FULL_SHARD unshards the
+model's output runs before that of the root, and treats the old gradient as one to add to. FULL_SHARD unshards the
 instance there, and compares the gradients on the way. SHARD_GRAD_OP kept it unsharded after forward. ``loss =
 model(x)``, ``optimizer.zero_grad()``, ``loss.backward()`` is a usual order, and it adds up the gradients of all steps.
 (The model's own ``zero_grad()`` does nothing there for any instance: until backward, their parameters are not

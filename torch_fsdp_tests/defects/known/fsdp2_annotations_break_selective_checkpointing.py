@@ -2,9 +2,9 @@
 
 ``create_selective_checkpoint_contexts`` counts the calls of each operator in forward, and raises if the recomputation
 has more. It also counts the profiler's annotations. In the recomputation no forward of FSDP2 is running, so each
-``fully_shard`` module inside the block is taken for a root and adds an annotation, and on an accelerator another one
-for its inputs. An all-gather that was prefetched has none. Whether the recomputation has more of them depends on the
-device and on the number of ranks and of modules. On the CPU, eight modules raise with one rank and with two.
+``fully_shard`` module inside the block acts as a root and adds an annotation, and on an accelerator another one for its
+inputs. An all-gather that was prefetched has none. Whether the recomputation has more of them depends on the device and
+on the number of ranks and of modules. On the CPU, eight modules raise with one rank and with two.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""``backward`` computes no gradients if its ``inputs`` are the model's parameters.
+"""``loss.backward(inputs=list(model.parameters()))`` computes no gradients for a ``fully_shard`` model.
 
 ``loss.backward(inputs=params)`` accumulates the gradients of these leaves only. The leaves of the graph are the
 unsharded parameters, and the model's parameters are the sharded ones. Autograd does not find those in the graph, and
-skips them. No gradient is computed, and nothing raises. For the root, whose parameters stay gathered after forward, the
-gradients are right if the program takes ``model.parameters()`` between forward and backward.
+skips them. No gradient is computed, and nothing raises. For the root, whose parameters stay unsharded after forward,
+the gradients are right if the program takes ``model.parameters()`` between forward and backward.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""What a module writes to its own parameters in forward is lost.
+"""In-place updates of parameters inside the ``forward()`` of a ``fully_shard`` module are lost.
 
-In forward the parameters of the module are gathered copies. FSDP2 frees them later, and does not write changes back to
-the shards. ``nn.Embedding`` with ``max_norm`` is an example: it scales rows of its weight in place. The output has the
-scaled rows, but the optimizer updates the old ones, and a checkpoint also has them.
+In forward the parameters of the module are unsharded copies. FSDP2 frees them later, and does not write changes back to
+the local shards. ``nn.Embedding`` with ``max_norm`` is an example: it scales rows of its weight in place. The output
+has the scaled rows, but the optimizer updates the old ones, and a checkpoint also has them.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """The first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen ``(0, n)`` parameter.
 
-``fully_shard`` gives a shard without elements the shape ``(0, 0)`` instead of, for two of four columns, ``(0, 2)``. The
-lazy initialization compares the two and reports uneven sharding. A parameter with rows but without columns gets the
-same shape, but nothing raises. A parameter that requires gradients raises in backward anyway, as in
+``fully_shard`` gives a local shard without elements the shape ``(0, 0)``, instead of ``(0, 2)`` for two of four
+columns. The lazy initialization compares the two and reports uneven sharding. A parameter with rows but without columns
+gets the same shape, but nothing raises. A parameter that requires gradients raises in backward anyway, as in
 ``fsdp2_rank_without_rows_after_tp``.
 """
 

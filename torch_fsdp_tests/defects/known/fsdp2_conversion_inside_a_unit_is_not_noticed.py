@@ -1,8 +1,8 @@
-"""After a module inside a unit was moved or converted, FSDP2 computes with its old parameters and ignores updates.
+"""After ``to()`` of a submodule of a ``fully_shard`` module, FSDP2 computes with old values and ignores updates.
 
-FSDP2 gathers from a reference to the memory of each shard. ``to``, ``to_empty`` and similar methods give a parameter
-other memory. FSDP2 takes the new memory if they are called on the module that ``fully_shard`` got, or on one around
-it. It does not see a call on a module inside. Before the first forward that makes no difference, because lazy
+FSDP2 all-gathers from a reference to the memory of each local shard. ``to``, ``to_empty`` and similar methods give a
+parameter other memory. FSDP2 takes the new memory if they are called on the module that ``fully_shard`` got, or on a
+module around it. It does not see a call on a submodule. Before the first forward that makes no difference, because lazy
 initialization records all shards once more. After it, every forward uses the old values, whatever an optimizer or a
 user writes to the parameter.
 """

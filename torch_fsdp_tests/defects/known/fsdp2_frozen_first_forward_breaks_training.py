@@ -1,4 +1,4 @@
-"""After a first forward with all parameters frozen, ``reduce_dtype`` is ignored, or backward raises.
+"""After a first FSDP2 forward with all parameters frozen, ``reduce_dtype`` is ignored, or backward raises.
 
 A parameter group determines the dtypes for its gradient reduction in its first forward, from the parameters that
 require gradients then. If there are none, the dtypes stay unset. With a ``param_dtype`` the first backward that has

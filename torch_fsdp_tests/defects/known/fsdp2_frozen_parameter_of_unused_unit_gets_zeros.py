@@ -1,8 +1,8 @@
 """With ``set_reduce_scatter_unused_params``, a parameter frozen after its module's last run gets zeros as gradient.
 
 FSDP2 reduces zeros for trainable parameters that a backward does not use. It reads ``requires_grad`` from the unsharded
-parameter, which ``requires_grad_(False)`` reaches only when the module is unsharded the next time. An optimizer takes
-the zeros for a gradient, and its weight decay changes the frozen parameter.
+parameter, which ``requires_grad_(False)`` reaches only when the module is unsharded the next time. An optimizer treats
+the zeros as a gradient, and its weight decay changes the frozen parameter.
 """
 
 import torch

@@ -1,10 +1,11 @@
-"""Backward of ``fully_shard([a, b])`` raises unless a gradient reaches the output of whichever returns last.
+"""Backward of ``fully_shard([a, b])`` raises unless a gradient reaches the output of the last module to return.
 
 The hook that unshards the group for backward is registered on the output of the module whose forward ends last, and on
 no other. If the loss does not use this output, or if that module is frozen and its input needs no gradient, the
-backward of the other modules uses parameters that were freed after forward. It is the same if the last module calls
-another one of the group, such as a head, and the loss uses that one's output. With ``reshard_after_forward=False`` this
-raises only if the called module runs twice, because the backward of the later run frees the parameters.
+backward of the other modules uses parameters that were freed after forward. The same happens if the last module calls
+another module of the group, such as a head, and the loss uses the output of that module. With
+``reshard_after_forward=False`` this raises only if the called module runs twice, because the backward of the later run
+frees the parameters.
 """
 
 import torch

@@ -28,7 +28,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    """Whether the copy that a hook depends on was one that the host does not wait for."""
+    """Whether the copy that a hook depends on was one that the CPU does not wait for."""
     model = nn.Linear(2, 2, device=device)
     copies, seen = [], []
     original = torch.Tensor.to

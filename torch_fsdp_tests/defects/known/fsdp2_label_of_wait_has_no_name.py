@@ -1,7 +1,7 @@
 """The profiler's label ``FSDP::post_backward_rs_wait`` ends in empty parentheses for the root.
 
-Labels of FSDP2 in a profiler's trace end in the name of the module in parentheses. For the root, which has no name,
-the others have no parentheses: they take the suffix from ``FSDPParamGroup._with_fqn``.
+Labels of FSDP2 in a profiler's trace end in the name of the module in parentheses. For the root, which has no name, the
+other labels have no parentheses: they take the suffix from ``FSDPParamGroup._with_fqn``.
 """
 
 import torch

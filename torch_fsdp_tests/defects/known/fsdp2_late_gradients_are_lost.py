@@ -1,10 +1,10 @@
-"""A parameter's gradient that is computed after the gradient of the module's input is lost.
+"""FSDP2 loses a parameter's gradient that autograd computes after the gradient of the module's input.
 
-FSDP2 reduces the gradients of a module when autograd has computed the gradient of its input, and relies on those of the
-parameters being there. Autograd orders ready nodes by sequence number, and each thread counts from zero. With
-``create_graph``, the first backward makes the nodes of the second. On a device it runs in a thread of its own, so its
-numbers are low: the second backward computes the input's gradient before the last parameter's. On the CPU, the first
-backward must run in another thread. The final callback leaves out a module whose gradients were reduced. The late
+FSDP2 reduces the gradients of a module when autograd has computed the gradient of its input, and assumes that those of
+the parameters are computed by then. Autograd orders ready nodes by sequence number, and each thread counts from zero.
+With ``create_graph``, the first backward makes the nodes of the second. On a device it runs in a thread of its own, so
+its numbers are low: the second backward computes the input's gradient before the last parameter's. On the CPU, the
+first backward must run in another thread. The final callback leaves out a module whose gradients were reduced. The late
 gradient stays at the unsharded parameter, and the optimizer finds none.
 """
 

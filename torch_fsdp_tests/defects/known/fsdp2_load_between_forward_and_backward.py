@@ -1,4 +1,4 @@
-"""``load_state_dict`` between forward and backward gives wrong gradients without an error.
+"""``load_state_dict`` of an FSDP2 model between forward and backward gives wrong gradients without an error.
 
 Backward all-gathers the parameters again. So it computes with the new weights, while forward computed with the old
 ones, and the gradients are right for neither. A plain module and DDP raise, because autograd detects the in-place

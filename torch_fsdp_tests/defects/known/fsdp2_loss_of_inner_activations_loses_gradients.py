@@ -1,7 +1,7 @@
 """If a loss uses activations inside a ``fully_shard`` module but not its outputs, gradients are lost or it raises.
 
 ``fully_shard`` prepares backward in a hook on the module's output. A loss over activations that a forward hook has
-collected, or that ``forward()`` has stored on ``self``, reaches the module's parameters by another way. The gradients
+collected, or that ``forward()`` has stored on ``self``, reaches the module's parameters on another path. The gradients
 of the root stay on its unsharded parameters, so the optimizer finds none. Parameters of inner modules that were
 resharded after forward have no memory: autograd raises ``setStorage: ... out of bounds for storage of size 0``, and
 some kernels end the process with SIGSEGV.

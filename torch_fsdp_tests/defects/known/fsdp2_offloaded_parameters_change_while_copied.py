@@ -1,11 +1,11 @@
-"""A write to offloaded parameters after a forward without gradients may reach what the forward computes.
+"""With ``CPUOffloadPolicy``, a write to parameters after a ``no_grad`` forward may change the forward's result.
 
-With ``CPUOffloadPolicy()``, the shards are in pinned memory of the host. Forward copies them to the device without
-waiting for the copies, and returns. In training, the host waits for the offloaded gradients before the optimizer
-writes. After a forward under ``no_grad`` nothing waits. If the CPU then loads a state dict, or takes an average,
-before it reads a result of the forward, the copies may bring a part of the new values.
+With ``CPUOffloadPolicy()``, the local shards are in pinned memory of the CPU. Forward copies them to the device without
+waiting for the copies, and returns. In training, the CPU waits for the offloaded gradients before the optimizer writes.
+After a forward under ``no_grad`` nothing waits. If the CPU then loads a state dict, or takes an average, before it
+reads a result of the forward, the copies may bring a part of the new values.
 
-On the CPU it is shown by mocks alone. On a device the reproduction compares what the forward computes.
+On the CPU, the reproduction uses mocks. On an accelerator, it compares what the forward computes.
 """
 
 from unittest import mock
@@ -24,19 +24,19 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs",
     features="fsdp2, offload",
     workaround="Read a result of the forward, or synchronize the device, before you write to the parameters.",
-    arguable="Who copies without blocking from memory of the host has to wait, but here the user did not ask for it.",
+    arguable="The caller of a non-blocking copy from the CPU has to wait, but here the user did not ask for the copy.",
     races=("all_gather_inputs) and * on the host",),
 )
 
 
 def output_on(device, world_size, workaround):
-    """What a forward computes that the device begins late."""
+    """The smallest and the largest output of a forward that the device starts late, and the right values."""
     model = nn.Linear(1024, 1024, bias=False, device=device)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), offload_policy=CPUOffloadPolicy())
     x = torch.ones(1, 1024, device=device)
     with torch.no_grad():
-        model(x)  # makes what the first call makes
+        model(x)  # creates what only the first call creates
         model.reshard()
         torch.accelerator.synchronize()
         getattr(torch.get_device_module(device.type), "_sleep", id)(10**9)  # cycles
@@ -55,7 +55,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 def copies_of_stand_ins(device, world_size, workaround):
-    """What is known about the copies when the host may write: whether they may still run."""
+    """Whether the copies may still run when the CPU may write, and the right answer."""
     model, pending = nn.Linear(2, 2, device=device), []
     original, module = torch.Tensor.to, torch.get_device_module(device.type)
 

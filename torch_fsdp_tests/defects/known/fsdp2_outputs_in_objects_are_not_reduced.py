@@ -1,4 +1,4 @@
-"""If the root returns its output in an object of a custom class, its gradients are not reduced.
+"""If an FSDP2 root returns its output in an object of a custom class, its gradients are not reduced.
 
 FSDP2 prepares backward in hooks on a module's outputs. It looks for tensors in tuples, lists, dicts and (since 2.12)
 dataclasses, but not in other objects. An inner module then raises, because its parameters were freed after forward.

@@ -1,7 +1,7 @@
 """Gradients are lost if only some modules of a ``fully_shard`` group run in the root's forward.
 
 ``fully_shard([norm, head])`` makes one group. With a chunked loss the root's forward runs the norm alone, and then the
-head runs once for each chunk. The group's forward never ends, so the hooks that gather and reduce in backward are not
+head runs once for each chunk. The group's forward never ends, so the hooks that unshard and reduce in backward are not
 registered for the norm. Its gradient is missing after the first step, and wrong after the next ones.
 """
 

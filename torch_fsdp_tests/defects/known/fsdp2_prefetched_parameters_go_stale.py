@@ -1,10 +1,10 @@
-"""After ``set_modules_to_forward_prefetch``, a forward uses old parameters if the one before did not use them.
+"""With ``set_modules_to_forward_prefetch``, a forward uses stale parameters that an earlier forward prefetched.
 
 An encoder that prefetches the decoder is an example. A forward of the encoder alone under ``no_grad``, as for
-embeddings, gathers the decoder's parameters and leaves them unused. After a backward FSDP2 drops such a gather. After a
-forward without gradients, or under a transform of ``torch.func``, it stays, and the decoder's next forward takes it. An
-optimizer step or a load in between is not seen, also when this forward trains. ``reshard()`` does not drop the gather
-either.
+embeddings, all-gathers the decoder's parameters and leaves them unused. After a backward FSDP2 drops such an
+all-gather. After a forward without gradients, or under a transform of ``torch.func``, it stays, and the decoder's next
+forward uses it, also in training. An optimizer step or a load in between has no effect on that forward. ``reshard()``
+does not drop the all-gather either.
 """
 
 import torch

@@ -2,7 +2,8 @@
 
 ``ColwiseParallel`` over two TP ranks leaves the second one without rows of a layer with one output. Its parameter group
 then reduces gradients without elements, which ``torch._chunk_cat`` rejects. A plain module, DDP, and TP without FSDP2
-train such a layer. On CUDA, torch 2.11 dies of SIGFPE in forward: ``torch.split_with_sizes_copy`` divides by zero.
+train such a layer. On CUDA with torch 2.11, SIGFPE kills the process in forward: ``torch.split_with_sizes_copy``
+divides by zero.
 """
 
 import torch

@@ -29,7 +29,7 @@ DEFECT = Defect(
 
 
 class Logged:
-    """A plain collective that notes its name and size."""
+    """A plain collective that records its name and size."""
 
     def __init__(self, log, name, call):
         self.log, self.name, self.call = log, name, call

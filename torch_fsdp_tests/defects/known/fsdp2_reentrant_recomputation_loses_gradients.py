@@ -1,7 +1,7 @@
 """Gradients are lost if a ``fully_shard`` module runs twice under ``checkpoint(use_reentrant=True)``.
 
 In backward, reentrant checkpointing reruns a module and runs a nested backward. The first nested backward leaves the
-module's FSDP state in ``PRE_BACKWARD``. FSDP2 takes each later run for a recomputation whose hooks exist already, and
+module's FSDP state in ``PRE_BACKWARD``. FSDP2 treats each later run as a recomputation whose hooks exist already, and
 registers none. So the gradient of that run is not reduced, and the end of the outer backward skips the module, because
 it was reduced once. The gradient stays on the unsharded parameter, and is added to that of the next step. Older
 versions do not unshard the parameters for that run either, and raise.

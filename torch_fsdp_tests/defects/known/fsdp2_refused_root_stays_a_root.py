@@ -1,7 +1,8 @@
-"""After ``fully_shard([a, b])`` raised as the root, wrapping the whole model, as the error suggests, raises as well.
+"""After a forward of ``fully_shard([a, b])`` without a root raised, the forward of a new root raises as well.
 
-A group of several modules cannot be the root, so its first forward raises if it runs outside of a root. By then it has
-marked itself as the root, and the forward of the whole model reports that it was initialized already.
+A group of several modules cannot be the root, so its first forward raises if it runs outside of a root. The error
+suggests to wrap the whole model. By then the group has marked itself as the root, and the forward of the whole model
+reports that it was initialized already.
 """
 
 import torch

@@ -34,6 +34,6 @@ def reproduce(rank, world_size, device, workaround=False):
     replicate(model, mesh=mesh)
     model(torch.ones(1, 2, device=device))
 
-    actual = isinstance(model[0].weight, DTensor)  # while a module is gathered, it has plain parameters
+    actual = isinstance(model[0].weight, DTensor)  # while a module is unsharded, it has plain parameters
     right = True
     return actual, right

@@ -1,7 +1,7 @@
-"""The forward of a root raises if it gets no inputs, on a device apart from the host.
+"""On an accelerator, the forward of an FSDP2 root raises if it gets no inputs.
 
-FSDP2 moves a root's inputs to the device, and takes the first one of the moved inputs, which is missing if there are
-none. A root whose forward depends on its parameters alone runs on the CPU, where nothing is moved.
+FSDP2 moves a root's inputs to the device, and takes the first of the moved inputs. Without inputs there is none. A root
+whose forward depends on its parameters alone runs on the CPU, where nothing is moved.
 """
 
 import torch

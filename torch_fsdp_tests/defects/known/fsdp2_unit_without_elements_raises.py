@@ -1,8 +1,8 @@
 """Backward of a ``fully_shard`` module raises if one of its parameters has no elements.
 
 FSDP2 reduces gradients with ``torch._chunk_cat``, which rejects a tensor without elements, even among others. A plain
-model runs. Such parameters are, for example, those of an adapter of rank 0 or of an embedding of no words. On CUDA,
-torch 2.11 dies of SIGFPE in forward: ``torch.split_with_sizes_copy`` divides by zero.
+model runs. Such parameters are, for example, those of an adapter of rank 0 or of an embedding of no words. On CUDA with
+torch 2.11, SIGFPE kills the process in forward: ``torch.split_with_sizes_copy`` divides by zero.
 """
 
 import torch

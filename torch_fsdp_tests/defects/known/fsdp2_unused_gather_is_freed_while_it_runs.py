@@ -1,12 +1,12 @@
-"""A second backward may use the buffer of an all-gather that is still running.
+"""A second FSDP2 backward may reuse the buffer of an all-gather that is still running.
 
-If several forwards are followed by as many backwards, each backward but the last gathers a unit for the next forward's
-part, which it does not reach. At its end, ``finalize_backward`` lets the current stream wait for that all-gather, and
-drops its buffer. The buffer belongs to the stream of the copy-in, which does not wait: it does so only when a forward
-begins. So the next backward's copy-in may write into memory into which the all-gather still writes.
+If several forwards are followed by as many backwards, each backward but the last prefetches a parameter group that only
+the next backward needs. At its end, ``finalize_backward`` makes the current stream wait for that all-gather, and drops
+its buffer. The buffer belongs to the stream of the copy-in, which waits only when a forward begins. So the next
+backward's copy-in may write into memory into which the all-gather still writes.
 
-The reproduction watches the waits by mocks, on a device too. No wrong number was seen yet. With one rank there is no
-all-gather that could be late, so no program for a single GPU can show one.
+The reproduction records the waits with mocks, also on an accelerator. No wrong number was seen yet. With one rank there
+is no all-gather that could be late, so no program for a single GPU can show one.
 """
 
 from unittest import mock

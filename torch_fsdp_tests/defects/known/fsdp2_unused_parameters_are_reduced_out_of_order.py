@@ -1,10 +1,10 @@
 """If a rank skips a layer, backward with ``set_reduce_scatter_unused_params`` mixes up gradients of different groups.
 
 The option reduces zeros for what a rank did not use, so that all ranks reduce the same parameters, but not in the same
-order. A group is reduced when the gradient of its input is computed, and a group whose input needs no gradient at the
-end of backward, after its root. Whether an input needs a gradient depends on the layers before it. So if one rank alone
-uses the first layer, the next one is reduced before the root there, and after it elsewhere. Groups of equal size get
-each other's gradients. Groups of other sizes make the collective hang or abort.
+order. A group is reduced when the gradient of its input is computed. A group whose input needs no gradient is reduced
+at the end of backward, after its root. Whether an input needs a gradient depends on the layers before it. So if only
+one rank uses the first layer, the next layer is reduced before the root on that rank, and after the root on the others.
+Groups of equal size get each other's gradients. Groups of other sizes make the collective hang or abort.
 """
 
 import torch

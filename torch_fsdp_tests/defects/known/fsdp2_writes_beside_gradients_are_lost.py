@@ -1,8 +1,8 @@
-"""In training, what a module writes into a list or dict argument is lost if that also holds a tensor with a gradient.
+"""In training, writes of an FSDP2 module into an input list or dict that holds a tensor with a gradient are lost.
 
-To run its post-backward, FSDP2 puts the inputs that require gradients through a function of autograd, and rebuilds the
-lists, tuples and dicts that hold them. The module gets a copy. Of the layers that fill a common cache, only the first
-one's entry stays. Older versions rebuild all containers as soon as one of the inputs requires a gradient.
+To run its post-backward, FSDP2 passes the inputs that require gradients through an ``autograd.Function``, and rebuilds
+the lists, tuples and dicts that hold them. The module gets a copy. Of the layers that fill a common cache, only the
+first one's entry stays. Older versions rebuild all containers as soon as one of the inputs requires a gradient.
 """
 
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""Under mixed precision, what a module writes into a list or a dict among its inputs is lost.
+"""With FSDP2's mixed precision, writes of a module into an input list or dict are lost.
 
 FSDP2 casts the inputs of each module, and for that rebuilds every list, tuple, dict, set and dataclass. It does so even
 if they hold no tensor, or none that changes its dtype. The module gets a copy. A cache that one layer fills for the

@@ -1,9 +1,9 @@
-"""``zero_grad`` keeps gradients that were accumulated in mixed precision on unsharded parameters.
+"""``zero_grad`` keeps gradients that FSDP2 accumulated in mixed precision on unsharded parameters.
 
 With ``set_requires_gradient_sync(False)`` and ``set_reshard_after_backward(False)`` the model's parameters are the
 unsharded ones, and a backward accumulates gradients on them. ``zero_grad`` clears these. If ``reduce_dtype`` differs
-from the dtype of computation, FSDP has moved them to a place of its own, where ``zero_grad`` does not find them. The
-next reduction includes them.
+from the dtype of computation, FSDP2 has moved them to ``unsharded_accumulated_grad``, where ``zero_grad`` does not find
+them. The next reduction includes them.
 """
 
 import torch

@@ -3,9 +3,9 @@
 Adafactor multiplies a step by the norm of the parameter, and divides it by the norm of the update. It reads both with
 ``item()``. The norm of a DTensor is not reduced yet, and ``item()`` returns the norm of this rank's shard. So each rank
 steps with a scale of its own, and nothing warns. This happens to vectors, such as biases and the weights of norms, with
-``foreach`` as well, where torch runs it on DTensors. It takes an optimizer of vectors alone, such as when only biases
-are trained: since torch 2.9, which also trains matrices wrong, a sharded matrix raises
-(``optimizer_adafactor_raises_for_sharded_matrices``).
+``foreach`` as well, where torch runs it on DTensors. After torch 2.9, this needs an optimizer of vectors alone, such as
+when only biases are trained, because a sharded matrix raises (``optimizer_adafactor_raises_for_sharded_matrices``).
+Torch 2.9 also computes wrong steps for matrices.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 It stacks the norms of all gradients to compute the total, and DTensor does not stack tensors of different meshes. A
 model has two meshes if TP shards only some layers, if ``fully_shard`` is called with different meshes, or if
-``shard_placement_fn`` names one for each parameter, as for experts. With ``foreach`` on or off, and for each norm, it
-is the same. Optimizers accept such parameters.
+``shard_placement_fn`` names one for each parameter, as for experts. This happens with ``foreach`` on or off, and for
+each norm type. Optimizers accept such parameters.
 """
 
 import torch

@@ -3,7 +3,7 @@
 If gradients are accumulated over several steps of a schedule, an ``eval()`` in between loses them. When a schedule
 changes from ``step()`` to ``eval()``, or back, it prepares its stages again. Afterwards it sets all gradients of FSDP2
 modules to None, because the preparation may have left some. It does so even if the shapes of the stages are given, so
-that nothing is computed. Gradients of stages without FSDP2 stay.
+that nothing has to be inferred. Gradients of stages without FSDP2 stay.
 """
 
 import torch
