@@ -33,6 +33,9 @@ KINDS = {
     "sharded_state_dict": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig),
     "local_state_dict": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig),
 }
+UNFLATTENED = ["state_dict", "sharded_state_dict"]
+# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
+FORMS = [*((kind, False) for kind in KINDS), *((kind, True) for kind in UNFLATTENED)]
 
 
 class StateDictMixin(_Base):

@@ -17,15 +17,9 @@ from torch_fsdp_tests.fsdp.internals import clean_name
 from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import KINDS, StateDictMixin, summoned
+from distributed.fsdp.state_dicts import FORMS, StateDictMixin, summoned
 
 unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
-SUPPORTED = list(KINDS)
-UNFLATTENED = ["state_dict", "sharded_state_dict"]
-
-
-# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
-FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 
 
 class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):

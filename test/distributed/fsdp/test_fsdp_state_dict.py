@@ -58,7 +58,17 @@ from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.fsdp1_cases import states_may_be_synced
-from distributed.fsdp.state_dicts import KINDS, StateDict, StateDictMixin, gathered, make_nonzero, square, summoned
+from distributed.fsdp.state_dicts import (
+    FORMS,
+    KINDS,
+    UNFLATTENED,
+    StateDict,
+    StateDictMixin,
+    gathered,
+    make_nonzero,
+    square,
+    summoned,
+)
 
 remote_device = torch_names.module("torch.distributed.remote_device")
 sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")
@@ -67,10 +77,6 @@ unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils"
 
 
 HOST = torch.device("cpu")  # the CPU is the subject
-SUPPORTED = list(KINDS)
-UNFLATTENED = ["state_dict", "sharded_state_dict"]
-# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
-FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 OFFLOAD = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 SINGLE = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
@@ -265,7 +271,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         )
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     def test_state_dict_with_shared_parameters(self, state_dict_type):
         """The embedding and the output share a weight. Full and sharded state dicts list it under both names."""
         policy = LAYERS
@@ -301,7 +307,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertEqual(summoned(dest), summoned(source))
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     @parametrize("cpu_offload", OFFLOAD)
     @parametrize("fp16", [True, False])
     @parametrize("state_dict_rank0_and_offload", [True, False])
@@ -333,7 +339,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual({value.dtype for value in summoned(model_new).values()}, {dtype})
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     @parametrize("cpu_offload", OFFLOAD)
     @parametrize("mixed_precision", [True, False])
     @parametrize("state_dict_rank0_and_offload", [True, False])
@@ -359,7 +365,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self._compare_models(model, model_new, self.assertEqual)
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     @parametrize("mixed_precision", [True, False])
     @parametrize("state_dict_rank0_and_offload", [True, False])
     @only_supported
@@ -402,7 +408,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         return model
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     def test_state_dict_save_load_flow(self, state_dict_type):
         """A zeroed model that loads the state of a trained FSDP model equals a model trained with DDP."""
         self.run_subtests({"move_to_cpu": [True, False]}, self._test_state_dict_save_load_flow, state_dict_type)
@@ -418,7 +424,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertEqual(summoned(blank), named(reference))
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     def test_fsdp_state_dict_keys(self, state_dict_type):
         state_dict = self._save(FSDP(Model(True)), state_dict_type)
         plain = list(Model(False).state_dict())
@@ -450,7 +456,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertEqual(dict(local.state_dict()), trained)
 
     @skip_if_lt_x_gpu(2)
-    @parametrize("state_dict_type", SUPPORTED)
+    @parametrize("state_dict_type", list(KINDS))
     @parametrize("double_nest", [True])
     def test_state_dict_skip_module(self, state_dict_type, double_nest):
         """A layer that is added after its neighbours were wrapped is saved unsharded under its own name."""
@@ -681,7 +687,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     def test_non_persistent_buffers(self):
         """Non-persistent buffers are neither saved nor loaded, with any kind of state dict."""
-        for kind in SUPPORTED:
+        for kind in KINDS:
             model, other = (FSDP(Model(True, register_buffers=True)) for _ in range(2))
             state_dict = self._save(model, kind)
             self.assertEqual([name for name in state_dict if "non_persistent" in name], [], may_be="empty")
@@ -728,7 +734,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_beside_managed_parameters(self):
         """State dicts cast back buffers of mixed precision. Ignored buffers are not cast or copied."""
-        for kind in SUPPORTED:
+        for kind in KINDS:
             norms = [nn.BatchNorm1d(4).to(self.device) for _ in range(2)]
             model = FSDP(nn.Sequential(*norms), ignored_modules=[norms[1]], mixed_precision=HALF)
             state_dict = self._save(model, kind)
@@ -761,7 +767,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(saved, {} if rank0_only and self.rank > 0 else dtypes, may_be="empty")
 
     @skip_if_lt_x_gpu(2)
-    @subtests(kind=SUPPORTED, keep_vars=[False, True], low=[False, True])
+    @subtests(kind=list(KINDS), keep_vars=[False, True], low=[False, True])
     def test_saving_leaves_the_buffers(self, kind, keep_vars, low):
         """The model's own buffers keep their dtypes and values, even if the state dict has the variables themselves."""
         layers = Model(True, register_buffers=True, mixed_precision=low)

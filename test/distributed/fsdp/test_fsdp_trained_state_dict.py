@@ -19,16 +19,10 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import KINDS, StateDictMixin, gathered
+from distributed.fsdp.state_dicts import FORMS, KINDS, StateDictMixin, gathered
 
 unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
 HOST = torch.device("cpu")  # the CPU is the subject
-SUPPORTED = list(KINDS)
-UNFLATTENED = ["state_dict", "sharded_state_dict"]
-
-
-# Kinds of state dict, without and with ``use_orig_params=True``. The local kind does not support ``use_orig_params``.
-FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 
 
 class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):

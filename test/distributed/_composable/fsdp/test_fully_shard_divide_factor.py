@@ -90,21 +90,22 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model.set_gradient_divide_factor(2.0)
         model.set_force_sum_reduction_for_comms(not kwargs)
         model(torch.full((3, 8), 1.0 + self.rank, device=self.device)).sum().backward()
-        with torch_defect("fsdp2_divides_twice"):  # 3*(1+2+3+4)/2
-            self.assertEqual(model.weight.grad.to_local(), torch.full((4, 8), 15.0, device=self.device))
+        expected = 3 * sum(range(1, self.world_size + 1)) / 2
+        with torch_defect("fsdp2_divides_twice"):
+            self.assertEqual(model.weight.grad.to_local(), torch.full((4, 8), expected, device=self.device))
 
     @skip_if_lt_x_gpu(2)
     def test_hsdp_of_one_shard_force_sum(self):
         """HSDP with one shard sums the gradients of the replicas and divides the sum by the factor once.
 
-        PyTorch 2.13.0 divides twice: the result is 7.5 instead of 15. For the reason, see
+        PyTorch 2.13.0 divides twice, so the result is half of that. For the reason, see
         ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
         """
         self._test_hsdp_of_one_shard()
 
     @skip_if_lt_x_gpu(2)
     def test_hsdp_of_one_shard_fp16(self):
-        """As ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
+        """As ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
 
