@@ -1,7 +1,7 @@
-"""``torch.compile`` around and inside FSDP1: a compiled model trains like a plain one, and is compiled only once.
+"""``torch.compile`` around and inside FSDP1: a compiled model trains like a plain one without recompiling.
 
-Dynamo does not trace FSDP's own code: graphs end at its hooks. Dynamo assumes less about modules that FSDP manages than
-about others.
+Dynamo does not trace FSDP's own code, so graphs end at its hooks. Dynamo does not assume that attributes and parameters
+of modules that FSDP manages are constant.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ allow_time_for_inductor("test_fsdp_inductor")
 
 
 class Dense(nn.Module):
-    """A layer whose class is not from torch.nn. Dynamo does not compile a forward of torch.nn that eager code calls.
-
-    After the graph break at its hooks, a unit's forward is called by eager code.
+    """A layer whose class is not from torch.nn. After the graph break at the hooks of an FSDP instance, eager code
+    calls the instance's forward. Dynamo would not compile a forward in torch.nn that eager code calls.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -86,7 +85,7 @@ class MutatingModel(nn.Module):
 
 
 class ForcedGetAttrMod(nn.Module):
-    """Computes with the parameter of a layer that it does not call. It gets the layer by name."""
+    """Gets a layer with ``__getattr__`` and uses its weight, but does not call the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class ToyInnerModel(nn.Module):
 
 
 class ToyOuterModel(nn.Module):
-    """Its two parts have different sizes. Otherwise the compiled code of one would also fit the other."""
+    """Has two children of different sizes, so that the compiled code of one does not fit the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,11 +159,11 @@ class CallsStaticMethod(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Multiplies by a number that is different in each call."""
+    """Multiplies by the number of calls, which is an int attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = Dense(WIDTH, WIDTH), 1  # dynamo always makes constants of 0 and 1
+        self.layer, self.calls = Dense(WIDTH, WIDTH), 1  # forward uses 2 and more: dynamo treats 0 and 1 as constants
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -172,7 +171,7 @@ class CountsCalls(nn.Module):
 
 
 def breaks() -> dict[str, int]:
-    """The reasons why dynamo ended graphs since the last reset, and how often each occurred."""
+    """The reasons of graph breaks since the counters were cleared, with their counts."""
     return dict(torch._dynamo.utils.counters["graph_break"])
 
 
@@ -184,11 +183,11 @@ class DynamoTest(FSDPTest):
         return filled(model, low=-0.3, high=0.3).to(self.device)
 
     def _batch(self, step: int) -> torch.Tensor:
-        """This rank's own batch."""
+        """A batch that differs by rank and step."""
         return uniform(ROWS, WIDTH, seed=100 * step + self.rank)
 
     def _sharded(self, model: nn.Module, *units: type[nn.Module], **kwargs: Any) -> FSDP:
-        """A copy of the model in FSDP, with the modules of these types as separate units."""
+        """A copy of the model wrapped with FSDP. Modules of the types ``units`` are FSDP instances of their own."""
         policy = ModuleWrapPolicy(set(units)) if units else None
         return FSDP(copy.deepcopy(model), auto_wrap_policy=policy, **{"use_orig_params": True, **kwargs})
 
@@ -213,7 +212,7 @@ class DynamoTest(FSDPTest):
         self.assertEqual(graphs[-1], graphs[1])
 
     def _backward(self, ref_model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], step: int) -> None:
-        """Run both on a batch, forward and backward, and compare the outputs and the inputs' gradients."""
+        """Run forward and backward of both models on a batch. Compare outputs and gradients of inputs."""
         inputs = [self._batch(step).requires_grad_() for _ in range(2)]
         outputs = [each(inp) for each, inp in zip((ref_model, call), inputs)]
         self.assertEqual(*outputs)
@@ -255,12 +254,12 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_fsdp_aot_eager(self, units):
-        """One unit is one graph. If each layer is a unit, each has its own graph."""
+        """The forward of each FSDP instance is compiled as one graph."""
         self._test_training("aot_eager", units)
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_setattr(self):
-        """A forward that sets an attribute is one graph: neither the attribute nor the changed input ends it."""
+        """A forward that sets an attribute and changes its input is one graph. Neither causes a graph break."""
         counting, ref_model = CountingBackend(), self._plain(MutatingModel())
         model = self._sharded(ref_model)
         compiled = torch.compile(model, backend=counting)
@@ -276,7 +275,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_unspecialized_forced_getattr_no_inline(self):
-        """Newer versions of torch have the switch, but ignore it."""
+        """The forward is one graph with ``inline_inbuilt_nn_modules=False``, which newer versions of PyTorch ignore."""
         with internals.dynamo_switched(inline_inbuilt_nn_modules=False):
             self._test_forced_getattr()
 
@@ -302,7 +301,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_activation_checkpointing(self):
-        """Each unit is one graph, with a checkpoint that is marked as one."""
+        """Each checkpointed FSDP instance is one graph, which contains a ``tag_activation_checkpoint`` node."""
         counting, ref_model = CountingBackend(), self._plain(ToyOuterModel())
         model = self._sharded(ref_model, ToyInnerModel)
         internals.checkpoint_wrapping.apply_activation_checkpointing(
@@ -323,7 +322,7 @@ class TestMultiProc(DynamoTest):
         units=[(), (Dense,)],
     )
     def test_training(self, strategy, inside, units):
-        """Each strategy, with FSDP inside the compiled module, or around it."""
+        """A compiled model trains like a plain one, with FSDP inside the compiled module or around it."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units, sharding_strategy=strategy)
         if inside:
@@ -334,7 +333,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(ignored=["layers.1", "layers.0.bias"])
     def test_ignored_states(self, ignored):
-        """Gradients of ignored modules and parameters stay local (#147143)."""
+        """Gradients of ignored modules and parameters are not reduced (#147143)."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         plain = copy.deepcopy(ref_model)
         states = [attrgetter(ignored)(plain)]
@@ -350,7 +349,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(how=["compiled outside", "compiled inside", "compiled units"])
     def test_mixed_precision(self, how):
-        """The compiled model computes like the same model without a compiler (#161153, #152162)."""
+        """With mixed precision a compiled model trains like an eager one (#161153, #152162)."""
         counting, plain = CountingBackend(), self._plain(ToyModel())
         bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         units = (Dense,) if how == "compiled units" else ()
@@ -377,7 +376,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_offload_and_evaluation(self):
-        """A compiled model with offloaded parameters is evaluated before each step (#139110)."""
+        """A compiled model with offloaded parameters trains, with a forward in eval mode before each step (#139110)."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, cpu_offload=CPUOffload(offload_params=True))
         compiled = torch.compile(model, backend=counting)
@@ -389,7 +388,7 @@ class TestMultiProc(DynamoTest):
                 model.train()
             with torch_defect("fsdp1_evaluation_brings_back_offloaded_gradients"):
                 self.assertTrue(all(param.grad is None for param in model.parameters()))
-            optims[1].zero_grad()  # a workaround: dynamo cannot compile where gradients are left
+            optims[1].zero_grad()  # a workaround, because dynamo cannot compile if parameters have gradients
             self._backward(ref_model, compiled, step)
             average_gradients(ref_model)
             for optim in optims:
@@ -399,7 +398,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_accumulation_over_shapes(self):
-        """The second microbatch has another shape, for which dynamo compiles the forward again."""
+        """Gradients accumulate if the second microbatch has another shape, for which dynamo recompiles the forward."""
         ref_model = self._plain(ToyModel())
         model = self._sharded(ref_model)
         compiled = torch.compile(model, backend="eager")
@@ -416,7 +415,9 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_between_steps(self, units):
-        """Accumulation, changed parameters and forwards in eval mode between compiled steps."""
+        """Accumulation, changed parameters and forwards in eval mode between compiled steps give right results. Later
+        training steps are not recompiled.
+        """
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units)
         compiled = torch.compile(model, backend=counting)
@@ -449,20 +450,20 @@ class TestMultiProc(DynamoTest):
 
 
 class TestSingleProc(DynamoTest):
-    """In a group of one rank, FSDP1 has nothing to shard."""
+    """Tests on one rank, where FSDP1 does not shard."""
 
     world_size = 1
 
     @contextlib.contextmanager
     def _compiled_as(self, graphs: int) -> Iterator[CountingBackend]:
-        """Yields a backend. At the end, the backend must have received this number of graphs."""
+        """Yield a backend. At the end of the context, it must have compiled this number of graphs."""
         counting = CountingBackend()
         yield counting
         self.assertEqual(len(counting.graphs), graphs)
 
     @subtests(fullgraph=[False, True])
     def test_fsdp_orig_params_assert(self, fullgraph):
-        """Dynamo does not trace a part of a flat parameter: it compiles nothing, or raises with ``fullgraph``.
+        """With ``use_orig_params=False`` dynamo compiles nothing, or raises with ``fullgraph``.
 
         Upstream's name mentions an assertion, which no longer exists.
         """
@@ -479,10 +480,8 @@ class TestSingleProc(DynamoTest):
 
     @subtests(skip_fsdp_guards=[True, False])
     def test_fsdp_skip_guards(self, skip_fsdp_guards):
-        """With the switch, modules under FSDP get special guards, and their numbers are not constants.
-
-        Without it they are like other modules. Upstream looks at the text of the guards. A number that changes shows
-        their effect: a constant is compiled again each time.
+        """With ``skip_fsdp_guards``, dynamo marks guards of FSDP-managed modules and does not treat an int attribute as
+        a constant. Without it, dynamo treats these modules like others and recompiles for each value of the attribute.
         """
         seen: list[Any] = []
         counting, ref_model = CountingBackend(), self._plain(CountsCalls())
@@ -503,7 +502,7 @@ class TestSingleProc(DynamoTest):
         self.assertEqual(len(counting.graphs), 2 if skip_fsdp_guards else 5)
 
     def test_fsdp_skip_register_attr_or_module(self):
-        """The parameters are inputs of the graph. Nothing is fetched from a module inside it."""
+        """Parameters are inputs of the graph, which has no ``get_attr`` and ``call_module`` nodes."""
         ref_model = self._plain(ToyModel())
         with self._compiled_as(1) as counting:
             model = torch.compile(self._sharded(ref_model), backend=counting)
@@ -514,7 +513,7 @@ class TestSingleProc(DynamoTest):
         self.assertEqual(kinds.count("placeholder"), 1 + len(list(ref_model.parameters())))
 
     def test_fsdp_dup_tensors_same_source(self):
-        """A tensor and a buffer that are used twice are one input each."""
+        """A tensor that is passed twice and a buffer that is used twice are one graph input each."""
         ref_model = self._plain(UsesTwice())
         with self._compiled_as(1) as counting:
             model = torch.compile(self._sharded(ref_model), backend=counting)
@@ -524,7 +523,7 @@ class TestSingleProc(DynamoTest):
         self.assertEqual([node.op for node in counting.nodes].count("placeholder"), 4)
 
     def test_fsdp_dup_tensors_diff_source(self):
-        """A buffer with two names is one input. A change under one name is visible under the other."""
+        """A buffer with two names is one graph input. An in-place change under one name is visible under the other."""
         ref_model = self._plain(ChangesSharedBuffer())
         with self._compiled_as(1) as counting:
             model = self._sharded(ref_model)

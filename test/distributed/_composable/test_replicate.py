@@ -42,14 +42,14 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
         return ToyModel().to(self.device)
 
     def _compare(self, test: Any, ref_model: Any, model: Any) -> None:
-        """The parameters of FSDP2 and of DDP, and their gradients, must equal those of the plain model."""
+        """Parameters and gradients must equal those of the plain model, both under FSDP2 and under DDP."""
         check_parity(self, ref_model.linears, model.linears)
         self.assertEqual(model.proj.weight, ref_model.proj.weight)
         self.assertEqual(model.proj.weight.grad, ref_model.proj.weight.grad)
 
     @skip_if_lt_x_gpu(2)
     def test_replicate_fully_shard_init(self):
-        """Neither wrapping with DDP nor DDP's lazy start in the first forward changes the sharded parameters."""
+        """Neither ``replicate`` nor DDP's lazy initialization in the first forward changes the sharded parameters."""
         ref_model, model = self._plain(), self._plain()
         shard_each([*model.linears, model.linears])
         replicate_in_place(model)
@@ -103,7 +103,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
         def mark(is_last: bool) -> None:
             if is_last:
                 first, second = of_all_ranks(model.proj.weight.grad)
-                self.assertNotEqual(first, second)  # equal if each microbatch was averaged
+                self.assertNotEqual(first, second)  # they would be equal if each microbatch was averaged
                 reduced = [param.grad for param in model.linears.parameters() if param.grad is not None]
                 self.assertFalse(any(grad.to_local().any() for grad in reduced))
             model.linears.set_requires_gradient_sync(is_last)
@@ -121,7 +121,9 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_one_module_for_both(self):
-        """DDP rejects a sharded module, and a module without parameters left to replicate."""
+        """``replicate`` raises for a sharded module. The first forward raises if ``fully_shard`` then shards all
+        parameters of a replicated module.
+        """
         with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
             replicate_in_place(shard_each([self._plain()]))
         model = shard_each([replicate_in_place(self._plain())])

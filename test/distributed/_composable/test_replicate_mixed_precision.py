@@ -1,6 +1,6 @@
 """Mixed precision under the ``replicate`` of FSDP2: the dtypes of computation, all-reduces, accumulation and casts.
 
-Training is compared bitwise with replicas that cast explicitly.
+Training is compared bitwise with a plain model that casts explicitly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         manual_seed(42)
         model = nn.Sequential(*(MLP(DIM) for _ in range(3))).to(self.device)
         for mlp in model:
-            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # to keep ReLUs active, so all weights train
+            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # to keep ReLUs active, so that all weights get gradients
         computed_in = param_dtype or FP32
         by_default = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else computed_in
         replica = Replica(model, computed_in, reduce_dtype or by_default, **kwargs)
@@ -59,14 +59,16 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         return replica, model, ShardAdam(model.parameters(), lr=1e-2)
 
     def _check_reductions(self, calls: collectives.Calls, dtype: torch.dtype, times: int) -> None:
-        """There must be this many all-reduces, all in this dtype, and no other collective."""
+        """There must be ``times`` all-reduces, all in ``dtype``, and no other collective."""
         self.assertEqual(calls.counts(), {"all_reduce": times})
         self.assertEqual(set(calls.dtypes("all_reduce")), {dtype})
 
     @skip_if_lt_x_gpu(2)
     @subtests(param_dtype=[BF16, FP16])
     def test_compute_dtype(self, param_dtype):
-        """Without a reduce dtype, gradients are reduced in the param dtype; since 2.15 in the parameters' own dtype."""
+        """Without a ``reduce_dtype`` gradients are reduced in ``param_dtype``, since 2.15 in the dtype of the sharded
+        parameters.
+        """
         calls = self._check_training(*self._init(param_dtype, None), inp_dtype=param_dtype)
         reduced_in = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self._check_reductions(calls, reduced_in, 3 * ITERATIONS)
@@ -81,7 +83,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_backward=[True, False], all_reduce_only=[False, True])
     def test_grad_acc_with_reduce_dtype(self, reshard_after_backward, all_reduce_only):
-        """Gradients of microbatches accumulate in the reduce dtype, with either setter."""
+        """Gradients accumulate in ``reduce_dtype``, whichever setter turns off all-reduces of microbatches."""
         replica, model, optim = self._init(BF16, FP32)
         manual_seed(42 + self.rank + 1)
         for _ in range(ITERATIONS):
@@ -105,7 +107,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_input_jvp(self):
-        """The model works under ``vmap``, and trains through ``jvp``."""
+        """The model computes the right output under ``vmap``, and trains with a loss that contains its ``jvp``."""
         replica, model, optim = self._init(BF16, FP32, loss_of=loss_and_tangent)
         batch = torch.randn(3, 4, DIM, device=self.device)
         mapped = torch.vmap(model)(batch)
@@ -117,7 +119,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_fp16(self):
-        """A sum over the replicas in float16 is divided by the factor once."""
+        """With float16 reductions, the sum over the replicas is divided by the factor once."""
         model = replicate(nn.Linear(2, 1, bias=False, device=self.device), mp_policy=MixedPrecisionPolicy(FP16, FP16))
         model.set_gradient_divide_factor(4.0)
         model(torch.full((3, 2), 1.0 + self.rank, device=self.device)).sum().backward()
@@ -126,7 +128,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_states_keep_their_precision(self):
-        """State dicts are float32, also between forward and backward, and so are optimizer states."""
+        """State dicts are float32, also between forward and backward. Optimizer states are float32."""
         _, model, _ = self._init(BF16, FP32)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
@@ -175,7 +177,7 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
-        """An input that does not come through the root is cast by the submodule or not at all."""
+        """An input that does not pass through the root is cast only if the submodule's policy casts inputs."""
         self._check_submodules_with_external_inputs(replicate, enable_submodule_cast)
 
     @skip_if_lt_x_gpu(1)
@@ -188,7 +190,7 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
-        """FSDP keeps a reduce dtype equal to the parameters' dtype, also if parameters are cast after wrapping."""
+        """FSDP keeps a ``reduce_dtype`` that equals ``param_dtype``, also if parameters are cast after wrapping."""
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
         model = nn.Sequential(*(nn.Linear(32, 32, device=self.device, dtype=BF16) for _ in range(2)))
         reduced: list[torch.dtype] = []

@@ -1,6 +1,6 @@
-"""The ``replicate`` that is built on FSDP2: whole parameters on each rank, and one all-reduce for each group.
+"""The ``replicate`` that is built on FSDP2: full parameters on each rank, and one all-reduce for each parameter group.
 
-The reference is the plain model, whose gradients the tests average. Every rank has its own data.
+The reference is a plain model, whose gradients the tests average over the ranks. Inputs differ by rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replicate(module: Any, **kwargs: Any) -> Any:
 
 
 def dp_mesh_dims(**kwargs: Any) -> Any:
-    """``DataParallelMeshDims``, which older versions of torch do not have."""
+    """``DataParallelMeshDims``, looked up late because older versions of PyTorch lack it."""
     return torch.distributed.fsdp.DataParallelMeshDims(**kwargs)
 
 
@@ -145,9 +145,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refusals(self):
-        """``replicate`` rejects invalid modules and meshes. Modules that are already wrapped stay as
-        they are.
-        """
+        """``replicate`` rejects invalid modules and meshes. Modules that are already wrapped do not change."""
         mesh = self._mesh(2, 1)
         with self.assertRaisesRegex(ValueError, "replicate expects a 1D DeviceMesh"):
             replicate(self._net(), mesh=mesh)
@@ -166,7 +164,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(grouped=[False, True])
     def test_ignored_params(self, grouped):
-        """An ignored parameter stays a plain parameter with a local gradient."""
+        """An ignored parameter stays a plain parameter, whose gradient is not reduced."""
         ref_model, model = self._net(), self._net()
         ignored = model[1].weight
         if grouped:
@@ -190,7 +188,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(both=[False, True])
     def test_named_mesh_dims(self, both):
-        """The model has DTensors on the whole mesh. One or both mesh dimensions replicate."""
+        """A model of DTensors on a 2D mesh can be replicated over one or both of the mesh dimensions."""
         inner = f"inner_{both}"
         names = f"outer_{both}", inner  # meshes with the same names would be equal
         mesh = self._mesh(2, 2, names=names)
@@ -234,7 +232,9 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=[torch.optim.SGD, torch.optim.Adam])
     def test_train_replicate_fsdp(self, optim_cls):
-        """The model trains like plain data parallelism, with one all-reduce per group. SGD detects a wrong factor."""
+        """The model trains like a plain model with averaged gradients, with one all-reduce per parameter group. SGD
+        detects a wrong factor of the gradients, Adam alone does not.
+        """
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -266,7 +266,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self.run_subtests({"case": cases}, lambda case: self._test_train_parity_2d_mlp(*case))
 
     def _test_train_parity_2d_mlp(self, use_activation_checkpointing: bool, mlp_dim: int) -> None:
-        """``replicate`` alone trains like the plain model, and so do HSDP and tensor parallelism on the same mesh."""
+        """``replicate`` trains like the plain model. HSDP with TP on the same mesh does as well."""
         mesh = self._mesh(2, 1, self.world_size // 2, names=("replicate", "shard", "tp"))
         manual_seed(42)
         plain = MLPStack(mlp_dim)
@@ -309,7 +309,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             with collectives.recorded() as calls:
                 losses = step(each, batch)
             counts = calls.counts()
-            counts.pop("all_gather", None)  # the number depends on the root, see below
+            counts.pop("all_gather", None)  # depends on the root: test_sharded_layers_reshard_under_replicated_root
             by_root = {"replicate": (2, 3), "fully_shard": (3, 2)}[root]
             expected = Counter(dict(zip(("reduce_scatter", "all_reduce"), by_root)))
             self.assertEqual(counts, expected if each is model else Counter(), may_be="empty")
@@ -391,7 +391,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_forced_sum(self):
-        """The factor also works with forced sums. A replica is a shard group of one rank."""
+        """With ``set_force_sum_reduction_for_comms`` the sum is divided by the factor once."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
         model.set_gradient_divide_factor(4.0)
         model.set_force_sum_reduction_for_comms(True)
@@ -402,7 +402,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forced_sum(self):
-        """Without a factor, a forced sum is divided afterwards and gives the average."""
+        """With forced sums and without a factor, gradients are averaged."""
         ref_model, model = self._net(), replicate(self._net())
         model.set_force_sum_reduction_for_comms(True)
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
@@ -463,7 +463,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict(self):
-        """State dicts have whole values under the original names, also while a model is unsharded."""
+        """State dicts have the plain model's names and values, also between forward and backward."""
         ref_model, model = self._net(), self._net()
         replicate_each([*model, model])
         other = replicate(nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(3))))
@@ -498,7 +498,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm(self):
-        """The norm of replicated gradients counts one replica."""
+        """The norm of replicated gradients counts each gradient once, not once per replica."""
         ref_model, model = self._net(), replicate(self._net())
         self._seed()
         inp = self._inputs(3, 4)

@@ -1,4 +1,4 @@
-"""Pairs of models, a distributed and a plain one, and the comparison of their state dicts."""
+"""Pairs of a distributed and a plain model, and comparisons of their state dicts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from torch_fsdp_tests.installed_torch import torch_names
 
 
 def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
-    """An optimizer with settings that differ from the defaults."""
-    # With the default eps, Adam would turn the rounding of a gradient near zero into a whole step.
+    """An optimizer whose hyperparameters differ from the defaults. ``settings`` replace them."""
+    # With the default eps, the rounding error of a gradient near zero would change Adam's step by its full size.
     adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1, **fused_on_host()}
     return cls(params, lr=0.02, **(adam | settings))
 
@@ -51,7 +51,7 @@ class Pair:
     width: int
 
     def train(self, steps: range) -> None:
-        """Train both. Each rank has its own batches, except that ranks with the same ``data_rank`` share them."""
+        """Train both models. Ranks with different ``data_rank`` have different batches."""
         ref_losses = []
         for step in steps:
             batch = uniform(4, self.width, seed=100 * step + self.data_rank)
@@ -67,13 +67,13 @@ class Pair:
         check_losses(ref_losses)
 
     def states(self, options: StateDictOptions | None = None) -> tuple[StateDict, StateDict]:
-        """Both state dicts of the distributed side."""
+        """The model and optimizer state dicts of the distributed model."""
         return get_state_dict(self.model, self.optims, options=options)
 
     def load(self, msd: StateDict, osd: StateDict, options: StateDictOptions | None = None) -> Any:
-        """Load both into the distributed side. Returns the keys that did not match."""
+        """Load both state dicts into the distributed model and optimizers. Returns the missing and unexpected keys."""
         if options is not None and options.broadcast_from_rank0:
-            # set_state_dict would take another rank's empty dict for a request to load no model.
+            # set_state_dict would load no model on the other ranks, whose model state dict is empty.
             set_optimizer_state_dict(self.model, self.optims, osd, options=options)
             return set_model_state_dict(self.model, msd, options=options)
         return set_state_dict(self.model, self.optims, model_state_dict=msd, optim_state_dict=osd, options=options)
@@ -84,7 +84,7 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
 
     @property
     def world_size(self) -> int:
-        """2, or what ``requires_world_size`` says."""
+        """The argument of ``requires_world_size``, or 2."""
         return get_required_world_size(self, 2)
 
     def _pair(
@@ -96,8 +96,8 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         settings: Mapping[str, Any] = {},
         **kwargs: Any,
     ) -> Pair:
-        """The plain model, and a copy to which ``distribute`` was applied, with one optimizer for each part of it.
-        ``settings`` are those of the optimizers.
+        """The plain model and a copy to which ``distribute`` was applied. ``split`` returns the parameters of each of
+        the copy's optimizers. ``settings`` are arguments of all optimizers.
         """
         model = distribute(copy.deepcopy(plain))
         optims = [optimizer(optim_cls, params, **settings) for params in split(model)]
@@ -110,14 +110,14 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
 
     def _compare_states(self, found: StateDict, wanted: StateDict) -> None:
-        """Compare nested state dicts of optimizers bit for bit. Lists instead of tuples are a known defect."""
+        """Compare nested optimizer state dicts bitwise. ``betas`` may be a list instead of a tuple, a known defect."""
         self.assertEqual(found["state"], wanted["state"], **EXACT)
         for group, wanted_group in zip(found["param_groups"], wanted["param_groups"], strict=True):
             self.assertEqual({**group, "betas": tuple(group["betas"])}, wanted_group)
 
 
 class StateDictOptionsTest(StateDictTest):
-    """Pairs of small models, and what ranks give to a load and agree on."""
+    """Pairs of small models, the state dict that each rank loads, and a check that all ranks have the same outcome."""
 
     def _plain(self, seed: int = 0) -> nn.Sequential:
         """Two layers with unequal shards."""
@@ -140,14 +140,14 @@ class StateDictOptionsTest(StateDictTest):
         return state_dict if self.rank == 0 else {}
 
     def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-        """The argument of this rank for a load with these options."""
+        """This rank's state dict for a load with these options."""
         return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
 
     def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
         """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
 
-        They also disagree if one rank rejects before a broadcast that another waits for. With ``broadcasts`` the first
-        one then takes part in it with an empty value, so that the other does not wait forever.
+        The ranks also disagree if one rank raises before a broadcast in which the others wait. With ``broadcasts`` the
+        rank that raised joins the broadcast with an empty value, so that the others do not wait forever.
         """
         original = internals.dsd._broadcast_state_dict
         with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:

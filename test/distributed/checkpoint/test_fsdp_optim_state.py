@@ -1,4 +1,4 @@
-"""The sharded optimizer state of FSDP1 in a checkpoint, and its process group."""
+"""Checkpoints of FSDP1's sharded optimizer state, also for a process group of some of the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     power_of_two_ranks = True
 
     def _layers(self, seed: int) -> nn.Sequential:
-        """Layers whose rows the ranks divide."""
+        """Layers whose numbers of rows are multiples of the world size."""
         manual_seed(seed)
         sizes = [8, 4, 8, 12]
         layers = [nn.Sequential(nn.Linear(*each), nn.ReLU()) for each in itertools.pairwise(sizes)]
@@ -52,7 +52,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         return model, optim
 
     def _train(self, model: FSDP, optim: torch.optim.Optimizer, steps: range) -> None:
-        """Train on this rank's own rows, which depend on the number of the step."""
+        """Train on inputs that depend on the rank and the step."""
         for step in steps:
             generator = torch.Generator().manual_seed(10 * step + self.rank)
             optim.zero_grad()
@@ -60,7 +60,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
             optim.step()
 
     def _check_same_states(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """The states must have the same parameters and the same numbers, bit for bit, in every local shard."""
+        """Both optimizer state dicts must have the same parameters, and bitwise equal local shards."""
         self.assertEqual(list(found["state"]), list(wanted["state"]))
         self.assertEqual(len(moments(wanted)), 12)
         for name, value in moments(wanted).items():
@@ -75,7 +75,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @with_temp_dir
     @parametrize("pass_planner", [True, False])
     def test_load_sharded_optimizer_state_dict(self, pass_planner):
-        """Loading gives an optimizer without states the saved ones. Training then continues as if uninterrupted."""
+        """An optimizer without states loads the saved ones. Training then continues as if uninterrupted."""
         model, optim = self._create_model(0, range(2))
         saved = sharded_state_dicts(model, optim)
         dcp.save(saved, checkpoint_id=self.temp_dir)
@@ -100,7 +100,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fewer_ranks(self):
-        """Two ranks load what four ranks have saved."""
+        """Two ranks load a checkpoint that all ranks saved."""
         pair = dist.new_group([0, 1])
         model, optim = self._create_model(0, range(2))
         dcp.save(sharded_state_dicts(model, optim), checkpoint_id=self.temp_dir)
@@ -130,7 +130,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
 
     @contextlib.contextmanager
     def _recorded_groups(self, *names: str) -> Iterator[dict[str, Any]]:
-        """The ``group`` argument of each call of these FSDP methods."""
+        """Record the ``group`` argument of the last call of each of these FSDP methods, by method name."""
         found: dict[str, Any] = {}
 
         def recorder(name: str, method: Any) -> Any:
@@ -148,9 +148,8 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_groups(self):
-        """Two models on two ranks each have separate checkpoints, and the second pair saves once more.
-
-        A collective of all ranks would hang there.
+        """Two process groups of two ranks each save and load their own model. The second group saves once more than the
+        first, so a collective over all ranks would hang.
         """
         group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
         pair = self.rank // 2

@@ -1,4 +1,4 @@
-"""Sharded states through the storage of fsspec, a package that reads and writes many kinds of file systems."""
+"""Checkpoints of sharded states in the storage of fsspec, a package that accesses many kinds of file systems."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fully_shard(self):
-        """FSDP2, with uneven rows, and a path that starts with the name of a protocol."""
+        """FSDP2 with uneven shards saves to and loads from a URL (``file://``). Training continues."""
         Run(LAYOUTS["FSDP2 on 2"]).train(range(2)).save(f"file://{self.temp_dir}/checkpoint")
         run = Run(LAYOUTS["FSDP2 on 2"], seed=1).train(range(9, 10))
         run.load(f"file://{self.temp_dir}/checkpoint")
@@ -83,7 +83,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_overwrite_refused(self):
-        """A writer that may not overwrite leaves the old checkpoint unchanged and loadable."""
+        """A writer with ``overwrite=False`` raises if there is a checkpoint, which stays unchanged and loadable."""
         run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
         expected = run.full()
@@ -96,15 +96,15 @@ class TestFSSpec(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_memory_of_a_process(self):
-        """Files in the memory of other ranks cannot be read, and all ranks get an error.
+        """In fsspec's memory file system a rank cannot read files of other ranks. All ranks raise an error.
 
-        This shows that a rank reads files, including those of other ranks.
+        This shows that a load reads files that other ranks wrote.
         """
         source, run = Run(LAYOUTS["FSDP2 on 2"]).train(range(1)), Run(LAYOUTS["FSDP2 on 2"], seed=1)
         source.save("memory://checkpoint")
         with self.assertRaises(CheckpointException) as caught:
             run.load("memory://checkpoint")
-        self.assertEqual(set(caught.exception.failures), {1})  # it has no metadata: the first rank wrote them
+        self.assertEqual(set(caught.exception.failures), {1})  # rank 1 has no metadata, which rank 0 wrote
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""States of FSDP2 in files of the package safetensors: each rank writes its shards, and these are then put together."""
+"""FSDP2 state dicts in safetensors files: each rank writes its shards, which are then consolidated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ needs_package = requires(
 
 
 class TestConsolidation(DTensorTestBase):
-    """Parameters, of which each rank writes some rows, and a buffer, which one rank writes."""
+    """The model has parameters, of which each rank writes its local shard, and a buffer, which one rank writes."""
 
     world_size = 2
 
@@ -52,7 +52,7 @@ class TestConsolidation(DTensorTestBase):
         return model
 
     def _consolidated(self, buffer: torch.Tensor, name: str) -> dict[str, Any]:
-        """Save the model, and return what the consolidated files have."""
+        """Save the model with consolidation, and return the tensors of the consolidated files."""
         folder = Path(self.temp_dir, name)
         model = fully_shard(self._model(buffer), mesh=make_mesh(self.world_size))
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
@@ -92,7 +92,7 @@ class TestConsolidation(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_consolidation_on_every_rank_writes_the_index(self):
-        """Files that the ranks put together have an index, which names the file of each value (torchtitan#2137)."""
+        """Consolidation on every rank writes an index with the file of each tensor (torchtitan#2137)."""
         plain = self._model(torch.ones(3))
         state_dict = fully_shard(self._model(torch.ones(3)), mesh=make_mesh(self.world_size)).state_dict()
         files = {name: 1 + index % 2 for index, name in enumerate(sorted(state_dict))}
@@ -119,7 +119,7 @@ TENSORS: dict[str, torch.Tensor] = {
     "empty": torch.ones(0, 2),
     "part of a storage": torch.arange(9.0)[3:5],
 }
-# What is in the place of a tensor before a load.
+# Values that are not tensors.
 OTHERS: dict[str, Any] = {
     "int": 3,
     "float": 0.5,
@@ -141,7 +141,7 @@ class TestValues(DTensorTestBase):
     world_size = 2
 
     def _state(self, which: str) -> dict[str, Any]:
-        """Each kind of tensor at each place. Files of safetensors have no tuples."""
+        """A state dict with each kind of tensor in each place except tuples, which safetensors files cannot have."""
         values = {kind: value if which == "saved" else torch.zeros_like(value) for kind, value in TENSORS.items()}
         weight = filled(nn.Linear(2, 4).to(self.device), seed=("saved", "before").index(which))
         values["DTensor"] = fully_shard(weight, mesh=self.mesh).weight.detach()
@@ -161,7 +161,7 @@ class TestValues(DTensorTestBase):
     @with_temp_dir
     @subtests(thread_count=[1, 2])
     def test_tensors(self, thread_count):
-        """Tensors of each kind come back from each place."""
+        """Tensors of each kind are saved from and loaded into each place of a state dict."""
         path, state, found = self._path(thread_count), self._state("saved"), self._state("before")
         self._save(state, path, thread_count=thread_count)
         dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(path, thread_count=thread_count))
@@ -173,7 +173,7 @@ class TestValues(DTensorTestBase):
     @with_temp_dir
     @subtests(kind=list(OTHERS), name=["other", "deep.other"])
     def test_load_of_another_value(self, kind, name):
-        """An error names the value that is no tensor, whether the file has a tensor of its name or not."""
+        """A load into a value that is not a tensor raises an error with its name, also if the file has this name."""
         for key, message in (
             ("other", "Invalid checkpoint metadata for"),
             ("one", "Missing key in checkpoint state_dict:"),
@@ -192,7 +192,7 @@ class TestValues(DTensorTestBase):
     @with_temp_dir
     @subtests(kind=list(OTHERS))
     def test_save_of_another_value(self, kind):
-        """A save raises for a value that is no tensor, or the tensors beside it can be read."""
+        """A save of a value that is not a tensor either raises, or leaves the tensors beside it loadable."""
         path, actual = self._path(kind), {"one": torch.zeros(2)}
         with torch_defect("dcp_hf_writer_writes_unreadable_files"):
             try:

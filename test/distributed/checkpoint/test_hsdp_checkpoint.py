@@ -1,4 +1,6 @@
-"""Checkpoints of hybrid sharding: into the same mesh, into plain sharding, and from plain sharding."""
+"""Checkpoints of HSDP models are loaded on the same mesh or without replication, and HSDP models load checkpoints that
+were saved without replication.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     def _create_model(
         self, mesh: DeviceMesh, is_even: bool, seed: int, steps: range
     ) -> tuple[FSDP, torch.optim.Optimizer]:
-        """FSDP1 on the mesh, and its Adam, after these steps."""
+        """An FSDP1 model on the mesh and its Adam optimizer, trained for ``steps``."""
         plain = filled((SimpleModel if is_even else SimpleModelUneven)().to(self.device), seed=seed)
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
         model = FSDP(plain, device_mesh=mesh, sharding_strategy=strategy)
@@ -67,7 +69,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @EVEN
     def test_hsdp_checkpoint(self, is_even_sharded_model):
-        """A step changes every saved shard. Loading restores every shard, including the optimizer's."""
+        """Loading restores all local shards of parameters and moments, which a step after saving has changed."""
         mesh = self._square()
         model, optim = self._create_model(mesh, is_even_sharded_model, 0, range(2))
         saved = copy.deepcopy(sharded_state_dicts(model, optim))
@@ -88,7 +90,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @EVEN
     def test_hsdp_fsdp_checkpoint_conversion(self, is_even_sharded_model):
-        """From two replicas of two shards to four shards, with the optimizer."""
+        """A checkpoint of two replicas of two shards, with optimizer state, is loaded into four shards."""
         source = self._create_model(self._square(), is_even_sharded_model, 0, range(2))
         dcp.save(sharded_state_dicts(*source), checkpoint_id=self.temp_dir)
         expected = self._whole(*source)
@@ -109,7 +111,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=HYBRID, loaded=[*SHARDED, *HYBRID])
     def test_from_hybrid(self, saved, loaded):
-        """Training continues in other layouts, with uneven rows and ranks without rows."""
+        """Training that was saved with HSDP continues in other layouts, with uneven and empty shards."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -117,14 +119,14 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=["plain", *SHARDED], loaded=HYBRID)
     def test_to_hybrid(self, saved, loaded):
-        """The other direction."""
+        """Training that was saved in other layouts continues with HSDP."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_one_replica_of_four(self):
-        """Two replicas of two shards become one replica of four."""
+        """A checkpoint of two replicas of two shards is loaded into one replica of four shards."""
         source = self._create_model(self._square(), False, 0, range(2))
         dcp.save(sharded_state_dicts(*source), checkpoint_id=self.temp_dir)
         mesh = init_device_mesh(self.device_type, (1, 4))
@@ -137,7 +139,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_each_element_is_stored_once(self, layout):
-        """Only one replica is written, so the chunks of a tensor add up to its size."""
+        """Each local shard is written by only one replica, so the chunks of a tensor add up to its size."""
         path = os.path.join(self.temp_dir, layout)
         Run(LAYOUTS[layout]).train(range(1)).save(path)
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -152,9 +154,9 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_replicas_differ(self, layout):
-        """If replicas differ, which should never happen, all ranks load the same one.
+        """If replicas differed when they were saved, they are equal after loading.
 
-        Then the replicas of each shard are equal, and each shard equals that of one replica.
+        Each local shard is then that of one of the replicas.
         """
         path = os.path.join(self.temp_dir, layout)
         run = Run(LAYOUTS[layout])
@@ -177,7 +179,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_replicas_agree_after_loading(self):
-        """After a load and one step, FSDP2's replicas have the same shards, bit for bit."""
+        """After a load and one step, the local shards of FSDP2's replicas are bitwise equal."""
         Run(LAYOUTS["FSDP2 on 4"]).train(range(2)).save(self.temp_dir)
         run = Run(LAYOUTS["FSDP2 on 2x2"], seed=1).train(range(5, 6))
         run.load(self.temp_dir)

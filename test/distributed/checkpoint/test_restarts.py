@@ -1,4 +1,4 @@
-"""A training that is launched several times, each time from the last checkpoint and in another layout."""
+"""Training over several launches, each of which loads the previous checkpoint, possibly in another layout."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
 
     @skip_if_lt_x_gpu(4)
     def test_other_numbers_of_ranks(self):
-        """Launches on four ranks, two, and one, with FSDP1 and FSDP2. For most parameters some rank has no rows."""
+        """The world size changes between launches, and FSDP1 changes to FSDP2 and back. Some shards are empty."""
         self._check_restarts("FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4", "FSDP1 on 2", "plain", "FSDP1 on 4")
 
     @skip_if_lt_x_gpu(4)
     def test_other_dimensions(self):
-        """From one dimension to hybrid sharding, to tensor parallelism, to both, and back."""
+        """The mesh changes between launches: FSDP, HSDP, TP, FSDP with TP, and back to FSDP."""
         self._check_restarts(
             "FSDP2 on 4", "FSDP2 on 2x2", "TP on 2", "FSDP2 and TP on 2x2", "FSDP1 on 2x2", "TP on 4", "FSDP2 on 2"
         )
 
     @skip_if_lt_x_gpu(4)
     def test_same_directory(self):
-        """Each launch overwrites the last checkpoint. Extra files from a launch with more ranks do no harm."""
+        """Each launch overwrites the previous checkpoint. Files that a launch on more ranks left are not loaded."""
         self._check_restarts("FSDP2 on 4", "FSDP2 on 2", "FSDP1 on 4", same_directory=True)
 
 

@@ -1,4 +1,6 @@
-"""Stagers and asynchronous saves that are used again: each copy and each checkpoint has what it was made from."""
+"""Repeated use of one stager and repeated asynchronous saves: each copy and each checkpoint has the values of its state
+dict at the time of the call.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ Stage = Callable[[State], Any]
 
 
 def options(use_shared_memory: bool, use_async_staging: bool) -> StagingOptions:
-    """Without what only some devices have."""
+    """Options without pinned memory and non-blocking copies, which only some devices support."""
     return StagingOptions(False, use_shared_memory, use_async_staging, use_non_blocking_copy=False)
 
 
@@ -53,12 +55,12 @@ STAGERS: dict[str, Callable[[], Any]] = {
     "FileSystemWriter": lambda: FileSystemWriter("nowhere"),
     "FileSystemWriter, cached": lambda: FileSystemWriter("nowhere", cache_staged_state_dict=True),
 }
-# In what the second state dict differs from the first and the third, beside its values.
+# The differences of the second of three state dicts from the others, besides the values.
 CHANGES = (
     *("", "a key more", "a key less", "another shape", "a shape that broadcasts", "another dtype"),
     *("a number for a tensor", "a tensor for a number", "one storage", "new storages"),
 )
-# For these a cached copy, which is reused, raises.
+# A stager that reuses a cached copy must raise for these.
 OTHER_VALUES = {"another dtype", "a shape that broadcasts"}
 OTHER_LAYOUTS = {"a key more", "a key less", "another shape", "a tensor for a number", "one storage"} | OTHER_VALUES
 
@@ -73,7 +75,7 @@ def storages(state: State) -> set[int]:
 
 
 class Program:
-    """Live tensors, which change in place from step to step, and state dicts of them."""
+    """Tensors that each step updates in place, and state dicts of them."""
 
     def __init__(self, device: torch.device, mesh: Any) -> None:
         self.device = device
@@ -132,7 +134,7 @@ class TestStagers(HostBackendMixin):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, name=list(STAGERS), change=list(CHANGES))
     def test_copies(self, name, change):
-        """Each copy is equal to its state dict, and keeps its values when the program goes on."""
+        """Each copy equals its state dict, and a later step does not change the copy."""
         program, stager = Program(self.device, self.mesh), STAGERS[name]()
         for kind in ("", change, ""):
             program.step()
@@ -157,10 +159,10 @@ class TestStagers(HostBackendMixin):
     @with_temp_dir
     @subtests(kind=list(AsyncCheckpointerType))
     def test_saves(self, kind):
-        """Each checkpoint has its state dict, although the program goes on at once."""
+        """Each checkpoint has the values of its state dict, although a step follows at once."""
         with torch_names.patched(process_executor, "_CHECKPOINT_PROCESS", None):  # the process ends with the test
             self._test_saves(kind)
-        # The socket through which the process gets tensors.
+        # Stop the thread and close the socket through which the checkpoint process gets tensors.
         resource_sharer.stop()
         util._run_finalizers(-100)  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""Distributed state dicts (DSD): models and optimizers under FSDP1, FSDP2, DDP and TP, in every form that DSD has.
+"""Distributed state dicts (DSD) of models and optimizers under FSDP1, FSDP2, DDP and TP.
 
-Names and values are compared with those of a plain model, trained on the mean of all ranks' gradients. Loaded values
-must be equal bit for bit, and training must continue like that of the reference.
+Names and values are compared with those of a plain model, which is trained with the mean of all ranks' gradients.
+Loaded values must be bitwise equal, and training must continue like that of the plain model.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class TestStateDict(StateDictTest):
         flatten_optimizer: bool = False,
         load_shows: torch_defect = NO_DEFECT,
     ) -> None:
-        """``init(seed)`` builds a pair; other seeds give other parameters. ``load_shows`` is a known defect."""
+        """Save and load the model and optimizer state, and continue training.
+
+        ``init(seed)`` builds a pair with values that depend on the seed. ``load_shows`` is a known defect of the load.
+        """
         options = StateDictOptions(flatten_optimizer_state_dict=flatten_optimizer)
         pair = init(0)
         pair.train(range(2))
@@ -107,7 +110,7 @@ class TestStateDict(StateDictTest):
             self._verify_pair(other, *other.states(options))
 
     def _test_save_load_of_model(self, init: Callable[[int], Pair]) -> Pair:
-        """The same for the model alone. Returns the pair that was trained."""
+        """Save and load the model state only. Returns the trained pair."""
         pair, other = init(0), init(1)
         pair.train(range(2))
         msd = get_model_state_dict(pair.model)
@@ -119,7 +122,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2])
     def test_patched_methods(self, fsdp):
-        """The models' and optimizers' own methods can be replaced by DSD's."""
+        """DSD can patch ``state_dict`` and ``load_state_dict`` of models and optimizers."""
         pair, other = (
             self._composite(seed, self._fsdp1 if fsdp == 1 else self._fsdp2, torch.optim.Adam) for seed in (0, 1)
         )
@@ -134,7 +137,7 @@ class TestStateDict(StateDictTest):
         other_optim.load_state_dict(copied(osd))
         actual = whole_tree((other.model.state_dict(), other_optim.state_dict()))
         self.assertEqual(actual, whole_tree((msd, osd)), **EXACT)
-        # DSD's functions still find torch's original methods.
+        # DSD's functions still find PyTorch's own methods.
         self._verify_pair(pair, *other.states())
 
     @skip_if_lt_x_gpu(2)
@@ -156,7 +159,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS, inside=[False, True])
     def test_compiled_fsdp(self, optimizer_class, inside):
-        """The keys do not show that FSDP1, or a layer inside it, is compiled."""
+        """Keys have no ``_orig_mod`` if FSDP1, or a layer inside it, is compiled."""
 
         def distribute(model: Any) -> Any:
             if inside:
@@ -169,7 +172,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], other=["cross_attn", "attn_norm", "block"])
     def test_compiled_module_beside_another(self, fsdp, other):
-        """The keys do not show that one module is compiled, and the other one may have any name."""
+        """Keys have no ``_orig_mod`` if one module is compiled, and the names of other modules do not change."""
 
         def distribute(model: Any) -> Any:
             model.attn = torch.compile(model.attn, backend=BACKEND)
@@ -204,7 +207,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS)
     def test_fsdp_ddp(self, optimizer_class):
-        """One layer is in DDP, the rest in FSDP1."""
+        """One layer is wrapped with DDP, and the rest with FSDP1."""
 
         def init(seed: int) -> Pair:
             return self._composite(seed, self._with_ddp, optimizer_class)
@@ -224,7 +227,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS, several_optimizers=[False, True])
     def test_fsdp2_ddp(self, optimizer_class, several_optimizers):
-        """One layer is in DDP, two are in FSDP2, with one optimizer for all or one for each kind."""
+        """One layer is wrapped with DDP, and two with FSDP2. They have one optimizer, or FSDP2 has one of its own."""
 
         def distribute(model: Any) -> Any:
             model.l = self._ddp(model.l)
@@ -244,7 +247,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_ddp_model(self):
-        """Like :meth:`test_fsdp_ddp`, for the model only."""
+        """Like :meth:`test_fsdp_ddp`, for the model state only, also as a full state dict."""
         pair, other = (self._composite(seed, self._with_ddp, torch.optim.Adam) for seed in (0, 1))
         pair.train(range(2))
         for options in (StateDictOptions(), FULL):
@@ -256,7 +259,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], optimizer_class=ADAMS)
     def test_frozen(self, fsdp, optimizer_class):
-        """State dicts have frozen parameters, without states, unless an option ignores them."""
+        """State dicts have frozen parameters, without optimizer states. With ``ignore_frozen_params`` they do not."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(model) if fsdp == 1 else self._fsdp2(model)
@@ -308,9 +311,9 @@ class TestStateDict(StateDictTest):
             self._verify_msd(pair.ref_model.state_dict(), on_host[0], FULL, offload_to_cpu=True)
             if fsdp == 2:  # the next test covers FSDP1
                 self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), on_host[1])
-        # The caller owns a gathered dict: changing it changes neither the model nor the optimizer.
+        # Changing a full state dict changes neither the model nor the optimizer.
         for msd, osd in (full, on_host):
-            # A step count is whole on each rank, so it is not copied. Buffers are not copied either.
+            # Step counts and buffers are not sharded, so the state dict has no copies of them.
             states = [state[key] for state in osd.get("state", {}).values() for key in ("exp_avg", "exp_avg_sq")]
             for value in (*(value for name, value in msd.items() if name != "buffer"), *states):
                 value.fill_(-5)
@@ -320,7 +323,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_cpu_offload_full_optim_state_dict_fsdp1(self):
-        """The cases that :meth:`test_cpu_offload_full_state_dict` leaves out."""
+        """The offloaded optimizer state of FSDP1, which :meth:`test_cpu_offload_full_state_dict` does not check."""
         pair = self._trained_on_mesh(1, torch.optim.Adam)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL_ON_HOST)
         if self.rank > 0:
@@ -335,7 +338,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
     def test_activation_ckpt_fqns_fsdp1(self, fsdp):
-        """Checkpoint wrappers inside FSDP do not change the names of the model and its optimizer."""
+        """Activation checkpointing inside FSDP does not change the names in model and optimizer state dicts."""
 
         def distribute(model: Any) -> Any:
             if fsdp == "FSDP2":
@@ -349,7 +352,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[True, False])
     def test_activation_ckpt_before_fsdp1(self, use_orig_params):
-        """Like :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
+        """Like :meth:`test_activation_ckpt_fqns_fsdp1`, but activation checkpointing is applied before FSDP1."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(checkpointed(model), use_orig_params=use_orig_params)
@@ -412,7 +415,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optim_state_dict_param_matching(self):
-        """Settings that a scheduler added to the groups are loaded into groups without them, on all ranks."""
+        """``initial_lr``, which a scheduler added to the saved parameter groups, is loaded into groups without it."""
         saving, loading, osd = self._with_new_setting(FROM_RANK_0)
         set_optimizer_state_dict(loading.model, loading.optims, osd if self.rank == 0 else {}, options=FROM_RANK_0)
         (group,) = loading.optims[0].param_groups
@@ -423,7 +426,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_param_matching_on_each_rank(self):
-        """Like :meth:`test_optim_state_dict_param_matching`, but each rank has the full dict."""
+        """Like :meth:`test_optim_state_dict_param_matching`, but each rank has the full state dict."""
         saving, loading, osd = self._with_new_setting(FULL)
         with torch_defect("dsd_new_setting_of_full_optim_state"):
             set_optimizer_state_dict(loading.model, loading.optims, osd, options=FULL)
@@ -431,13 +434,15 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_param_matching_of_shards(self):
-        """Like :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
+        """Like :meth:`test_optim_state_dict_param_matching`, with a sharded state dict."""
         saving, loading, osd = self._with_new_setting(StateDictOptions())
         set_optimizer_state_dict(loading.model, loading.optims, osd)
         self._check_loaded(saving, loading)
 
     def _with_new_setting(self, options: StateDictOptions) -> tuple[Pair, Pair, Any]:
-        """Two pairs of different states, and the first optimizer's state dict, with a setting that the other lacks."""
+        """Two pairs with different states, and the state dict of the first optimizer. It has ``initial_lr``, which the
+        second optimizer lacks.
+        """
         saving, loading = (self._composite(seed, self._fsdp2, torch.optim.Adam) for seed in (0, 1))
         torch.optim.lr_scheduler.LambdaLR(saving.optims[0], lambda epoch: 0.5)
         saving.train(range(1))
@@ -457,7 +462,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
     def test_flattened_osd(self, fsdp):
-        """A flattened and a nested state dict give the same optimizer."""
+        """Loading a flattened and a nested optimizer state dict gives the same state."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp2(model) if fsdp == "FSDP2" else self._fsdp1(model, use_orig_params=fsdp[0] == "o")
@@ -493,7 +498,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], flatten=[False, True])
     def test_shared_weight(self, fsdp, flatten):
-        """A weight with two names is one parameter for the optimizer, also after a load."""
+        """A weight with two names is saved and loaded as one parameter of the optimizer."""
 
         def distribute(model: nn.Module) -> nn.Module:
             mesh = make_mesh(self.world_size)
@@ -519,7 +524,7 @@ class TestStateDict(StateDictTest):
         for name, param in model.named_parameters():
             self.assertEqual(param.full_tensor(), source.get_parameter(name), **EXACT)
             self.assertEqual(param.to_local().device.type, self.device.type)
-            # A shard that is a view would keep the whole tensor in memory. FSDP pads shards to the first one's rows.
+            # A shard that is a view would keep the full tensor in memory. FSDP pads shards to the size of the first.
             most = -(-param.size(0) // self.world_size) * param.size(1) * param.element_size()
             self.assertLessEqual(param.to_local().untyped_storage().nbytes(), most)
         inputs = uniform(2, 4, seed=self.rank)
@@ -538,7 +543,7 @@ class TestStateDict(StateDictTest):
         on_meta=[False, True], shared=[False, True], dtype=[torch.float32, torch.bfloat16], options=[FULL, FROM_RANK_0]
     )
     def test_load_keeps_dtypes_and_shared_parameters(self, on_meta, shared, dtype, options):
-        """A full state dict in float32 gives a model values, and memory if it has none, but changes nothing else."""
+        """Loading a full state dict in float32 keeps the model's dtypes and its shared parameters, also from meta."""
 
         def init(seed: int, device: Any) -> Any:
             manual_seed(seed)
@@ -557,14 +562,14 @@ class TestStateDict(StateDictTest):
         with torch_defect("dsd_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
             self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
         model(torch.ones(2, 4, device=self.device, dtype=model[1].weight.dtype))
-        self.assertEqual(model[0].weight is model[1].weight, shared)  # the first forward shares it again
+        self.assertEqual(model[0].weight is model[1].weight, shared)  # the first forward shares the weight again
 
     @skip_if_lt_x_gpu(2)
     @subtests(
         on_meta=[0, 1], has_all=[True, False], shards=[True, False], options=[FULL, FROM_RANK_0], buffers=[True, False]
     )
     def test_part_on_meta_device(self, on_meta, has_all, shards, options, buffers):
-        """A full state dict is loaded into a model of which one layer has no memory yet, as with LoRA.
+        """A full state dict is loaded into a model with one layer on the meta device, as with LoRA.
 
         The other layer keeps its values if the state dict lacks them.
         """
@@ -633,7 +638,7 @@ class TestStateDict(StateDictTest):
 
     @requires_world_size(2)
     def test_module_inside_an_fsdp1_instance(self):
-        """A full state dict of a part of the model has whole parameters."""
+        """A full state dict of a module inside an FSDP1 instance has full parameters."""
         plain = nn.Sequential(nn.Linear(4, 2, device=self.device))
         expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
         FSDP(plain, use_orig_params=True)

@@ -1,4 +1,4 @@
-"""The options of distributed state dicts for FSDP2 models, and the loads that are rejected."""
+"""The options of distributed state dicts (DSD), mostly for FSDP2 models, and loads that raise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BACKEND = "eager"  # the names of parameters do not depend on the backend, and t
 
 
 class WithExtraState(nn.Linear):
-    """Has a count as its extra state. ``given`` has the extra states that were set."""
+    """A linear layer whose extra state is a count. ``given`` lists the extra states that were set."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         super().__init__(3, 3, device=device)
@@ -76,7 +76,7 @@ class WithExtraState(nn.Linear):
 
 
 class NestedStates(torch.optim.SGD):
-    """SGD with nested states, which hold sums of the gradients."""
+    """SGD with a nested state for each parameter: the sum of its gradients, a count, and a label."""
 
     key: Any = "0"
 
@@ -93,14 +93,14 @@ class NestedStates(torch.optim.SGD):
 
 
 class NumberedStates(NestedStates):
-    """The same with a number for a key."""
+    """``NestedStates`` with an int as the key of the sum."""
 
     key: Any = 0
 
 
 class StatesOfEachKind(nn.Module):
-    """Has frozen parameters in low precision, buffers of three dtypes, one of them without dimensions, and a child with
-    the name that DDP gives to the wrapped module.
+    """Has frozen parameters in bfloat16, buffers of three dtypes, one of which is a scalar, and a child named
+    ``module``, like the attribute of DDP.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class StatesOfEachKind(nn.Module):
 
 
 class WithoutLearningRate(torch.optim.Optimizer):
-    """Adds a tenth of the gradient's sign, and counts its steps."""
+    """An optimizer whose groups have a ``rate`` but no ``lr``. Each step adds ``rate`` times the gradient's sign."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"rate": 0.1})
@@ -135,7 +135,7 @@ class WithoutLearningRate(torch.optim.Optimizer):
 
 
 class RenamedModifier(FusionEmbeddingWithHook):
-    """Has the method that gives DSD its names under another name."""
+    """Has the method ``_fqn_modifiers``, which DSD calls, under another name."""
 
     def renamed(self) -> dict[str, str]:
         return {"weight": "embedding"}
@@ -153,13 +153,13 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL], with_fsdp1=[False, True])
     def test_model_state_dict_is_freed(self, options, with_fsdp1):
-        """Nothing but the state dict holds its tensors, not even a cycle of references (#149100)."""
+        """The tensors of a state dict are freed with it. No reference cycle keeps them (#149100)."""
         model = FSDP(self._plain(), use_orig_params=True) if with_fsdp1 else self._layers(self._plain())
         gc.disable()
         try:
             tensors = [weakref.ref(tensor) for tensor in get_model_state_dict(model, options=options).values()]
             torch.get_device_module(self.device).synchronize()
-            give_up = time.monotonic() + 5  # a thread of the backend may hold the last collective's tensor a bit longer
+            give_up = time.monotonic() + 5  # a backend thread may hold the last collective's tensor a little longer
             while any(tensor() is not None for tensor in tensors) and time.monotonic() < give_up:
                 pass
             self.assertEqual([tensor() is None for tensor in tensors], [True] * 4)
@@ -169,7 +169,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dtypes=[(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
     def test_broadcast_of_another_dtype(self, dtypes):
-        """A model keeps its dtype when rank 0 broadcasts a state dict of another one (accelerate #4021)."""
+        """A model keeps its dtype when rank 0 broadcasts a state dict of another dtype (accelerate #4021)."""
         ours, theirs = dtypes
         given = {name: value.to(theirs) for name, value in self._plain(seed=1).state_dict().items()}
         expected = {name: value.to(ours) for name, value in given.items()}
@@ -183,7 +183,9 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FROM_RANK_0])
     def test_missing_and_unexpected_keys(self, options):
-        """Strict loads raise an error with the keys on each rank. Others return the keys and load the rest."""
+        """A strict load raises an error with the wrong key. With ``strict=False`` a load returns the key and loads the
+        others. Each rank reports the keys that it can know.
+        """
         expected = self._plain(1).state_dict()
         for wrong in ("Missing", "Unexpected"):
             source = self._layers(self._plain(1))
@@ -194,7 +196,7 @@ class TestStateDictOptions(StateDictOptionsTest):
                 state_dict["unknown"] = state_dict["1.bias"]
             key = "1.bias" if wrong == "Missing" else "unknown"
             given = self._given(state_dict, options)
-            # A broadcast skips keys that the other ranks' models do not have, so only rank 0 can report them.
+            # A broadcast skips keys that the model does not have, so only rank 0 can report them.
             is_reported = not (wrong == "Unexpected" and options.broadcast_from_rank0 and self.rank > 0)
             model = self._layers(self._plain())
             message = rf'{wrong} key\(s\) in state_dict: "{re.escape(key)}"'
@@ -237,7 +239,9 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[1, 3, 5], options=[FULL, FROM_RANK_0])
     def test_wrong_shape_is_refused(self, rows, options):
-        """Each rank rejects a bias that does not have four rows. It comes last, so no rank waits for later keys."""
+        """Each rank raises for a bias that does not have four rows. The bias is the last key, so no rank waits in the
+        broadcast of a later key.
+        """
         model = self._layers(self._plain())
         state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
         given = self._given(state_dict, options)
@@ -252,7 +256,7 @@ class TestStateDictOptions(StateDictOptionsTest):
         sharded=[False, True],
     )
     def test_load_of_each_memory_format(self, options, memory_format, sharded):
-        """Each element of a weight comes to its index, in whatever order the given elements lie in memory."""
+        """Loading keeps the index of each element, whatever the memory format of the state dict's tensor."""
         expected = uniform(2, 2, 3, 3, seed=0)
         model = nn.Conv2d(2, 2, 3, bias=False, device=self.device)
         if sharded:
@@ -289,7 +293,9 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(wrapper=WRAPPERS, options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_wrong_keys_under_wrappers(self, wrapper, options):
-        """A lenient load into a wrapped model loads what there is. A strict one names what is missing."""
+        """With ``strict=False`` a load into a wrapped model loads the keys that match. A strict load raises an error
+        with the missing key.
+        """
         model, source = (self._wrapped(wrapper, self._plain(seed)) for seed in (0, 1))
         state_dict = dict(get_model_state_dict(source, options=options))
         expected = whole_tree({**state_dict, "1.bias": self._plain().state_dict()["1.bias"]})
@@ -336,7 +342,7 @@ class TestStateDictOptions(StateDictOptionsTest):
         options=[StateDictOptions(), StateDictOptions(cpu_offload=True), FULL, FROM_RANK_0, ON_HOST_OF_RANK_0],
     )
     def test_states_of_each_kind(self, wrapper, options):
-        """Parameters and buffers of all kinds have the names, dtypes and values of the plain model, and are loaded."""
+        """All kinds of parameters and buffers are saved with the plain model's names, dtypes and values, and loaded."""
         plain = StatesOfEachKind(0, self.device)
         saving, loading = (self._wrapped(wrapper, StatesOfEachKind(seed, self.device)) for seed in (0, 1))
         state_dict = get_model_state_dict(saving, options=options)
@@ -350,7 +356,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(wrapper=["DDP", "compiled", "FSDP1", "FSDP2", "compiled FSDP2"], options=[StateDictOptions(), FULL])
     def test_shared_module(self, wrapper, options):
-        """A module with two names is saved and loaded with both."""
+        """A module with two names is saved and loaded under both."""
 
         def init(seed: int) -> nn.Module:
             manual_seed(seed)
@@ -368,7 +374,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL], shared=[False, True])
     def test_ignored_frozen_parameters_are_left_out(self, fsdp, options, shared):
-        """Under each of their names: the last layer may share the weight of the first one, which is frozen."""
+        """``ignore_frozen_params`` drops a frozen parameter under all its names, also if two layers share it."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(3)))
         model[0].weight.requires_grad_(False)
         if shared:
@@ -381,7 +387,7 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_load_of_nothing(self):
-        """Only a strict load requires values."""
+        """A strict load of an empty state dict raises. With ``strict=False`` it does not."""
         model = fully_shard(nn.Linear(4, 4, device=self.device))
         set_model_state_dict(model, {}, options=StateDictOptions(strict=False))
         with self.assertRaisesRegex(RuntimeError, "model state_dict is empty"):
@@ -401,7 +407,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL])
     def test_non_persistent_buffers(self, options):
-        """They are not saved, and a load does not change them."""
+        """Non-persistent buffers are not saved, and a load does not change them."""
         saving, loading = self._plain(0), self._plain(1)
         for value, model in ((1.0, saving), (2.0, loading)):
             model[0].register_buffer("kept", torch.full((2,), value, device=self.device))
@@ -423,7 +429,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_fqn_modifiers(self, options):
-        """A module whose hooks rename its state dict keys can declare this to DSD."""
+        """A module whose hooks rename its state dict keys can report this to DSD with ``_fqn_modifiers``."""
         plain, saving = self._embeddings(FusionEmbeddingWithModifier, 0)
         _, loading = self._embeddings(FusionEmbeddingWithModifier, 1)
         state_dict = get_model_state_dict(saving, options=options)
@@ -445,7 +451,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(prefixes=[True, False])
     def test_submodules(self, prefixes):
-        """The deprecated way to get and load a part of a model."""
+        """The deprecated argument ``submodules`` gets, and a nested dict loads, the state of a submodule."""
         pair = self._small()
         options = StateDictOptions(keep_submodule_prefixes=prefixes, strict=False)
         with self.assertWarnsRegex(FutureWarning, "submodules only"):
@@ -464,7 +470,7 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_submodules_with_optimizer(self):
-        """The deprecated argument selects a part of the model's state. The optimizer's state stays whole."""
+        """The deprecated argument ``submodules`` restricts the model state dict but not the optimizer state dict."""
         pair = self._small()
         with self.assertWarnsRegex(FutureWarning, "submodules only"):
             osd = get_optimizer_state_dict(pair.model, pair.optims, submodules={pair.model[1]})
@@ -493,7 +499,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=[NestedStates, NumberedStates], options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_nested_states_keep_their_keys(self, optim_cls, options):
-        """An optimizer finds its nested states under the keys that it gave them, be they texts or numbers."""
+        """After a load an optimizer's nested states have their keys, whether these are strings or ints."""
         pair, other = self._small(0, optim_cls), self._small(1, optim_cls, trained=False)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
@@ -526,14 +532,16 @@ class TestStateDictOptions(StateDictOptionsTest):
         with torch_defect("dsd_missing_optim_state_raises_key_error"):
             set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
             found = get_optimizer_state_dict(other.model, other.optims)["state"]
-            # A full state dict completes the state that the optimizer had; a sharded one replaces it.
+            # A full state dict is filled with the state that the optimizer had. A sharded one replaces this state.
             self.assertEqual("1.bias" in found, options.full_state_dict)
             self.assertEqual(whole_tree({**found, "1.bias": None}), whole_tree({**osd["state"], "1.bias": None}))
 
     @skip_if_lt_x_gpu(2)
     @subtests(wrapper=WRAPPERS, options=[StateDictOptions(), FULL])
     def test_missing_optim_state_under_wrappers(self, wrapper, options):
-        """A lenient load into the optimizer of a wrapped model loads what there is."""
+        """Like :meth:`test_missing_optim_state`, for wrapped models: a strict load raises, and with ``strict=False`` a
+        load loads the other states.
+        """
         pair, other = (
             self._pair(self._plain(seed), functools.partial(self._wrapped, wrapper), width=4) for seed in (0, 1)
         )
@@ -552,7 +560,7 @@ class TestStateDictOptions(StateDictOptionsTest):
             actual, expected = (
                 whole_tree([*map(each.optims[0].state.get, each.model.parameters())]) for each in (other, pair)
             )
-            self.assertEqual(actual[:3], expected[:3], may_be="empty", **EXACT)  # a rank may have no rows
+            self.assertEqual(actual[:3], expected[:3], may_be="empty", **EXACT)  # a local shard may be empty
             self.assertEqual(bool(actual[3]), options.full_state_dict and "FSDP1" not in wrapper)
 
     @skip_if_lt_x_gpu(2)
@@ -566,12 +574,12 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_flattened_load_after_a_step(self):
-        """All ranks take the same states from a flattened state dict, and pass them to FSDP1, which gathers them."""
+        """All ranks pass the same states of a flattened state dict to FSDP1, which runs collectives for each state."""
         pair = self._pair(self._plain(), functools.partial(FSDP, use_orig_params=True), width=4)
         pair.train(range(1))
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
-        replacement = {"return_value": pair.optims[0].state_dict()}  # without it the gathers might not end
+        replacement = {"return_value": pair.optims[0].state_dict()}  # the original might hang in its collectives
         with torch_names.patched(FSDP, "optim_state_dict_to_load", **replacement) as to_load:
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
         given = to_load.call_args.args[2]["state"]
@@ -605,7 +613,7 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_of_frozen_parameter(self):
-        """A parameter that was trained and is now frozen keeps its moments through a checkpoint."""
+        """The optimizer state of a parameter that was trained and then frozen is saved and loaded."""
         pair, other = self._small(0), self._small(1, trained=False)
         for model in (pair.model, other.model):
             model[1].requires_grad_(False)
@@ -623,7 +631,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_optim_state_of_parameters_that_were_used(self, options):
-        """An optimizer has states of the layers that were used. What was saved of it can be loaded."""
+        """An optimizer state dict can be loaded if it has states of only some parameters."""
         (pair, other), inp = (self._small(seed, trained=False) for seed in range(2)), uniform(1, 4, seed=self.rank)
         pair.model[0](inp).square().sum().backward()
         pair.optims[0].step()
@@ -640,7 +648,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_new_optimizer_beside_gradients(self, options):
-        """Gradients of a model do not prevent loading the state of a new optimizer, and stay."""
+        """The state of a new optimizer is loaded although parameters have gradients, which do not change."""
         pair = self._small()
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         train(pair.model, uniform(4, 4, seed=self.rank))
@@ -654,7 +662,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_optimizer_without_states(self, options):
-        """The settings of an optimizer are loaded that has nothing else."""
+        """The parameter groups of an optimizer without states are loaded."""
         pair, other = (self._small(seed, torch.optim.SGD, trained=False) for seed in range(2))
         pair.optims[0].param_groups[0]["lr"] = 0.25
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
@@ -686,7 +694,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=ADAMS)
     def test_asking_for_states_changes_nothing(self, optim_cls):
-        """Asking for the states before the first step does not change the training."""
+        """``get_optimizer_state_dict`` before the first step does not change the training."""
         pair = self._small(0, optim_cls, trained=False)
         settings = copy.deepcopy(pair.optims[0].state_dict()["param_groups"])
         get_optimizer_state_dict(pair.model, pair.optims)
@@ -701,7 +709,7 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["FSDP1", "FSDP2"], optim_cls=[torch.optim.SGD, torch.optim.Adam, WithoutLearningRate])
     def test_learning_rates_after_asking_for_states(self, fsdp, optim_cls):
-        """Each group keeps its learning rate, be it a number or a tensor, and a group may have none."""
+        """``get_optimizer_state_dict`` keeps the learning rate of each group: a float, a tensor, or none at all."""
         model = self._wrapped(fsdp, self._plain())
         params = list(model.parameters())
         rates = [0.1, torch.tensor(0.2), 0.3, 0.4] if optim_cls is not WithoutLearningRate else [0.1, None, 0.3, None]
@@ -716,9 +724,9 @@ class TestStateDictOptions(StateDictOptionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["FSDP1", "FSDP2"], lr=[0.1, torch.tensor(0.1)], has_gradients=[False, True])
     def test_optimizer_without_a_first_step_stays_as_it_is(self, fsdp, lr, has_gradients):
-        """Asking for the states of an optimizer that cannot step without a closure changes nothing, even if it raises.
+        """``get_optimizer_state_dict`` changes nothing if the optimizer cannot step without a closure. It may raise.
 
-        If there are gradients, no step is tried.
+        If parameters have gradients, DSD does not call ``step``.
         """
         model = self._wrapped(fsdp, self._plain())
         if has_gradients:
@@ -761,7 +769,7 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refused_loads_leave_the_optimizer(self):
-        """After the loads that :meth:`test_refusals` tries, states and settings are unchanged on each rank."""
+        """After a load that raises, the states and parameter groups of the optimizer are unchanged on each rank."""
         pair = self._small()
         before = whole_tree(pair.optims[0].state_dict())
         osd = get_optimizer_state_dict(pair.model, pair.optims)
@@ -776,7 +784,9 @@ class TestStateDictOptions(StateDictOptionsTest):
     @requires_world_size(4)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0, StateDictOptions(flatten_optimizer_state_dict=True)])
     def test_trajectory(self, options):
-        """A fresh model continues like the saved one, bit for bit: two groups, a scheduler, and ranks without rows."""
+        """A new model with the loaded state continues bitwise like the saved one, with two parameter groups, a
+        scheduler, and uneven shards.
+        """
 
         def init(seed: int) -> tuple[Pair, Any]:
             manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Optimizer states of FSDP1: models, and the ways to save the state of one and to load it into another."""
+"""Helpers for tests of FSDP1's optimizer states: models, and pairs of functions that save and load these states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARDS = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateD
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Random numbers from a separate generator: ``torch.manual_seed`` records the stack of each of its many calls."""
+    """Random numbers from a separate generator. ``torch.manual_seed`` is slower, because it records a stack trace."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -80,7 +80,7 @@ class BlockB(_Block):
 
 
 class NestedModel(nn.Module):
-    """Blocks of odd sizes that can be wrapped in several ways, and one parameter outside every FSDP instance."""
+    """Blocks of odd sizes that can be wrapped in several ways. ``bias`` is never in an FSDP instance."""
 
     features = 5
 
@@ -110,7 +110,9 @@ class NestedModel(nn.Module):
         self.block0 = FSDP(self.block0, **kwargs)
 
     def wrap_with_unmanaged_params(self, add_to_fsdp_module: bool, **kwargs: Any) -> None:
-        """Register a parameter that has no saved state, in an FSDP instance or in the root, and then ``wrap``."""
+        """Register a parameter that has no saved state, in a block that becomes an FSDP instance or in the root. Then
+        ``wrap``.
+        """
         self.unmanaged = nn.Parameter(torch.randn(5, 5, device=self.bias.device))
         (self.block2[2] if add_to_fsdp_module else self).register_parameter("unmanaged_param", self.unmanaged)
         del self.unmanaged
@@ -129,7 +131,7 @@ class NestedModel(nn.Module):
 
 
 class TwoBlocks(nn.Sequential):
-    """One block is in FSDP. Of the other, only one bias is. Four ranks cannot share any part of it evenly."""
+    """One block and one bias of the other block are FSDP instances. Four ranks shard both of them unevenly."""
 
     features = 5
 
@@ -170,13 +172,13 @@ class Training:
     iteration: int = 0
 
     def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
-        """The argument that tells FSDP's older functions about the optimizer: the optimizer itself, or its input."""
+        """The keyword argument of FSDP's older functions for the optimizer: the optimizer itself, or its parameters."""
         return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
 @dataclasses.dataclass
 class Trio:
-    """A model whose state is saved, another one that loads it, and a plain model, which all train on the same batches.
+    """A model whose state is saved, a model that loads it, and a plain model. All train on the same batches.
 
     ``target`` is None on ranks that are not in its group.
     """
@@ -211,9 +213,10 @@ def by_settings(settings: StateDictSettings) -> Way:
 
 
 def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
-    """The older functions for a full state. Rank 0 saves it, and broadcasts it, or cuts it and scatters the parts.
+    """The older functions for a full optimizer state, which rank 0 has. Rank 0 broadcasts it, or with ``scatter``
+    scatters its shards.
 
-    FSDP gets the optimizer, or the parameters that were given to it.
+    With ``use_optim_input`` the functions get the optimizer's parameters instead of the optimizer.
     """
 
     def save(training: Training, group: Group = None) -> dict[str, Any]:
@@ -231,7 +234,7 @@ def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
 
 
 def by_shards() -> Way:
-    """The older functions for a sharded state: every rank saves its shards and flattens them."""
+    """The older functions for a sharded optimizer state: each rank saves its shards and flattens them for a load."""
 
     def save(training: Training, group: Group = None) -> dict[str, Any]:
         return FSDP.sharded_optim_state_dict(training.model, training.optim, group=group)
@@ -249,14 +252,16 @@ def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
 
 
 def full_with_orig_params(rank0_only: bool = False) -> StateDictSettings:
-    """Full state, offloaded only if that copies; see ``test_offloaded_state_of_original_parameters``."""
+    """Settings for full states, offloaded only if this copies them. ``test_offloaded_state_of_original_parameters``
+    shows the defect otherwise.
+    """
     offload = accelerator.current().has("device_memory")
     optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
     return StateDictSettings(FULL, FullStateDictConfig(), optim_config)
 
 
 def group_of(ranks: range) -> Group:
-    """A new group, which all ranks create. None if it would have all ranks."""
+    """A new group of these ranks, or None, the default group, if these are all ranks. All ranks must call this."""
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
@@ -268,13 +273,13 @@ def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
 
 
 def moments_of(osd: dict[str, Any]) -> list[Any]:
-    """The states with the shape of their parameter: all but the step counts."""
+    """The states that have the shape of their parameter, which are all but the step counts."""
     values = [value for states in osd["state"].values() for value in states.values()]
     return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
 
 
 def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
-    """Replace the optimizer's state by copies of the given one. ``test_steps_are_apart`` says why copies are needed."""
+    """Load copies of the states of ``osd``. ``test_steps_are_apart`` shows the shared step counts that need copies."""
     state = {
         key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
         for key, each in osd["state"].items()
@@ -283,18 +288,18 @@ def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
     optim.load_state_dict({**osd, "state": state})
 
 
-# The older functions, called with the optimizer and with its input, and then the functions that replaced them.
+# The older functions, called with the optimizer and with its parameters, and then the functions that replaced them.
 SHARD_FULL = [by_full_state(False), by_full_state(True), by_settings(FULL_EVERYWHERE)]
 SCATTER_FULL = [by_full_state(False, scatter=True), by_full_state(True, scatter=True), by_settings(FULL_ON_RANK_0)]
 
 
 def gathered(state: Any, group: Group = None) -> Any:
-    """Full tensors instead of shards."""
+    """The state with full tensors instead of shards."""
     return internals.state_dict_utils._gather_state_dict(state, pg=group)
 
 
 class OptimStateTest(FSDPTest):
-    """Models with Adam, their training, and comparisons of what is saved."""
+    """A test case with models, their training with Adam, and comparisons of saved optimizer states."""
 
     @property
     def world_size(self) -> int:
@@ -314,7 +319,9 @@ class OptimStateTest(FSDPTest):
         use_diff_optim_inputs: bool = False,
         **fsdp_kwargs: Any,
     ) -> Training:
-        """A nested model with Adam, in FSDP if there is a ``wrap``. Odd ranks may reverse their parameters."""
+        """A nested model with Adam, wrapped with FSDP by ``wrap``. With ``use_diff_optim_inputs`` odd ranks pass the
+        parameters to Adam in reverse order.
+        """
         model = NestedModel().to(self.device)
         if wrap is not None:
             wrap(model, process_group=group, **fsdp_kwargs)
@@ -332,9 +339,9 @@ class OptimStateTest(FSDPTest):
         return model(rows).sum() / len(rows)
 
     def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
-        """Train a model in FSDP on this rank's rows, or any other model alone on all rows. Returns the losses.
+        """Train an FSDP model on this rank's rows, or a plain model on all rows. Returns the losses.
 
-        FSDP does not reduce gradients of parameters outside it, so they are averaged here.
+        Gradients of parameters outside FSDP instances are averaged here, because FSDP does not reduce them.
         """
         model, instances = training.model, FSDP.fsdp_modules(training.model)
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
@@ -360,7 +367,7 @@ class OptimStateTest(FSDPTest):
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
 
     def _check_same_osd(self, found: dict[str, Any], wanted: dict[str, Any], **tolerance: Any) -> None:
-        """Both must have the same keys, states and parameter groups."""
+        """Both optimizer state dicts must have the same states and parameter groups."""
         self.assertGreater(len(wanted["state"]), 0)
         self.assertEqual(found["state"], wanted["state"], exact_device=False, **tolerance)
         self.assertEqual(found["param_groups"], wanted["param_groups"])
@@ -372,7 +379,9 @@ class OptimStateTest(FSDPTest):
         group: Group = None,
         rank0_only: bool = False,
     ) -> None:
-        """States and parameter groups match the reference by name. With ``rank0_only`` other ranks have nothing."""
+        """States and parameter groups must equal those of the reference by name. With ``rank0_only`` the state dict
+        must be empty on other ranks.
+        """
         if rank0_only and dist.get_rank(group) > 0:
             self.assertEqual(osd, {}, may_be="empty")
             return

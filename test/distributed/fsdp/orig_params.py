@@ -32,13 +32,13 @@ def flattened(tensors: Tensors) -> Tensors:
 
 
 class UseOrigParamsTest(FSDPTest):
-    """A transformer, and comparisons with DDP on every rank."""
+    """A test case with a transformer, and comparisons of gradients and parameters with a reference such as DDP."""
 
     world_size = 2
 
     @property
     def num_iters(self) -> int:
-        """Ten on devices with streams. Elsewhere four, so that ``zero_grad`` comes twice in each place."""
+        """Ten on devices with streams. Elsewhere four: ``zero_grad`` runs twice before forward and twice after it."""
         return 10 if accelerator.current().has("streams") else 4
 
     @functools.cached_property
@@ -57,13 +57,13 @@ class UseOrigParamsTest(FSDPTest):
         return FSDP(model, auto_wrap_policy=LAYERS, **fsdp_kwargs) if fsdp_kwargs else model
 
     def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of this rank's own."""
+        """A batch that differs by rank."""
         generator = torch.Generator().manual_seed(1 + self.rank)
         source, target = (torch.randint(23, (length, 2), generator=generator) for length in (6, 4))
         return source.to(self.device), target.to(self.device)
 
     def _joined(self, tensors: Tensors) -> Tensors:
-        """Join the ranks' pieces of each tensor in rank order. None if no rank has a piece."""
+        """Concatenate the local shards of each tensor in rank order. A tensor is None if no rank has a shard."""
         mine = flattened(tensors)
         of_all = of_all_ranks(mine)
         self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
@@ -74,13 +74,13 @@ class UseOrigParamsTest(FSDPTest):
         return joined
 
     def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
-        """Compare gradients with the reference by name. Ranks have whole gradients under NO_SHARD, else pieces."""
+        """Compare gradients with the reference by name. Gradients are unsharded under NO_SHARD, otherwise sharded."""
         actual, expected = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
         self.assertTrue(any(grad is not None for grad in expected.values()))
         self.assertEqual(flattened(actual) if strategy is NO_SHARD else self._joined(actual), flattened(expected))
 
     def assert_same_full_params(self, model: nn.Module, *others: nn.Module, writeback: bool = False) -> None:
-        """Unsharded parameters must equal those of the other models by name, whether these are in FSDP or not."""
+        """Unsharded parameters must equal those of the other models by name. The others need not be FSDP models."""
         full = []
         for each in (model, *others):
             with FSDP.summon_full_params(each, writeback=writeback):

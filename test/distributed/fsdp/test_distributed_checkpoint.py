@@ -1,7 +1,7 @@
 """FSDP1 models are saved with ``torch.distributed.checkpoint`` and loaded into another model or world size.
 
-Training continues from disk with the numbers of an uninterrupted run. All ranks reject a damaged checkpoint, and the
-model does not change.
+After a load, training gives the values of an uninterrupted run. Loading a damaged checkpoint raises on all ranks, and
+the model does not change.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ FULL, LOCAL, SHARDED = (
     StateDictType.LOCAL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
 )
-# In a fixed order, so that all processes give them the same numbers.
+# In a fixed order, because the names of parametrized tests contain the index.
 _DISTRIBUTED_STATE_DICT_IMPLS = (LOCAL, SHARDED)
 CONFIGS = {FULL: FullStateDictConfig, LOCAL: LocalStateDictConfig, SHARDED: ShardedStateDictConfig}
 FEATURES = 6
-ROWS = 4  # of a step over all ranks; a multiple of each world size here
+ROWS = 4  # of the batch of all ranks; a multiple of each world size that trains
 
 
 def layers(seed: int, device: torch.device, hidden: int = 3, outputs: int = 1) -> nn.Sequential:
@@ -67,7 +67,7 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def mode(model: nn.Module, kind: StateDictType, **config: bool) -> Iterator[None]:
-    """Use state dicts of this kind."""
+    """Set the state dict type of ``model`` within the context."""
     with to_host_is_a_copy(), FSDP.state_dict_type(model, kind, CONFIGS[kind](**config)):
         yield
 
@@ -113,10 +113,11 @@ class TestCheckpointOnDisk(FSDPTest):
     @with_temp_dir
     @subtests(kind=_DISTRIBUTED_STATE_DICT_IMPLS)
     def test_shards_of_each_rank(self, kind):
-        """Each rank's shards get the values of the saved model, even if a rank has an empty shard.
+        """Each rank's shards get the values of the saved model, even if a shard is empty.
 
-        On three ranks, the last layer (1 x 3 with a bias) gives the third rank no part of the flat parameter, and two
-        ranks no rows. Values outside the state dict do not change: non-persistent buffers and ``requires_grad``.
+        On three ranks, the last layer (1 x 3 with a bias) gives the third rank an empty shard of the flat parameter,
+        and two ranks empty shards of its rows. Values outside the state dict do not change: non-persistent buffers and
+        ``requires_grad``.
         """
 
         def build(seed: int) -> FSDP:
@@ -130,7 +131,7 @@ class TestCheckpointOnDisk(FSDPTest):
         path = self._path(kind)
         before, expected = shards(other), shards(model)
         with mode(model, kind), mode(other, kind):
-            # Local state dicts hold the live shards. A copy leaves something for load_state_dict to do.
+            # Local state dicts hold the live shards, so without a copy dcp.load would change the model.
             state_dict, loaded = model.state_dict(), copy.deepcopy(other.state_dict())
             self.assertEqual(list(loaded), list(state_dict))
             rows = {name: value for name, value in state_dict.items() if name != "saved"}
@@ -159,7 +160,7 @@ class TestCheckpointOnDisk(FSDPTest):
         optim.step()
 
     def _save(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:
-        """With ``rank0_only``, only rank 0 writes the model. Otherwise all ranks of its group write together.
+        """With ``rank0_only``, only rank 0 writes the model. Otherwise all ranks of its group write it.
 
         The optimizer state is saved in shards of each parameter. This includes LOCAL_STATE_DICT, although it is
         documented as not supported yet for optimizers.
@@ -197,16 +198,16 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_sharded(self):
-        """Model and optimizer load from shards on disk, in the same world size or another one."""
+        """Sharded state dicts of model and optimizer load in the same world size or another one."""
         config = {"sizes": [(2, 2), (2, 4), (4, 2), (4, 1)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), SHARDED)
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_local(self):
-        """Flat shards load on another number of ranks. Each rank reads its own part.
+        """Local state dicts, which have flat shards, load in the same world size or another one.
 
-        One rank has no flat shard, see ``test_flat_shards_for_one_rank``.
+        ``test_flat_shards_for_one_rank`` covers a single rank, which does not shard.
         """
         config = {"sizes": [(2, 2), (4, 4), (2, 4), (4, 2)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), LOCAL)
@@ -214,10 +215,10 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_flat_shards_for_one_rank(self):
-        """A single rank uses full state dicts, so its model does not load flat shards.
+        """A single rank has full state dicts, so its model does not load flat shards.
 
-        The error of the planner, or of the model, names the keys, and training continues as if nothing had been loaded.
-        The data on disk is complete: read as tensors, each flat shard is a layer's weight followed by its bias.
+        The errors of the planner and of the model name the keys, and training continues as if nothing had been loaded.
+        The checkpoint is complete: read as a tensor, each flat parameter is a layer's weight followed by its bias.
         """
         model, optim = self._trained(0, dist.group.WORLD)
         saved = full_parameters(model)
@@ -250,7 +251,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_flat_shards_of_more_ranks(self):
-        """Flat shards of four ranks have the wrong size for two ranks, and both reject them."""
+        """Loading flat shards of four ranks directly on two ranks raises on both, because the sizes differ."""
         pair = dist.new_group([0, 1])
         source, _ = self._trained(0, dist.group.WORLD)
         with mode(source, LOCAL):
@@ -333,7 +334,7 @@ class TestCheckpointOnDisk(FSDPTest):
             ref_step(step)
             if self.rank < loaded_by:
                 model_step(step)
-                # The ranks' means are averaged in another order, hence the float32 tolerances of assertEqual.
+                # The ranks' means are averaged in another order, so the values are not bitwise equal.
                 self.assertEqual(full_parameters(model), dict(ref_model.named_parameters()))
             if saved_by == loaded_by and self.rank < saved_by:
                 source_step(step)
@@ -342,11 +343,11 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_empty_shards(self):
-        """A sharded optimizer state can be saved and loaded even if a rank has no rows.
+        """A sharded optimizer state can be saved and loaded even if a rank has an empty shard.
 
-        The default planner drops sharded tensors without a local shard. It then does not know their names, assumes a
-        checkpoint of torch 2.3, and does not find that version's names. ``flatten_sharded_tensors=False`` prevents
-        this. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
+        With torch 2.9.1, 2.11.0 and 2.13.0 the load raises, which is a defect. The default planner drops sharded
+        tensors without a local shard. It then lacks their names, assumes a checkpoint of torch 2.3, and does not find
+        that version's names. ``flatten_sharded_tensors=False`` prevents this. On two ranks::
 
             model = FSDP(nn.Linear(3, 1))
             optim = torch.optim.Adam(model.parameters())
@@ -372,7 +373,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_ignored_parameters(self):
-        """The state of a parameter that FSDP ignores is loaded whole."""
+        """The optimizer state of a parameter that FSDP ignores is loaded as an unsharded tensor."""
         plain = layers(0, self.device, hidden=4, outputs=4)
         model = FSDP(plain, ignored_states=[plain[2]])
         optim = torch.optim.Adam(model.parameters())
@@ -398,10 +399,10 @@ class TestCheckpointOnDisk(FSDPTest):
         damage=["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"],
     )
     def test_damaged_checkpoint(self, kind, damage):
-        """If one rank cannot read, all ranks get an error. The model does not change and trains on.
+        """If one rank cannot read, all ranks raise an error. The model does not change and can still be trained.
 
         The test loads into a copy of the state dict. Local state dicts hold the live shards, so without a copy the
-        values read before the damage would be in the model.
+        values that are read before the error would be in the model.
         """
         path = self._path(kind, damage)
         source = self._wrapped(layers(0, self.device))
@@ -442,7 +443,7 @@ class TestCheckpointOnDisk(FSDPTest):
             os.truncate(file, os.path.getsize(file) // 2)
 
     def _check_failures(self, error: CheckpointException, kind: StateDictType, damage: str) -> None:
-        """The exception must name the ranks that failed, and each failure."""
+        """The exception must have the ranks that failed and the error of each."""
         # Each rank reads all full tensors, but only its own shards.
         own = "shard" in damage and kind is not FULL
         self.assertEqual(set(error.failures), {1} if own else {0, 1})
@@ -461,7 +462,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_surplus_in_checkpoint(self):
-        """Extra values in the checkpoint are not read. Only the model's own load rejects them."""
+        """``dcp.load`` ignores extra values in the checkpoint. ``load_state_dict`` raises for extra values."""
         for kind in (FULL, SHARDED):
             path = self._path(kind)
             larger = self._wrapped(layers(0, self.device).append(nn.Linear(1, 1, device=self.device)))

@@ -1,4 +1,4 @@
-"""Communication hooks of FSDP1: the default average, when a hook can be registered, and what a hook gets and does."""
+"""Communication hooks of FSDP1: the default average, the registration of hooks, their arguments and their results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ NOT_ROOT = r"^register_comm_hook can only be called on a root instance\.$"
 
 
 class Net(nn.Module):
-    """Three layers, 8 to 4. With ``has_wrapping``, the first two are an FSDP instance with another one inside."""
+    """Three linear layers from 8 to 4 features. With ``has_wrapping``, the first two are in an FSDP instance, and the
+    second is an FSDP instance inside it.
+    """
 
     def __init__(
         self,
@@ -69,11 +71,11 @@ class DummyState:
     def __init__(self, process_group: dist.ProcessGroup | None = None, noise: float = NOISE) -> None:
         self.process_group = process_group
         self.noise = noise
-        self.calls: list[tuple[int, int | None]] = []  # numbers of elements of the gradient and, if any, of the output
+        self.calls: list[tuple[int, int | None]] = []  # numels of the gradient and of the output, if there is one
 
 
 class DummyHook:
-    """A hook for each case. Both sum the gradients over the ranks and add noise."""
+    """A hook for NO_SHARD and a hook for sharded strategies. Both sum the gradients over the ranks and add noise."""
 
     def dummy_hook_for_no_shard_fsdp(self, state: DummyState, grad: torch.Tensor) -> None:
         state.calls.append((grad.numel(), None))
@@ -96,9 +98,9 @@ def _grads(model: FSDP) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _memory_in_order() -> Iterator[None]:
-    """Low precision hooks record the gradient's stream. A device without streams rejects that, so it is left out.
+    """Replace ``record_stream``, which low precision hooks call, on devices without streams, where it raises.
 
-    The test then proves the numbers, but nothing about the lifetime of memory.
+    The test then checks values, but not the lifetime of memory.
     """
     if accelerator.current().has("streams"):
         yield
@@ -126,7 +128,7 @@ class TestCommunicationHooks(FSDPTest):
         return self._init_model(core, sharding_strategy, mixed_precision)
 
     def _mine(self, whole: torch.Tensor, sharding_strategy: ShardingStrategy) -> torch.Tensor:
-        """This rank's part of a flattened tensor: FSDP cuts equal parts and pads the last ones with zeros."""
+        """This rank's shard of a flattened tensor. FSDP makes equal shards and pads the last ones with zeros."""
         if sharding_strategy is ShardingStrategy.NO_SHARD:
             return whole
         shard = -(-whole.numel() // self.world_size)
@@ -136,7 +138,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_behavior(self, sharding_strategy):
-        """Without a hook, each element is the mean of gradients that all differ by rank, even with uneven shards."""
+        """Without a hook, each gradient is the mean over the ranks, even with uneven shards."""
         for width in (self.world_size, self.world_size + 1, 1):
             model = self._init_model(nn.Linear(1, width, bias=False).to(self.device), sharding_strategy)
             self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None])
@@ -181,7 +183,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_registering_hook_hybrid_strategy(self):
-        """Hybrid strategies reject hooks, even if each replica group that FSDP made has one rank."""
+        """Registering a hook raises under hybrid strategies, even if each replica group has only one rank."""
         for sharding_strategy in internals.hybrid_strategies():
             with machines_of(self.world_size):
                 model = FSDP(
@@ -198,7 +200,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_registering_hook_submodules(self, sharding_strategy):
-        """The root detects that an inner instance already has a hook."""
+        """Registering a hook on the root raises if an inner instance already has one."""
         model = self._net(sharding_strategy)
         model.check_is_root()
         hook = DummyHook().for_strategy(sharding_strategy)
@@ -209,7 +211,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(why=["hybrid root", "hybrid instance", "instance with a hook", "not callable"])
     def test_refused_hook_is_registered_nowhere(self, why):
-        """Whichever instance rejects a hook, all keep what they had."""
+        """If the registration of a hook raises, for whichever instance, no instance has the new hook."""
         mesh = make_mesh(1, self.world_size)
         hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
         layers = [nn.Linear(2, 2).to(self.device) for _ in range(2)]
@@ -226,7 +228,7 @@ class TestCommunicationHooks(FSDPTest):
     def _check_low_precision_hook(
         self, hook: Callable[..., None], dtype: torch.dtype, has_wrapping: bool, sharding_strategy: ShardingStrategy
     ) -> None:
-        """The hook gives bitwise the result of ``reduce_dtype``, and all reductions use that dtype."""
+        """Gradients with the hook are bitwise equal to those with ``reduce_dtype``. All reductions use ``dtype``."""
         state = default_hooks.LowPrecisionState(process_group=self.process_group)
         hooked = self._net(sharding_strategy, has_wrapping)
         hooked.register_comm_hook(state, hook)
@@ -251,7 +253,7 @@ class TestCommunicationHooks(FSDPTest):
                 optim.step()
 
     def _oracle(self, model: FSDP, inputs: torch.Tensor, has_wrapping: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each instance, the mean gradient over ranks in float64 and a bound for the largest sum."""
+        """For each FSDP instance, the mean over ranks of the gradient and of its absolute value, in float64."""
         values = [value.double().requires_grad_() for value in full_parameters(model).values()]
         weight0, bias0, weight1, bias1, weight2, bias2 = self._by_layer(values)
         hidden = torch.relu(inputs.double() @ weight0.T + bias0)
@@ -281,8 +283,8 @@ class TestCommunicationHooks(FSDPTest):
         dtype: torch.dtype,
         sharding_strategy: ShardingStrategy,
     ) -> None:
-        # Each rank rounds its gradient once, and each addition rounds its result, by at most eps of the largest sum.
-        # Subnormal float16 values are rounded by at most the smallest normal number.
+        # Each rank rounds its gradient once, and each addition rounds its result, by at most eps times the sum of
+        # absolute values. Subnormal float16 values are rounded by at most the smallest normal number.
         info = torch.finfo(dtype)
         allowed = self._mine(bound * info.eps * (self.world_size + 2) + info.tiny, sharding_strategy)
         error = (grad.double() - self._mine(mean, sharding_strategy)).abs()
@@ -305,7 +307,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, has_wrapping=[True, False])
     def test_custom_hook_reduces(self, sharding_strategy, has_wrapping):
-        """A hook replaces the reduction. It gets whole gradients, once per instance and backward."""
+        """A hook replaces the reduction. It gets the unsharded gradient of each instance once per backward."""
         plain, hooked = (self._net(sharding_strategy, has_wrapping) for _ in range(2))
         state = DummyState(self.process_group)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
@@ -327,7 +329,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES)
     def test_hook_and_no_sync(self, sharding_strategy):
-        """A hook does not run in ``no_sync()``. Later it gets the accumulated gradient."""
+        """A hook does not run in ``no_sync()``. In the next backward it gets the accumulated gradient."""
         plain, hooked = (self._net(sharding_strategy) for _ in range(2))
         state = DummyState(self.process_group, noise=0.0)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
@@ -343,7 +345,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_that_is_not_callable(self):
-        """A hook that is not callable is rejected by name. Another can be registered afterwards."""
+        """Registering a hook that is not callable raises. Another hook can be registered afterwards."""
         model = self._net(ShardingStrategy.FULL_SHARD)
         with self.assertRaisesRegex(ValueError, "The communication hook must be callable but got not a hook"):
             model.register_comm_hook(DummyState(), "not a hook")

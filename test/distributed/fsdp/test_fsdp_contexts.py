@@ -1,4 +1,4 @@
-"""Every context manager of FSDP1, DDP and ``replicate`` is left by an exception, and training goes on as usual."""
+"""After an exception inside a context manager of FSDP1, DDP or ``replicate``, training continues correctly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def summoning(**kwargs: Any) -> Context:
 
 
 def hooked(hook: str, use: Use) -> Context:
-    """Call ``use`` while a hook of the last layer raises."""
+    """A context that calls ``use`` while a hook of the last layer raises ``OnPurpose``."""
 
     @contextlib.contextmanager
     def context(model: nn.Module) -> Iterator[None]:
@@ -94,7 +94,7 @@ def within(context: Context, use: Use) -> Use:
 
 
 def after(use: Use, context: Context) -> Context:
-    """Call ``use`` in the context before anything else."""
+    """A context that enters ``context`` and calls ``use`` before its body."""
 
     @contextlib.contextmanager
     def used(model: nn.Module) -> Iterator[None]:
@@ -154,7 +154,7 @@ CONTEXTS: dict[str, Context] = {
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {"DDP": data_parallel, "replicate": replicate_in_place}
-# A module of ``replicate`` has none of the methods of ``Join``.
+# Only for DDP. A module of ``replicate`` is not ``Joinable``.
 JOINS: dict[str, Context] = {
     "join": lambda model: model.join(),
     "join, switched off": lambda model: model.join(enable=False),
@@ -183,7 +183,7 @@ class _ContextsBase(FSDPTest):
     world_size = 2
 
     def _step(self, plain: nn.Module, model: Any, optims: list[torch.optim.Optimizer], microbatches: int) -> None:
-        """Step after one microbatch, before which others are accumulated without synchronization."""
+        """Run the microbatches, all but the last of which are not synchronized, then step. Compare with ``plain``."""
         losses: list[list[torch.Tensor]] = []
         for each in (plain, model):
             losses.append([])
@@ -203,7 +203,7 @@ class TestContexts(_ContextsBase):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, valid=is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
     def test_exception_in_context(self, context, kind, first):
-        """After the exception the model trains, and its state dicts are of the type that was set before."""
+        """After the exception the model trains, and its state dict type is the one that was set before."""
         plain = layers().to(self.device)
         model: Any = FSDP(copy.deepcopy(plain), **KINDS[kind], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]

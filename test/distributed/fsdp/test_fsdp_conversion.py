@@ -1,4 +1,4 @@
-"""A model in FSDP that is converted to another dtype."""
+"""FSDP1 models that are converted to another dtype with ``half``, ``float`` or ``double``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
         return FSDP(layer, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
 
     def _check_conversion(self, model: FSDP, conversion: str) -> None:
-        """After a conversion, parameters keep the new dtype, and forward uses the values that are written to them."""
+        """Convert the model. Parameters must keep the new dtype, and forward must use values written to them."""
         self._convert(model, conversion)
         dtype = {"half": torch.float16, "double": torch.float64}.get(conversion, torch.float32)
-        model.zero_grad()  # a conversion brings back gradients, as a test below shows
+        model.zero_grad()  # a conversion may restore cleared gradients, see _test_gradients_after_conversion
         inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
         for value in (1.0, 2.0):
             with torch.no_grad():
@@ -60,13 +60,13 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion(self, strategy, use_orig_params, low, conversion):
-        """``half`` and similar methods work before the first step, also with mixed precision."""
+        """Conversions work before the first step, also with mixed precision."""
         self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
 
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
-        """Between steps they work or are rejected. No step computes with an old shard."""
+        """A conversion between steps works or raises. No step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
         model(torch.ones(1, 4, device=self.device)).sum().backward()
         with contextlib.suppress(RuntimeError, TypeError, ValueError), torch_defect("fsdp1_conversion_is_undone"):
@@ -75,7 +75,9 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(strategy=STRATEGIES[:2], use_orig_params=[False, True], conversion=["half", "double"])
     def test_other_dtype_between_steps_is_refused(self, strategy, use_orig_params, conversion):
-        """Parameters gathered in one dtype cannot be gathered in another. The next forward raises."""
+        """After a conversion between steps without mixed precision, the next forward raises, because the unsharded flat
+        parameter has the old dtype.
+        """
         model = self._layer_to_convert(strategy, use_orig_params, None)
         for _ in range(2):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
@@ -87,7 +89,7 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     def _test_gradients_after_conversion(
         self, conversion: str, use_orig_params: bool, shows: torch_defect = NO_DEFECT
     ) -> None:
-        """``shows`` is a known defect of cleared gradients."""
+        """``shows`` is a known defect of gradients that were cleared before a conversion."""
         model = self._layer_to_convert(ShardingStrategy.FULL_SHARD, use_orig_params, None)
         inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
         for _ in range(2):
@@ -104,13 +106,13 @@ class TestFSDPMixedPrecisionSharded(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion(self, conversion):
-        """A conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
+        """A conversion that ends in the same dtype keeps gradients, and does not restore cleared ones."""
         self._test_gradients_after_conversion(conversion, use_orig_params=False)
 
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion_with_orig_params(self, conversion):
-        """The same with ``use_orig_params=True``."""
+        """Like :meth:`test_gradients_after_conversion`, with ``use_orig_params=True``."""
         shows = torch_defect("fsdp1_conversion_brings_back_gradients")
         self._test_gradients_after_conversion(conversion, True, shows)
 

@@ -1,4 +1,4 @@
-"""State dicts of FSDP1 on a device mesh: DTensors with the same values as ShardedTensors. They are saved and loaded.
+"""State dicts of FSDP1 models on a device mesh have DTensors, with the same values as ShardedTensors without a mesh.
 
 Each rank trains on its own rows. The reference is the plain model, which gets the rows of all ranks.
 """
@@ -82,7 +82,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         steps: range = range(1),
         **kwargs: Any,
     ) -> Trained:
-        """A model and Adam after these steps, on the mesh or without one."""
+        """An FSDP1 model and Adam, trained for ``steps``, on the mesh or without one."""
         model = FSDP(self._plain(is_even_sharded_model), device_mesh=device_mesh, **kwargs)
         return self._trained(model, steps, model.process_group.size())
 
@@ -101,7 +101,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @OFFLOAD
     @EVEN
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu, is_even_sharded_model):
-        """Each rank has the same rows with and without a mesh."""
+        """Each rank has the same local shards with and without a mesh."""
         on_mesh, on_group = (self._create_model(is_even_sharded_model, mesh) for mesh in (self._mesh(), None))
         empty = self._check_same_rows(on_mesh, on_group, offload_to_cpu)
         last_of_four = self.rank == 3 and not is_even_sharded_model and self.world_size == 4
@@ -130,7 +130,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_load_into_fresh_model(self, is_even_sharded_model):
-        """A model that has neither run nor saved loads the DTensors of another one (#109648)."""
+        """A model that has not run a forward or ``state_dict`` loads the DTensors of another model (#109648)."""
         model, _ = self._create_model(is_even_sharded_model, self._mesh())
         fresh, _ = self._create_model(is_even_sharded_model, self._mesh(), range(0))
         for each in (model, fresh):
@@ -170,7 +170,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_full_tensors(self, is_even_sharded_model):
-        """The joined shards equal FULL_STATE_DICT and the plain model's values."""
+        """The full tensors equal those of FULL_STATE_DICT and the plain model's values."""
         expected = plain_parameters_and_moments(*self._reference(is_even_sharded_model, range(1)))
         model, optim = self._create_model(is_even_sharded_model, self._mesh())
         use_sharded_state_dicts(model)
@@ -178,14 +178,14 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         full = FullOptimStateDictConfig(rank0_only=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), full)
         self.assertEqual(actual, parameters_and_moments(model, optim), rtol=0, atol=0, exact_device=False)
-        # The reference adds the rows of all ranks in another order.
+        # Not bitwise, because the plain model adds the rows of all ranks in another order.
         self.assertEqual(actual, expected)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_training_goes_on(self, is_even_sharded_model):
-        """Another model loads both dicts and then trains exactly as the first one."""
+        """Another model loads the model and optimizer state dicts and then trains bitwise like the first one."""
         mesh = self._mesh()
         plain, _ = self._reference(is_even_sharded_model, range(3))
         for use_orig_params in (False, True):
@@ -205,7 +205,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_checkpoint_on_disk(self):
-        """A checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
+        """A checkpoint loads on as many, more or fewer ranks, and training continues like that of the plain model."""
         sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"
         config = {"sizes": sizes, "is_even_sharded_model": [False], orig: [False, True]}
         self.run_subtests(config, self._test_checkpoint_on_disk)
@@ -243,7 +243,7 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(2)
     def test_damaged_checkpoint(self):
-        """Every rank gets the error, and the live model and optimizer do not change."""
+        """Loading a damaged checkpoint raises on every rank. The model and the optimizer do not change."""
         mesh = self._mesh()
         good, wide, short = (os.path.join(self.temp_dir, name) for name in ("good", "wide", "short"))
 

@@ -1,4 +1,4 @@
-"""A model with a frozen trunk trains with FSDP1 as with DDP: the trunk does not change, the head learns."""
+"""A model with a frozen trunk trains with FSDP1 as with DDP: only the head's parameters change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class NestedTrunkModel(Model):
-    """The same with two blocks in the trunk, each in its own FSDP instance."""
+    """A model with two blocks in the trunk, each in its own FSDP instance."""
 
     def _build(self) -> None:
         self.trunk = nn.Sequential(self._create_block(3, 64), self._create_block(64, 64))
@@ -174,7 +174,9 @@ class TestFreezingWeights(FSDPTest):
     def test_frozen_units_in_backward(
         self, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, sharding_strategy, input_requires_grad
     ):
-        """The trunk's gradients are not reduced, but its parameters are freed again."""
+        """Only the head's gradients are reduced. The trunk is resharded before backward ends, unless SHARD_GRAD_OP has
+        no backward through it.
+        """
         model = self._fsdp_model(
             with_nested_trunk,
             FreezingMethod.RequiresGrad,
@@ -196,14 +198,14 @@ class TestFreezingWeights(FSDPTest):
             freed = handles[-1:] if keeps_trunk else handles
             gathered = [internals.is_unsharded(handle.flat_param) for handle in freed]
             self.assertEqual(gathered, [False] * len(freed))
-            # They were freed before the end of backward, which frees all others. So nothing was gathered needlessly.
+            # They were resharded before the end of backward, which reshards all others.
             self.assertEqual([at_the_end[handle] for handle in freed], [False] * len(freed))
             self.assertEqual(sum(handle.flat_param.grad is not None for handle in handles), 1)
         self.assertEqual(batch.grad is not None, input_requires_grad and not disable_autograd)
 
     @contextlib.contextmanager
     def _gathered_at_the_end(self) -> Iterator[dict[internals.Handle, bool]]:
-        """Record which units are still gathered when backward ends."""
+        """Record which flat parameters are still unsharded when backward ends."""
         gathered = {}
 
         def recording(original: Any, state: Any) -> Any:
@@ -269,7 +271,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_freezing_between_microbatches(self):
-        """A parameter that is frozen for one microbatch keeps its gradient of the others."""
+        """A parameter that is frozen for one microbatch keeps the gradients of the other microbatches."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(self.device)
         model = FSDP(copy.deepcopy(plain), use_orig_params=True)
@@ -287,7 +289,7 @@ class TestFreezingWeights(FSDPTest):
     @torch_defect("fsdp1_frozen_unit_that_returns_its_input_raises")
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_returns_its_input(self):
-        """A unit whose layers are all left out passes the gradient on, also if it is frozen."""
+        """A frozen FSDP instance that returns its input passes the gradient on."""
         plain = nn.Sequential(nn.Linear(4, 4), nn.Identity()).to(self.device)
         plain[1].register_parameter("unused", nn.Parameter(torch.ones(4, device=self.device), requires_grad=False))
         model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""A model on the meta device, or deferred by torchdistX, gets the same values in FSDP1 as it would without."""
+"""FSDP1 initializes a model on the meta device, or deferred by torchdistX, to the values that it has without FSDP1."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _states(module: nn.Module, recurse: bool = True) -> list[torch.Tensor]:
 
 
 class MyLinear(nn.Linear):
-    """A layer without a bias. Every initialization gives the same weight."""
+    """A linear layer without a bias. Each call of ``reset_parameters`` gives the same weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, bias=False, **kwargs)
@@ -76,7 +76,7 @@ class MyModel(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Two of its three parts are wrapped if it is built under ``enable_wrap``."""
+    """Has three children, two of which are wrapped if the model is built under ``enable_wrap``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     world_size = 2
 
     def _compare_fsdp(self, *models: nn.Module) -> None:
-        """Parameters and buffers are the same in all models, and those of the first are on the compute device."""
+        """Parameters and buffers must be equal in all models, and those of the first must be on the compute device."""
         with contextlib.ExitStack() as stack:
             for model in models:
                 if isinstance(model, FSDP):
@@ -135,7 +135,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
             self.assertEqual(actual, other)
 
     def _check_training(self, from_meta: nn.Module, regular: nn.Module, plain: nn.Module) -> None:
-        """Compare before and after a step, and with a model without FSDP that gets the data of all ranks."""
+        """Compare the models before and after a step. ``plain`` has no FSDP and gets the inputs of all ranks."""
         models = from_meta, regular, plain
         optims = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
         self._compare_fsdp(*models)
@@ -162,7 +162,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     def _test_nested_model_with_meta_device(
         self, build: Callable[[], nn.Module], auto_wrap: bool, init_fn: Init | None = None
     ) -> None:
-        """With ``auto_wrap`` all modules are in FSDP. Otherwise the first layer, the last layer and the whole are."""
+        """With ``auto_wrap`` all modules are FSDP instances. Otherwise ``lin1``, ``l3`` and the root are."""
         is_meta = next(build().parameters()).is_meta
         plain = NestedModel(self.device)
         if is_meta:
@@ -248,7 +248,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_meta_device_with_mixed_precision(self):
-        """With mixed precision, a layer and the module around it can be materialized, each with own parameters."""
+        """With mixed precision, a layer and the module around it are materialized as two FSDP instances."""
 
         def init_layers(module: nn.Module) -> None:
             if isinstance(module, nn.Linear):
@@ -323,7 +323,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_nested_fsdp_keeps_its_values(self):
-        """Initializing a module around an FSDP instance leaves that instance's parameters alone."""
+        """Initializing a module around an FSDP instance does not change the instance's parameters."""
 
         class Around(nn.Module):
             def __init__(self, inner: nn.Module) -> None:
@@ -342,7 +342,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_module_without_reset_parameters(self):
-        """A module with parameters but without ``reset_parameters`` is rejected, with a warning."""
+        """FSDP warns and raises for a module on the meta device with parameters but without ``reset_parameters``."""
         with META:
             model = nn.Sequential(nn.Linear(5, 5), OwnWeight())
         with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):
@@ -352,7 +352,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], in_own_unit=[False, True])
     def test_module_beside_one_on_meta(self, use_orig_params, in_own_unit):
-        """A module that has values keeps them, although a module beside it is on meta."""
+        """A module that has values keeps them, although a module beside it is on the meta device."""
         loaded = nn.Linear(3, 2, bias=False)
         nn.init.constant_(loaded.weight, 5.0)
         kwargs = {"use_orig_params": use_orig_params, "device_id": self.device}

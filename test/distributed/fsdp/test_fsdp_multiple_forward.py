@@ -1,4 +1,4 @@
-"""An FSDP1 unit that runs twice in one forward of its parent gets the gradients of both runs."""
+"""FSDP1 instances that run several forwards before backward get the gradients of all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from distributed.fsdp.fsdp1_cases import FewRanksTest
 
 
 class Model(nn.Module):
-    """The inner layer runs twice, (4) to (4). The outer one, to (5), gets the sum."""
+    """Runs a linear layer of 4 features twice. Another linear layer maps the sum to 5 features."""
 
     def __init__(self, wrap_fsdp: bool, **fsdp_kwargs: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_multi_forward(self):
-        """FSDP ends with the same parameters as DDP."""
+        """After three steps FSDP1 has the same parameters as DDP."""
         model = FSDP(Model(wrap_fsdp=True))
         reference = data_parallel(Model(wrap_fsdp=False))
         before = [param.detach().clone() for param in reference.parameters()]
@@ -70,11 +70,11 @@ class TestMultiForward(FewRanksTest):
         sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], use_orig_params=[False, True]
     )
     def test_gradients_of_each_step(self, **fsdp_kwargs):
-        """Parameter and input gradients at every step, with data that differs by rank."""
+        """Gradients of parameters and inputs are right at every step, with inputs that differ by rank."""
         reference = Model(wrap_fsdp=False)
         model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
         models = [reference, model]
-        # With a larger rate, training diverges and enlarges rounding errors in sums over more than two ranks.
+        # With a larger learning rate, training diverges and amplifies rounding errors of sums over more than two ranks.
         optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in models]
         torch.manual_seed(10 + self.rank)
         for _ in range(3):
@@ -85,7 +85,7 @@ class TestMultiForward(FewRanksTest):
                 each(mine).square().sum().backward()
             average_gradients(reference)
             self.assertEqual(inputs[1].grad, inputs[0].grad)
-            # Flattened as in FSDP. The last shard may end in padding, or be nothing else.
+            # Gradients are flattened as in FSDP. The last shard may be partly or fully padding.
             for unit, layer in ((model.module.inner, reference.inner), (model, reference.outer)):
                 flat_param = internals.flat_param_of(unit)
                 full = torch.cat([param.grad.flatten() for param in layer.parameters()])
@@ -98,9 +98,9 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathers_of_each_pass(self):
-        """FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once.
+        """FULL_SHARD unshards the inner instance for each forward and for backward, SHARD_GRAD_OP only once.
 
-        Its post-backward logic runs once, after both runs.
+        The post-backward hook runs once for both forwards.
         """
         for strategy, expected in ((ShardingStrategy.FULL_SHARD, [2, 1]), (ShardingStrategy.SHARD_GRAD_OP, [1, 0])):
             with self.subTest(strategy=strategy):
@@ -121,9 +121,9 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_two_forwards_then_two_backwards(self):
-        """Gradients of two losses add up if both forwards ran before the backwards.
+        """Gradients of two losses add up if both forwards of the root ran before the backwards.
 
-        Other combinations than this one may kill the process.
+        Other combinations of options may crash the process.
         """
         model, reference = FSDP(Model(wrap_fsdp=False), use_orig_params=True), Model(wrap_fsdp=False)
         inputs = [torch.full((1, 4), x + self.rank, device=get_devtype()) for x in (1.0, 2.0)]

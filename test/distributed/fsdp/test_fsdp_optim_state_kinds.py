@@ -1,4 +1,6 @@
-"""Optimizer states of each kind: dtypes, layouts, subclasses, numbers, and what each parameter has of them."""
+"""FSDP1 saves and loads optimizer states of each kind: dtypes, memory formats, tensor subclasses, numbers and None, and
+states of only some parameters.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from distributed.fsdp.optim_states import (
 
 
 class StoredInBfloat16(torch.Tensor):
-    """An optimizer state that is stored in another format, with no more operators than its optimizer needs."""
+    """A float32 tensor subclass that is stored in bfloat16. ``detach`` is its only operator."""
 
     stored: torch.Tensor
 
@@ -53,7 +55,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(without=["weight", "bias"])
     def test_flat_state_without_that_of_a_parameter(self, without):
-        """It has zeros in the place of that parameter, and keeps the dtype of the others."""
+        """If one parameter has no state, the flat state has zeros for it, in the dtype of the other's state."""
         plain = nn.Linear(4, 2, device=self.device, dtype=torch.bfloat16)
         optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
         whole = torch.arange(1.0, 11.0).bfloat16()  # the weight and then the bias
@@ -72,7 +74,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(memory_format=[torch.contiguous_format, torch.channels_last], use_orig_params=[False, True])
     def test_state_in_each_memory_format(self, memory_format, use_orig_params):
-        """Each element of a parameter keeps its moment when its state is saved and loaded."""
+        """Saving and loading keep the index of each element of a state, in each memory format of its parameter."""
         plain = nn.Conv2d(2, 3, (1, 2), device=self.device).to(memory_format=memory_format)
         model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
         set_state_dict_type(model, full_with_orig_params())
@@ -93,7 +95,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(saved=["01", "0 1"], use_orig_params=[False, True], reverse=[False, True])
     def test_state_goes_to_the_parameter_of_its_name(self, saved, use_orig_params, reverse):
-        """This holds even if the new optimizer has its parameters, or its groups, in another order."""
+        """A parameter gets the state with its name, even if the new optimizer has another order of them."""
         layers = [nn.Linear(1, 2, bias=False, device=self.device) for _ in range(2)]
         units = [FSDP(layer, use_orig_params=use_orig_params) for layer in layers]
         model = FSDP(nn.Sequential(*units), device_id=self.device, use_orig_params=use_orig_params)
@@ -116,7 +118,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_states_of_two_dtypes(self, use_orig_params):
-        """Beyond upstream: a parameter has a state in bfloat16 beside its moments in float32."""
+        """A state in bfloat16 is saved beside a parameter's moments in float32."""
         run = self._dummy(use_orig_params=use_orig_params)
         self._train(run)
         expected = {name: param.bfloat16().cpu() for name, param in full_parameters(run.model).items()}
@@ -130,7 +132,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(is_subclass=[False, True])
     def test_state_of_a_tensor_subclass(self, is_subclass):
-        """A state can be a tensor subclass with a storage format of its own."""
+        """A state is saved if it is a tensor subclass with a storage format of its own."""
         model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), use_orig_params=True)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         right = full_parameters(model)["weight"].bfloat16().float().cpu()
@@ -145,7 +147,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], rank0_only=[False, True])
     def test_numbers_are_loaded(self, use_orig_params, rank0_only):
-        """All ranks load numbers and None, also if rank 0 alone has the saved state."""
+        """All ranks load states that are numbers or None, also if only rank 0 has the saved state."""
         model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), use_orig_params=use_orig_params)
         optim = torch.optim.Adam(model.parameters())
         model(torch.ones(2, device=self.device)).sum().backward()
@@ -161,9 +163,11 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(amsgrad=[(False, False), (True, True), (False, True)])
     def test_kinds_of_state_by_group(self, amsgrad):
-        """Each parameter has the states of its group's options, even if another one in its unit has more."""
+        """Each parameter has the states that its group's options require, even if another one in the same FSDP instance
+        has more.
+        """
         plain = nn.Linear(2, 2, device=self.device)
-        model = FSDP(copy.deepcopy(plain), use_orig_params=True)  # each rank has a part of the weight
+        model = FSDP(copy.deepcopy(plain), use_orig_params=True)  # each rank has some elements of the weight
         set_state_dict_type(model, full_with_orig_params())
         optims = [
             torch.optim.Adam([{"params": [p], "amsgrad": on} for p, on in zip(each.parameters(), amsgrad)])
@@ -181,7 +185,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_state_of_fused_optimizer(self, use_orig_params):
-        """A fused optimizer gives and takes its state like any other (#108860)."""
+        """The state of a fused optimizer is saved and loaded (#108860)."""
         ref_model = filled(nn.Linear(3, 5)).to(self.device)
         models = [FSDP(copy.deepcopy(ref_model), use_orig_params=use_orig_params) for _ in range(2)]
         for model in models:
@@ -211,7 +215,7 @@ class TestFSDPOptimState(OptimStateTest):
 
         In torch 2.9.1, 2.11.0 and 2.13.0 all parameters of one flat parameter share one step tensor
         (``_unflatten_communicated_optim_state``), also after ``torch.save``. If an optimizer with separate parameters
-        loads it, the tensor stays shared and is increased once for each parameter. Minimal: this test.
+        loads it, the tensor stays shared and is increased once for each parameter. This test is a minimal reproducer.
         """
         model, plain = FSDP(nn.Linear(2, 3, device=self.device)), nn.Linear(2, 3, device=self.device)
         optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
@@ -230,7 +234,7 @@ class TestFSDPOptimState(OptimStateTest):
 
         torch 2.9.1, 2.11.0 and 2.13.0 gather the states of a parameter one after another into the same tensor
         (``_allgather_orig_param_states``) and rely on offloading to copy it. On the CPU offloading does not copy, so
-        all states equal the last one. Offloading is the default. Minimal: ``FSDP(nn.Linear(2, 3),
+        all states equal the last one. Offloading is the default. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
         use_orig_params=True)`` on two ranks, one step of Adam, and ``FSDP.optim_state_dict(model, optim)``.
         """
         model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)

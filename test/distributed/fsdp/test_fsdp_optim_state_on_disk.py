@@ -1,4 +1,4 @@
-"""Optimizer states in checkpoints on disk."""
+"""FSDP1's optimizer states in checkpoints on disk, and states that a load rejects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from distributed.fsdp.optim_states import (
 class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     def test_damaged_state_is_refused(self):
-        """A damaged state raises an error that names the fault. The optimizer does not change."""
+        """Loading a damaged state raises an error with the reason. The optimizer does not change."""
         run = self._init_nested_model(NestedModel.wrap)
         self._train(run, 3)
         model, optim = run.model, run.optim
@@ -102,10 +102,10 @@ class TestFSDPOptimState(OptimStateTest):
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
         """A state of the wrong shape is an error, as with flat parameters, and is not loaded.
 
-        torch 2.9.1, 2.11.0 and 2.13.0 cut the given state (``_shard_orig_param_state``) without a look at its shape, so
-        a transposed state is loaded in the wrong order. Minimal: ``FSDP(nn.Linear(2, 3), use_orig_params=True)``, one
-        step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose ``osd["state"]["weight"]["exp_avg"]`` and
-        call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
+        torch 2.9.1, 2.11.0 and 2.13.0 shard the given state (``_shard_orig_param_state``) without a check of its shape,
+        so a transposed state is loaded in the wrong order. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
+        use_orig_params=True)``, one step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose
+        ``osd["state"]["weight"]["exp_avg"]`` and call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
         """
         model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)
         optim = torch.optim.Adam(model.parameters())
@@ -120,10 +120,10 @@ class TestFSDPOptimState(OptimStateTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_checkpoint_on_disk(self):
-        """A checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
+        """A checkpoint loads on as many, more or fewer ranks, and training continues like that of a plain model."""
         groups = {size: group_of(range(size)) for size in (4, 2, 1)}
         kinds = [SHARDS, FULL_EVERYWHERE, FULL_ON_RANK_0]
-        # All pairs of sizes, kind and parameters are tested; all triples only if slow tests are enabled.
+        # All pairs of sizes, settings and use_orig_params are tested, and all triples if slow tests are enabled.
         for number, (saved_by, settings) in enumerate(itertools.product([4, 2], kinds)):
             path, orig = os.path.join(self.temp_dir, str(number)), number % 2 == 1
             if self.rank < saved_by:
@@ -138,10 +138,10 @@ class TestFSDPOptimState(OptimStateTest):
                 self.run_subtests(config, self._test_load_from_disk, path, groups)
 
     def _init_two_blocks(self, use_orig_params: bool | None, group: Group = None) -> Training:
-        """The blocks in FSDP, with original or with flat parameters. None means without FSDP."""
+        """The two blocks wrapped with FSDP. With None for ``use_orig_params``, a plain model."""
         model = TwoBlocks().to(self.device)
         if use_orig_params is not None:
-            # Only flat parameters are offloaded: the two options are independent, so not all pairs are needed.
+            # Offload only without use_orig_params: both options are independent, so not all combinations are needed.
             offload = CPUOffload(not use_orig_params)
             model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=group)
         return Training(model, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -152,7 +152,7 @@ class TestFSDPOptimState(OptimStateTest):
         settings = copy.deepcopy(settings)
         offload, has_copies = not use_orig_params, accelerator.current().has("device_memory")
         settings.optim_state_dict_config.offload_to_cpu = offload
-        # On the CPU, offloading does not copy a full state dict, and its memory is freed.
+        # On the CPU, offloading a full state dict does not copy the unsharded tensors, whose memory is then freed.
         settings.state_dict_config.offload_to_cpu = offload and (settings.state_dict_type is SHARDED or has_copies)
         set_state_dict_type(run.model, settings)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
@@ -172,7 +172,7 @@ class TestFSDPOptimState(OptimStateTest):
         reference, group = self._init_two_blocks(None), groups[loaded_by]
         self._train(reference, 3)
         run = self._init_two_blocks(use_orig_params, group)
-        run.iteration = 50  # not part of the training: these steps must be undone by the load
+        run.iteration = 50  # a step on another batch, which the load must undo
         self._train(run, 1, group)
         self.assertNotEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
         state = self._state_on_disk(run, settings, use_orig_params, group)
@@ -191,11 +191,11 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
-        """An optimizer state dict loads from disk even if a rank has no rows of a parameter.
+        """An optimizer state dict loads from disk even if a rank has an empty shard of a parameter.
 
         In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then
-        lacks the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". This test is
-        minimal.
+        lacks the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". This test is a
+        minimal reproducer.
         """
         model = FSDP(nn.Linear(3, 1, device=self.device))
         optim = torch.optim.Adam(model.parameters())
@@ -208,15 +208,15 @@ class TestFSDPOptimState(OptimStateTest):
         with torch_defect("dcp_checkpoint_of_empty_shards_is_not_loaded"):
             try:
                 dcp.load(loaded, checkpoint_id=self.temp_dir)
-            except CheckpointException as error:  # a BaseException, which is no expected failure to unittest
+            except CheckpointException as error:  # a BaseException, which unittest does not count as a failure
                 self.fail(str(error))
             self.assertEqual(*(gathered(each["optim"]["state"]) for each in (loaded, saved)))
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_damaged_checkpoint(self):
-        """Every rank gets the error. Model and optimizer train on as if nothing had been loaded."""
-        # The root is wrapped too: parameters outside FSDP would be loaded in place.
+        """Loading a damaged checkpoint raises on every rank. Training continues as if nothing had been loaded."""
+        # The root is also wrapped, because parameters outside FSDP would be loaded in place.
         model = FSDP(self._init_nested_model(NestedModel.wrap).model)
         run, reference = Training(model, torch.optim.Adam(model.parameters(), lr=0.01)), self._init_nested_model(None)
         self._train_both(run, reference, 3)

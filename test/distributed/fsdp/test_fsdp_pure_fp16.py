@@ -1,4 +1,4 @@
-"""FSDP1 with a low precision model, converted before or after wrapping, and the effect of explicit dtypes."""
+"""FSDP1 with a low precision model, converted before or after wrapping, with and without ``MixedPrecision``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestPureFP16(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(cpu_offload=[CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
     def test_pure_fp16_training(self, cpu_offload):
-        """An fp16 model has the loss and parameters of an fp16 model in DDP, with and without offloading."""
+        """An fp16 model has the loss and parameters of an fp16 model with DDP, with and without CPU offloading."""
         self._test_fsdp_parity(
             NestedWrappedModule,
             FSDPInitMode.RECURSIVE,
@@ -49,12 +49,14 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fp16_dtypes(self):
-        """Parameters, gradients and reductions use an explicit dtype, or else the model's."""
+        """For an fp16 model, forward and reductions use the dtypes of ``MixedPrecision``, or else the model's dtype.
+        Parameters and gradients always have the model's dtype.
+        """
         self._run_dtypes(torch.float16)
 
     @skip_if_lt_x_gpu(2)
     def test_bf16_dtypes(self):
-        """The same for a model in bf16."""
+        """Like :meth:`test_fp16_dtypes`, for a bf16 model."""
         self._run_dtypes(torch.bfloat16)
 
     def _run_dtypes(self, dtype: torch.dtype) -> None:
@@ -114,7 +116,7 @@ class TestPureFP16(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dtype=[torch.float16, torch.bfloat16], to_half_before_fsdp_init=[False, True])
     def test_parameters_after_a_step(self, dtype, to_half_before_fsdp_init):
-        """In fp16 and bf16, all parameters match a local model with averaged gradients."""
+        """After a step, the parameters of an fp16 or bf16 model match a plain model with averaged gradients."""
         reference = self._nested().to(dtype)
         model = self._nested()
         model = FSDP(model.to(dtype)) if to_half_before_fsdp_init else FSDP(model).to(dtype)
@@ -130,7 +132,7 @@ class TestPureFP16(FewRanksTest):
                 for param, grad in zip(each.parameters(), grads):
                     param.grad = grad.to(dtype)
             optim.step()
-        # Two roundings: the sum of gradients over ranks, and the updated parameter. In fp16, 2e-3.
+        # The sum of gradients over ranks and the updated parameter are rounded. The tolerance is 2e-3 in fp16.
         tolerance = 2 * torch.finfo(dtype).eps
         actual = list(full_parameters(model).values())
         expected = list(reference.parameters())
@@ -141,7 +143,7 @@ class TestPureFP16(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_state_dict_of_half_model(self, use_orig_params):
-        """The full state dict of an fp16 model is fp16. An fp32 model loads its exact values."""
+        """The full state dict of an fp16 model is fp16. An fp32 model loads exactly its values."""
         wrap = functools.partial(FSDP, use_orig_params=use_orig_params)
         half, full = wrap(self._nested().half()), wrap(self._nested())
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""``ShardedGradScaler`` scales and unscales, and an inf or NaN in one rank's shard counts on all ranks.
+"""``ShardedGradScaler`` scales and unscales, and an inf or NaN in one rank's shard makes all ranks skip the step.
 
-Training with FSDP1 and this scaler is compared with DDP and a plain ``GradScaler``.
+Training with FSDP1 and this scaler is compared with DDP, with a ``GradScaler`` or without a scaler.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ NOT_FINITE = [math.inf, -math.inf, math.nan]
 
 
 class TestShardGradScaler(TestCase):
-    """Tests without ranks, on host memory: a scaler accepts host tensors on every device."""
+    """Tests without ranks, with CPU tensors, which a scaler accepts whatever the accelerator."""
 
     def _scaler(self, **kwargs: Any) -> ShardedGradScaler:
         device = "cpu"  # the CPU is the subject
@@ -84,10 +84,10 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler._scale, torch.tensor(2.0), exact_device=True)
 
     def test_scaled_dtypes(self):
-        """Tensors keep their dtype, alone and in iterables. Other outputs are rejected."""
+        """Scaled tensors keep their dtype, alone and in iterables. Scaling other outputs raises."""
         scaler = self._scaler()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            for shape in ((2,), ()):  # for tensors without dimensions, the wider dtype of the scale could win
+            for shape in ((2,), ()):  # a scalar tensor could be promoted to the dtype of the scale
                 output = torch.full(shape, 3.0, dtype=dtype)
                 doubled = torch.full(shape, 6.0, dtype=dtype)
                 self.assertEqual(scaler.scale(output), doubled)
@@ -159,7 +159,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 1.0)
 
     def test_order_of_calls(self):
-        """It is an error to unscale twice, to unscale after a step, or to update without a check."""
+        """It is an error to unscale twice, to unscale after a step, or to update without an inf check."""
         scaler = self._scaler()
         param = torch.ones(2, requires_grad=True)
         optim = torch.optim.SGD([param], lr=1.0)
@@ -181,7 +181,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(param.grad, torch.full((2,), 0.5))
 
     def test_update_with_a_new_scale(self):
-        """A new scale is copied from a number or a tensor. Unsuitable tensors are rejected."""
+        """``update`` copies a new scale from a number or a scalar tensor. It raises for unsuitable tensors."""
         scaler = self._scaler()
         scaler.scale(torch.ones(1))
         scaler.update(8.0)
@@ -195,9 +195,9 @@ class TestShardGradScaler(TestCase):
                 scaler.update(rejected)
 
     def test_update_with_a_vector_of_one(self):
-        """A new scale may be any tensor with one element, as the error for other tensors says.
+        """A new scale may be any tensor with one element, as the error message for other tensors says.
 
-        It may not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0, here and in ``torch.amp.GradScaler``: the
+        With torch 2.9.1, 2.11.0 and 2.13.0 a vector raises, which is a defect, also of ``torch.amp.GradScaler``. The
         scale has no dimensions, and ``copy_`` cannot copy a vector into it::
 
             scaler = torch.amp.GradScaler(accelerator.current().type)
@@ -211,7 +211,9 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(scaler.get_scale(), 4.0)
 
     def test_host_reads_finished_copies(self):
-        """With gradients on the CPU, unscaling waits for what it copies there. A device shows by chance if not."""
+        """Unscaling gradients on the CPU reads no result of a non-blocking copy, which may be incomplete. The test
+        records the copies, because a wrong value would depend on timing.
+        """
         copies: list[tuple[torch.Tensor, bool]] = []
         read: list[bool] = []
         original = torch.Tensor.to
@@ -257,7 +259,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 0.5)
 
     def test_unscaling_of_each_dtype(self):
-        """Gradients of several dtypes are all unscaled and checked, in any order in the optimizer."""
+        """Gradients of several dtypes in one optimizer are all unscaled and checked, in any order."""
         dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float16]
         for spoilt in (None, *range(len(dtypes))):
             scaler = self._scaler()
@@ -288,10 +290,10 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_fsdp_ddp_parity_with_grad_scaler(self, cpu_offload, sharding_strategy, mixed_precision, use_orig_params):
-        """With the scaler, FSDP takes the same steps as DDP without, even if a rank has nothing to train.
+        """FSDP with the scaler takes the same steps as DDP without a scaler, even if a rank has no trainable elements.
 
-        Scaling by a power of two and unscaling does not change numbers. With mixed precision the loss is float16. The
-        default scale would make it inf, and every step would be skipped.
+        Scaling by a power of two and unscaling does not change values. With mixed precision the loss is float16, and
+        the default scale would make it inf, so that every step would be skipped.
         """
         low = torch.float16 if mixed_precision else None
         if use_orig_params:
@@ -317,7 +319,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         self.run_subtests({"device_init_mode": device_init_modes(cpu_offload)}, check)
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train the reference without a scaler. Fail if all steps were skipped, since nothing would be compared."""
+        """Train an FSDP model with the scaler and any other model without. Fail if all steps were skipped."""
         before = [param.detach().clone() for param in model.parameters()]
         if isinstance(model, FSDP):
             loss = super()._train_for_several_steps(model, *args, **kwargs)
@@ -333,7 +335,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def _build_model_and_optim(
         self, cpu_offload: CPUOffload | None = None, use_orig_params: bool = False
     ) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-        """The same transformer in FSDP and in DDP, each with its optimizer."""
+        """A transformer with FSDP and a copy with DDP, each with its optimizer."""
         model = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
@@ -350,7 +352,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def test_sharded_grad_scaler_found_inf(self):
         """If a gradient is not finite on one rank, all ranks skip the step, and the scale backs off.
 
-        The first or the last rank has it, as inf or NaN. A skipped step changes no bit.
+        The first rank has an inf, or the last rank has a NaN. A skipped step leaves parameters bitwise unchanged.
         """
         self.run_subtests(
             {
@@ -408,7 +410,8 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         scaler = self._scaler(growth_interval=2)
         torch.manual_seed(self.rank)
         last, everywhere = [self.world_size - 1], range(self.world_size)
-        # Clean steps count 1, 2 and grow; 1, an inf; 1, 2 and grow; an inf; 1, an inf; 1, 2 and grow.
+        # Each step has the ranks with an inf, and the scale after it. The count of clean steps goes: 1, 2 and growth;
+        # 1, an inf; 1, 2 and growth; an inf; 1, an inf; 1, 2 and growth.
         steps = [([], 2), ([], 4), ([], 4), (last, 2), ([], 2), ([], 4), (everywhere, 2), ([], 2), (last, 1)]
         for spoilt, scale in [*steps, ([], 1), ([], 2)]:
             tokens = self._tokens()
@@ -423,7 +426,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(factors=[(3.0, 0.25), (1.5, 0.1)])
     def test_factors(self, factors):
-        """The scale grows and backs off by the factors that were given."""
+        """The scale grows and backs off by ``growth_factor`` and ``backoff_factor``."""
         growth, backoff = factors
         scaler = self._scaler(growth_factor=growth, backoff_factor=backoff, growth_interval=1, init_scale=2.0)
         param = torch.ones(2, device=self.device, requires_grad=True)
@@ -463,7 +466,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             torch_defect("fsdp1_fused_optimizer_steps_alone", when=alone),
             torch_defect("fsdp1_fused_optimizer_steps_with_infinities", when=together),
         ):
-            scaler.step(optim)  # here, because the test case rejects a step that leaves infinite parameters
+            scaler.step(optim)  # inside the context, because the test case fails on infinite parameters after a step
             scaler.update()
             expected = (1.0, 1.0) if spoilt_ranks else (1.0 - mean, 2.0)
             self.assertEqual(of_all_ranks((param.item(), scaler.get_scale())), [expected] * self.world_size)
@@ -471,14 +474,14 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(scaler_class=[GradScaler, ShardedGradScaler], exponent=[100, 126])
     def test_scale_grows_to_the_largest_that_is_finite(self, scaler_class, exponent):
-        """The scale stays finite. It stops at the largest power of two in float32, with or without shards."""
+        """The scale stops growing at the largest power of two in float32, in both scaler classes."""
         scaler = self._scaler(scaler_class, init_scale=2.0**exponent, growth_interval=1)
         param = torch.zeros(2, device=self.device, requires_grad=True)
         optim = torch.optim.SGD([param], lr=1.0)
         scales = []
         for _ in range(3):
             optim.zero_grad()
-            scaler.scale(param.sum() * 2.0**-20).backward()  # so the gradients are finite
+            scaler.scale(param.sum() * 2.0**-20).backward()  # small, so that the scaled gradients are finite
             scaler.step(optim)
             scaler.update()
             scales.append(scaler.get_scale())
@@ -489,9 +492,9 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
-        """A rank with nothing to train also has a record and backs off with the other ranks.
+        """A rank without gradients also has an inf check and backs off with the other ranks.
 
-        Both trainable parameters lie in the second half of a flat parameter, and the first rank has none of that half.
+        Both trainable parameters are in the second half of a flat parameter, and the first rank has no shard of it.
         """
         model = NonUniformReqGradNWM.init(
             self.process_group,
@@ -521,7 +524,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ranks_of_another_group(self):
-        """A scaler checks only the ranks of its own group."""
+        """A scaler checks only the gradients of the ranks in its process group."""
         mine = dist.new_group([self.rank], use_local_synchronization=True)
         scaler = self._scaler(process_group=mine)
         param = torch.ones(2, device=self.device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""FSDP1 over one mesh dimension and tensor parallelism over the other: numbers, collectives and state dicts."""
+"""FSDP1 over one mesh dimension and TP over the other: outputs, gradients, collectives and state dicts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
 
 
 class SimpleModel(nn.Module):
-    """Three layers. The first is split by columns, the second by rows, and the third is not split."""
+    """Three layers. TP shards the first column-wise and the second row-wise, and does not shard the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class SimpleModel(nn.Module):
 
     @staticmethod
     def get_sharded_param_names() -> dict[str, int]:
-        """The parameters that tensor parallelism splits, and the dimension of each split."""
+        """The parameters that TP shards, and the sharded dimension of each."""
         return {"net1.weight": 0, "net1.bias": 0, "net2.weight": 1}
 
     @staticmethod
     def get_non_sharded_param_names() -> list[str]:
-        """The parameters outside tensor parallelism. Their gradients differ between its ranks."""
+        """The parameters that are not in the TP plan. Their gradients differ between the TP ranks."""
         return ["net3.weight", "net3.bias"]
 
 
@@ -77,7 +77,7 @@ class NormThenMLP(nn.Module):
 
 
 def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Treat the ranks' inputs as shards of one tensor along the first dimension, and return local outputs."""
+    """Make the ranks' inputs local shards of a DTensor along the first dimension, and return local outputs."""
 
     def prepare_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(inputs[0], mesh, [Shard(0)])
@@ -95,12 +95,12 @@ def set_state_dict_type(model: FSDP, kind: StateDictType) -> None:
 
 
 class TPTest(FSDPTest):
-    """Models that tensor parallelism splits and FSDP1 shards, and a single model that trains on all batches."""
+    """A test case with models under TP and FSDP1, and a plain reference model that trains on all ranks' batches."""
 
     world_size = 4
 
     def _mesh(self) -> DeviceMesh:
-        """Each half of the ranks shares a model. A rank and its counterpart in the other half shard their part."""
+        """A mesh of two FSDP ranks ("dp") by half of the ranks for TP ("tp")."""
         shape = (2, self.world_size // 2)
         return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=("dp", "tp"))
 
@@ -109,7 +109,7 @@ class TPTest(FSDPTest):
         return SimpleModel().to(self.device)
 
     def _input(self, seed: int) -> torch.Tensor:
-        """A batch that differs by rank, even between ranks that share a model."""
+        """A batch that differs by rank, also between TP ranks."""
         generator = torch.Generator().manual_seed(self.rank + seed)
         return torch.rand((2, 3, 5), generator=generator).to(self.device)
 
@@ -136,10 +136,9 @@ class TPTest(FSDPTest):
         return grads
 
     def _sync_tp_grads(self, model: FSDP, tp_group: dist.ProcessGroup) -> None:
-        """Average over the TP ranks, as FSDP averages over its own ranks.
+        """Average gradients over the TP ranks, as FSDP averages them over its ranks.
 
-        Tensor parallelism has already summed the gradients of the parameters that it distributes. The others are summed
-        here.
+        TP has already summed the gradients of the parameters in its plan. The others are summed here.
         """
         grads = self._local_grads(model)
         for name in SimpleModel.get_non_sharded_param_names():
@@ -149,7 +148,7 @@ class TPTest(FSDPTest):
         internals.flat_param_of(model).grad.div_(tp_group.size())
 
     def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
-        """The full gradients by name, joined over the ranks that shard and then over those that split."""
+        """The full gradients by name, concatenated over the FSDP ranks and then, with a ``mesh``, over its TP ranks."""
         mine = {name: grad.detach().cpu() for name, grad in self._local_grads(model).items()}
         shards = of_all_ranks(mine, model.process_group)
         full = {name: torch.cat([shard[name] for shard in shards]) for name in mine}
@@ -162,12 +161,12 @@ class TPTest(FSDPTest):
                 shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
                 full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
             for name in set(shapes) - set(SimpleModel.get_sharded_param_names()):
-                for split in splits:  # a parameter that is not split is complete on each rank
+                for split in splits:  # a parameter that TP does not shard is complete on each TP rank
                     self.assertEqual(split[name], full[name], rtol=0, atol=0)
         return {name: grad.view(shapes[name]) for name, grad in full.items()}
 
     def _reference_step(self, model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
-        """One step of a single model on the batches of all ranks. Returns the gradients of the mean over the ranks."""
+        """One step of the reference model on all ranks' batches. Returns the gradients of the ranks' mean loss."""
         batches = []
         for rank in range(self.world_size):
             generator = torch.Generator().manual_seed(rank + seed)
@@ -179,7 +178,7 @@ class TPTest(FSDPTest):
         return grads
 
     def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
-        """A model and its Adam after two steps, and the same for a single model that trains on all batches."""
+        """A model with TP and FSDP1 and the reference model, each with Adam, after two steps."""
         model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()
         optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=SGD_LR) for each in (model, reference))
         for step in range(2):
@@ -207,7 +206,7 @@ class TPTest(FSDPTest):
                 self.assertIsInstance(value, DTensor)
                 self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
                 self.assertEqual(value.full_tensor(), reference[name], rtol=0, atol=0)
-                # Each rank has its own part of a split parameter, and half of any other.
+                # TP and FSDP shard the parameters of the TP plan over all ranks. FSDP shards the others over two.
                 parts = self.world_size if name in SimpleModel.get_sharded_param_names() else 2
                 self.assertEqual(value.to_local().numel() * parts, value.numel(), msg=name)
             with torch.no_grad():
@@ -218,7 +217,7 @@ class TPTest(FSDPTest):
         self.assertEqual(model(inp), self._model()(inp))
 
     def _test_optim_state_dict(self, kind: StateDictType, use_orig_params: bool) -> None:
-        """The joined states match those of a single model."""
+        """The full tensors of the optimizer state match those of the reference model."""
         trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
         states = self._optim_state(trained, kind)["state"]
         self.assertEqual(set(states), {name for name, _ in reference.named_parameters()})
@@ -254,7 +253,7 @@ class TestTPFSDPIntegration(TPTest):
         use_orig_params=[False, True],
     )
     def test_fsdp_tp_integration(self, **fsdp_kwargs):
-        """On a 2-D mesh, outputs, gradients and the next outputs match sharding over all ranks."""
+        """Outputs, gradients and the outputs after a step match those of FSDP over all ranks and of a plain model."""
         mesh = self._mesh()
         all_ranks = init_device_mesh(accelerator.current().type, (self.world_size,))
         fsdp_model = FSDP(self._model(), device_mesh=all_ranks, **fsdp_kwargs)
@@ -273,7 +272,7 @@ class TestTPFSDPIntegration(TPTest):
         self._sync_tp_grads(tp_fsdp_model, mesh.get_group("tp"))
         grads = self._full_grads(fsdp_model), self._full_grads(tp_fsdp_model, mesh)
         self.assertEqual(grads[1], grads[0])
-        # Compare by name with one process that has all batches.
+        # Compare with the reference model, which gets the batches of all ranks.
         wanted = self._reference_step(reference, ref_optim, seed=1)
         self.assertEqual(grads[0], wanted)
         self.assertEqual(grads[1], wanted)
@@ -289,7 +288,7 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(synchronizes=[True, False])
     def test_replicas_stay_alike(self, synchronizes):
-        """Unsplit parameters stay the same on all ranks only if gradients are synchronized."""
+        """Parameters that TP does not shard stay equal on all TP ranks only if their gradients are synchronized."""
         mesh = self._mesh()
         tp_group = mesh.get_group("tp")
         model = self._tp_fsdp_model(mesh, use_orig_params=True)
@@ -319,7 +318,7 @@ class TestTPFSDPIntegration(TPTest):
             self.assertNotEqual(model(inp), reference(inp))
 
     def _alike(self, model: FSDP, group: dist.ProcessGroup) -> dict[str, bool]:
-        """For each parameter that is not split: whether it is bitwise the same on all ranks of the group."""
+        """For each parameter that TP does not shard: whether it is bitwise equal on all ranks of the group."""
         with FSDP.summon_full_params(model, writeback=False):
             full = {
                 name: local_of(param.detach()).cpu().clone()
@@ -347,7 +346,7 @@ class TestTPFSDPIntegration(TPTest):
 
         functional, c10d = torch.ops.c10d_functional, torch.ops.c10d
         counts = {op: count for op, count in comm_mode.get_comm_counts().items() if count}
-        # FSDP gathers host tensors into a list of tensors, and others into one tensor.
+        # FSDP gathers CPU tensors into a list of tensors, and others into one tensor.
         in_list = self.device == torch.device("cpu")  # the CPU is the subject
         self.assertEqual(
             counts,
@@ -389,7 +388,7 @@ class TestTPFSDPIntegration(TPTest):
         self.assertEqual(synced, [first, first], rtol=0, atol=0)
 
     def _replicated(self, tp_mesh: DeviceMesh) -> DTensor:
-        """A DTensor that claims to be replicated but differs by rank."""
+        """A DTensor with a ``Replicate`` placement whose local tensor differs by rank."""
         return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
 
     @skip_if_lt_x_gpu(4)
@@ -399,9 +398,9 @@ class TestTPFSDPIntegration(TPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_state_dict_of_uneven_columns(self):
-        """A DTensor has the parameter's shape, also if tensor parallelism splits it unevenly.
+        """A DTensor in a sharded state dict has the parameter's shape, also if TP shards it unevenly.
 
-        Uneven columns need no communication. With uneven rows ranks would disagree and hang.
+        The test shards columns unevenly, which needs no communication. With uneven rows the ranks would hang.
         """
         mesh = self._mesh()
         model = nn.Sequential(nn.Linear(3, 2, bias=False, device=self.device))
@@ -422,7 +421,7 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False])
     def test_full_optim_state_dict(self, use_orig_params):
-        """A full state dict has full tensors on each rank, also for parameters that are split."""
+        """A full optimizer state dict has full tensors on each rank, also for parameters that TP shards."""
         trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
         states = self._optim_state(trained, FULL)["state"]
         for name, param in reference.named_parameters():
@@ -442,13 +441,13 @@ class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
     def test_optim_state_dict_of_flat_parameters_is_loaded(self, kind):
-        """The same if the optimizer steps flat parameters."""
+        """Like :meth:`test_optim_state_dict_is_loaded`, with ``use_orig_params=False``."""
         with torch_defect("fsdp1_optim_state_of_flat_parameter_is_not_loaded_with_tp"):
             self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
 
 
 class TestTPFSDPOverThreeRanks(TPTest):
-    """Tensor parallelism over three ranks, so that no number of ranks is the same as another."""
+    """FSDP over two ranks and TP over three, so that the two world sizes differ."""
 
     world_size = 6
 

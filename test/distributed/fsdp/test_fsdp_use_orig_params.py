@@ -1,7 +1,7 @@
-"""FSDP with ``use_orig_params=True``: the model keeps its parameters, as views of this rank's shard.
+"""FSDP1 with ``use_orig_params=True``: the model keeps its parameters, as views of this rank's flat shard.
 
-So an optimizer may treat them differently, and each can be frozen alone. If a parameter or its gradient is replaced,
-the new value is written back to the flat parameter.
+So parameter groups of the optimizer may divide them, and each can be frozen separately. If a parameter or its gradient
+is replaced, the new value is written back to the flat parameter.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 loss.backward()
             if iteration < 2:  # later, the optimizer's state would hide gradients of a wrong size
                 self.assert_same_grads(fsdp_model, ddp_model, strategy)
-            ddp_optim.step()  # on the device: a move to the CPU and back would cost DDP its hooks
+            ddp_optim.step()
             fsdp_optim.step()
             ref_losses.append(losses[0])
             self.assertEqual(*losses)
@@ -106,7 +106,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], skip_fsdp_guards=[True, False])
     def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
-        """A compiled FSDP model trains as the uncompiled model does."""
+        """A compiled FSDP model trains like the uncompiled one and like DDP."""
         # Inductor's C++ compiler is not under test, and it takes minutes. So the CPU does not use it.
         backend = "inductor" if triton.has_triton() and not accelerator.current().is_cpu else "aot_eager"
         counter = dynamo_testing.CompileCounterWithBackend(backend)
@@ -132,7 +132,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 losses = []
                 for model, optim in zip(models, optims):
                     optim.zero_grad()
-                    # With the sum of the outputs, ReLUs and whole gradients would be zero.
+                    # With the sum of the outputs as the loss, ReLUs and then all gradients would become zero.
                     losses.append((model(inp) - 1).square().mean())
                     losses[-1].backward()
                 self.assert_same_grads(compiled, models[0], sharding_strategy)
@@ -148,7 +148,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy_str", ["no_shard", "shard_grad_op", "full_shard"])
     def test_diff_hyperparams(self, sharding_strategy_str):
-        """Parameter groups in one flat parameter each keep their learning rate and weight decay."""
+        """Parameters of one flat parameter may be in groups with different learning rates and weight decays."""
         device, strategy = accelerator.current(), STRATEGIES[sharding_strategy_str]
         options = {
             "init_optim_before_wrap": [False, True],
@@ -173,7 +173,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy_str", ["no_shard", "shard_grad_op", "full_shard"])
     def test_diff_hyperparams_cpu_offload(self, sharding_strategy_str):
-        """The same with parameters and gradients in host memory, where the optimizer steps."""
+        """Like :meth:`test_diff_hyperparams`, with parameters and gradients that are offloaded to the CPU."""
         for skip_writeback_check in (False, True):
             self._test_diff_hyperparams(
                 device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
@@ -221,14 +221,14 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(multi_tensor=[False, True], sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_diff_trainability(self, multi_tensor, sharding_strategy):
-        """Biases frozen after wrapping stay as they are; the weights beside them learn."""
+        """Biases that are frozen after wrapping do not change. The weights in the same flat parameters train."""
         ddp_model = data_parallel(self._transformer(), find_unused_parameters=True)
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         optims, biases = [], []
         for model in (ddp_model, fsdp_model):
             frozen = {name: param for name, param in named(model).items() if "bias" in name}
             for param in frozen.values():
-                param.requires_grad_(False).fill_(0.1)  # attention begins with zeros
+                param.requires_grad_(False).fill_(0.1)  # the biases of attention are initialized with zeros
             biases.append({name: param.detach().clone() for name, param in frozen.items()})
             optims.append(self._get_optim(model, torch.optim.Adam, multi_tensor))
         self._check_train_parity(ddp_model, optims[0], fsdp_model, optims[1], set_to_none=False)
@@ -240,7 +240,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP])
     def test_multiple_optimizers(self, sharding_strategy):
-        """One optimizer has the weights, another the biases. Only one of them clears its gradients."""
+        """One optimizer has the weights, another has the biases. Only the former clears its gradients."""
         ddp_model = data_parallel(self._transformer())
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         models = ddp_model, fsdp_model
@@ -295,7 +295,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
 
 
 class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
-    """Repeated unshard and reshard gives the same results as flat parameters and as DDP."""
+    """Models that unshard and reshard repeatedly match ``use_orig_params=False`` and DDP."""
 
     def _get_models_and_optims(
         self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload
@@ -316,7 +316,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @parametrize("offload_params", [False, True])
     @subtests(sharding_strategy=[NO_SHARD, SHARD_GRAD_OP, FULL_SHARD])
     def test_multiple_forward(self, offload_params, sharding_strategy):
-        """Two forwards before one backward."""
+        """Two forwards before one backward give the losses and parameters of DDP."""
         cpu_offload = CPUOffload(offload_params)
         models, optims = self._get_models_and_optims(sharding_strategy, cpu_offload)
         first = self._tokens()
@@ -337,7 +337,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @parametrize("offload_params", [False, True])
     @subtests(sharding_strategy=[NO_SHARD, SHARD_GRAD_OP, FULL_SHARD])
     def test_summon_between_two_forwards(self, offload_params, sharding_strategy):
-        """Summoning the full parameters between two forwards, and writing them back, changes nothing."""
+        """``summon_full_params(writeback=True)`` between two forwards does not change the training."""
         cpu_offload = CPUOffload(offload_params)
         models, optims = self._get_models_and_optims(sharding_strategy, cpu_offload)
         # If the flat parameter moves, both forwards need a backward; see test_forward_without_backward_with_offload.
@@ -385,7 +385,9 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
         return full.flatten()[:of_first] if self.rank == 0 else full.flatten()[of_first:]
 
     def assert_local(self, model: FSDP, reference: nn.Module, is_sharded: bool) -> None:
-        """Parameters and gradients are this rank's part of the reference's. A gradient without elements is None."""
+        """Parameters and gradients must be this rank's shards of the reference's. The gradient of an empty shard is
+        None.
+        """
         expected = named(reference)
         actual = named(model)
         self.assertEqual(list(actual), list(expected))
@@ -400,14 +402,14 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_access_params_after_forward(self, sharding_strategy):
-        """Parameters are local again after forward if it reshards or has no graph, and after backward in any case."""
+        """Parameters are local shards after a forward that reshards or runs under ``no_grad``, and after backward."""
         models = data_parallel(self._model()), self._fsdp(sharding_strategy)
         ddp_model, fsdp_model = models
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         torch.manual_seed(42 + self.rank)
 
         def assert_unsharded_after_forward() -> None:
-            # Under SHARD_GRAD_OP the model shows the tensors used in forward: views, not parameters, without gradients.
+            # Under SHARD_GRAD_OP the model still has the tensors used in forward: views without gradients.
             shown = {name: param.detach().clone() for name, param in named(fsdp_model).items()}
             self.assertEqual(shown, {name: param.detach() for name, param in named(ddp_model).items()})
 
@@ -435,7 +437,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_parameters_are_views_of_the_local_shard(self, sharding_strategy):
-        """After backward, parameters are views of the local shard, and gathered memory is freed."""
+        """After backward, parameters are views of the local shard, and the unsharded flat parameter is freed."""
         model = self._fsdp(sharding_strategy)
         flat_params = internals.flat_params(model)
         self.assertEqual(len(flat_params), 2)  # neither the ReLU nor the root has parameters of its own
@@ -462,7 +464,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optimizer_state_is_local(self):
-        """State has the shape of the local shard. An empty shard has no gradient and no state."""
+        """Optimizer states have the shape of the local shard. An empty shard has no gradient and no state."""
         for sharding_strategy in (FULL_SHARD, SHARD_GRAD_OP):
             model = self._fsdp(sharding_strategy)
             optim = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -489,7 +491,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     """Writeback: a new parameter or gradient is copied into the flat parameter or its gradient."""
 
     class Model(nn.Module):
-        """One flat parameter. Of two ranks, only rank 0 has a part of ``lin1``; both have parts of ``lin2.weight``."""
+        """The model has one flat parameter. ``lin1`` is on rank 0 only. Both ranks have elements of ``lin2.weight``."""
 
         def __init__(self, device: torch.device) -> None:
             super().__init__()
@@ -568,7 +570,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_param_writeback_before_use_with_offload(self, sharding_strategy):
-        """Like :meth:`test_param_writeback_with_offload`, if nothing has gathered the parameters before."""
+        """Like :meth:`test_param_writeback_with_offload`, before the first unshard of the parameters."""
         with torch_defect("fsdp1_replaced_offloaded_parameter_is_lost"):
             self._test_param_writeback(sharding_strategy, False, True, torch.float32, False, offload_params=True)
 
@@ -633,7 +635,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], change_data=[False, True])
     def test_grad_writeback_with_offload(self, sharding_strategy, change_data):
-        """A gradient that was replaced on the CPU is there after a forward."""
+        """An offloaded gradient that was replaced is kept by a forward."""
         model = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(True))[1]
         self._loss(model).backward()
         twos = {param: torch.full_like(param, 2.0) for param in model.parameters() if param.grad is not None}
@@ -649,7 +651,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_data=[False, True])
     def test_grad_writeback_without_shards(self, change_data):
-        """Under NO_SHARD, too, the next backward adds to a gradient that was replaced."""
+        """Under NO_SHARD, the next backward adds to a gradient that was replaced."""
         models = self._models(sharding_strategy=NO_SHARD)
         for model in models:
             self._loss(model).backward()
@@ -664,7 +666,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_needs_no_writeback(self):
-        """An update in place, as by an optimizer, changes the flat parameter at once."""
+        """An in-place update, as by an optimizer, changes the flat parameter without a writeback."""
         models = self._models()
         handle_class = internals.flat_param.FlatParamHandle
         original = handle_class._writeback_tensor
@@ -685,12 +687,12 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             with torch.no_grad():
                 models[1].module.lin2.weight.data = torch.zeros_like(models[1].module.lin2.weight)
             self._loss(models[1])
-            writeback.assert_called_once()  # proves that the mock would have seen a writeback
+            writeback.assert_called_once()  # a replaced tensor does call the mock
 
     @skip_if_lt_x_gpu(2)
     @subtests(change_param=[True, False])
     def test_writeback_shape_mismatch(self, change_param):
-        """A parameter or gradient of another shape is rejected on the rank that has it."""
+        """A replaced parameter or gradient with another shape raises at the next unshard."""
         model = FSDP(self.Model(self.device), use_orig_params=True)
         self._loss(model).backward()
         layer = self._layer(model, first=self.rank == 0)
@@ -709,7 +711,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_data=[True, False])
     def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self, change_data):
-        """Parameters cannot be replaced while they are unsharded: the new values could not be written back."""
+        """Backward raises if a parameter was replaced while it was unsharded, because there is no writeback then."""
         model = FSDP(
             self.Model(self.device), sharding_strategy=SHARD_GRAD_OP, auto_wrap_policy=LINEARS, use_orig_params=True
         )
@@ -727,10 +729,11 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_full_prec_in_eval=[False, True], unused_forwards=[False, True])
     def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, unused_forwards):
-        """Low precision parameters stay gathered. Full parameters, eval mode and loading in between work.
+        """SHARD_GRAD_OP keeps low precision parameters unsharded after forward. Then ``summon_full_params``, forwards
+        in eval mode and ``load_state_dict`` still work.
 
-        With unused forwards, one model does it all. For its gradients see
-        test_forward_without_backward_in_mixed_precision.
+        With ``unused_forwards``, some forwards have no backward. Gradients are then not compared because of the defect
+        in test_forward_without_backward_in_mixed_precision.
         """
         with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
             model = FSDP(
@@ -777,13 +780,13 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
-        """A forward without a backward does not lose the gradients of the next forward.
+        """The gradients of a forward are right if the forward before it had no backward.
 
-        It does lose them, seen with torch 2.13.0, 2.11.0 and 2.9.1 for every strategy. With half precision parameters,
-        ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward left it,
-        without an error. With flat parameters it leaves the rank's own gradient, neither reduced nor sharded. Each
-        change of the flat parameter's dtype gives it a new gradient accumulator, but the hook that reduces the gradient
-        stays on the accumulator of the first forward (``_register_post_backward_hook`` in
+        With torch 2.9.1, 2.11.0 and 2.13.0 they are lost under every strategy, which is a defect. With half precision
+        parameters, ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward
+        left it, without an error. With ``use_orig_params=False`` it leaves the rank's own gradient, neither reduced nor
+        sharded. Each change of the flat parameter's dtype gives it a new gradient accumulator, but the hook that
+        reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
         ``torch.distributed.fsdp._runtime_utils``).
         """
         mixed_precision = MixedPrecision(param_dtype=torch.float16)
@@ -799,11 +802,12 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
-        """The next forward sees an update in place, even without a backward in between.
+        """A forward uses in-place updates of parameters, even without a backward since the last forward.
 
-        It does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: with no_grad ``model(inp); param.zero_(); model(inp)``
-        computes the same twice. After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP
-        those of every instance. The next forward uses them unchanged (``FlatParamHandle.needs_unshard``).
+        With torch 2.9.1, 2.11.0 and 2.13.0 it does not, which is a defect: under ``no_grad``, ``model(inp);
+        param.zero_(); model(inp)`` computes the same output twice. After forward, FULL_SHARD keeps the unsharded
+        parameters of the root, and SHARD_GRAD_OP those of every instance. The next forward uses them unchanged
+        (``FlatParamHandle.needs_unshard``).
         """
         model = self._models()[1].eval()
         inp = model.module.get_input(self.rank)
@@ -818,7 +822,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertEqual(output, torch.zeros(2, 7, device=self.device), may_be="zero")
 
     def _averaged(self, inp: torch.Tensor) -> nn.Module:
-        """The plain model, with gradients averaged over the ranks by hand."""
+        """The plain model after a backward, with gradients that are averaged over the ranks."""
         model = self.Model(self.device)
         model(inp).sum().backward()
         average_gradients(model)
@@ -828,7 +832,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 class TestFSDPUseOrigParamsFQNs(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     def test_named_parameters_in_forward(self):
-        """In forward, the parameters have the model's own names and shapes."""
+        """In forward, ``named_parameters`` has the plain model's names, and shapes if the parameters are unsharded."""
         shapes: dict[str, torch.Size] = {}
 
         class Model(nn.Module):
@@ -857,7 +861,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_no_sync_correctness(self, sharding_strategy):
-        """Parameters and gradients match those of flat parameters. After a reduction they match DDP."""
+        """Parameters and gradients match those with ``use_orig_params=False``. After a reduction they match DDP."""
         torch.manual_seed(0)
         plain = nn.Linear(7, 1, bias=False, device=self.device)
         models = [
@@ -900,7 +904,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
             for model in everyone:
                 stack.enter_context(model.no_sync())
             backward()
-        # Each rank has the same gradient as with DDP: not reduced, and with FSDP not sharded.
+        # Each rank has the same gradient as with DDP: neither reduced nor sharded.
         (of_orig,) = orig.parameters()
         self.assertEqual(of_orig.grad.flatten(), next(ddp_model.parameters()).grad.flatten())
         assert_same_local(is_unsharded=True)
@@ -916,7 +920,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_no_sync_mixed_precision(self, sharding_strategy):
-        """Accumulated gradients have the parameters' low precision. Reduced gradients have full precision."""
+        """In ``no_sync()`` gradients accumulate in ``param_dtype``. Reduced gradients have full precision."""
         torch.manual_seed(0)
         plain = nn.Linear(3, 3, device=self.device)
         model = FSDP(
@@ -936,7 +940,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
         with model.no_sync():
             self.assertEqual(backward(), {torch.float16})
             self.assertEqual(backward(), {torch.float16})
-            # The rank's own unsharded gradient: two additions in half precision.
+            # The rank's own unsharded gradient, after two additions in half precision.
             for name, param in named(model).items():
                 grad = named(plain)[name].grad
                 self.assertEqual(param.grad.flatten().float(), grad.flatten(), rtol=4e-3, atol=4e-3)

@@ -1,4 +1,4 @@
-"""Forwards with ``use_orig_params=True`` between which there is no backward or no gradient."""
+"""FSDP1 models, mostly with ``use_orig_params=True``: forwards without a backward, or with cleared gradients."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_with_offload(self):
-        """A forward without a backward does not lose the gradients of the next forward.
+        """The gradients of a forward are right if the forward before it had no backward.
 
-        It does lose them, seen with torch 2.13.0 for every strategy. With offloaded parameters on a device with its own
-        memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an error. Each
-        move of the flat parameter between host and device gives it a new gradient accumulator, but the hook that
-        reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
+        With torch 2.13.0 they are lost under every strategy, which is a defect. With offloaded parameters on a device
+        with its own memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an
+        error. Each move of the flat parameter between CPU and device gives it a new gradient accumulator, but the hook
+        that reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
         ``torch.distributed.fsdp._runtime_utils``).
         """
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], use_orig_params=[False, True])
     def test_units_run_without_gradients_first(self, sharding_strategy, use_orig_params):
-        """With forward prefetching, units run without gradients and then with them (#111354)."""
+        """With forward prefetching, steps that start with a forward under ``no_grad`` train correctly (#111354)."""
         torch.manual_seed(0)
         ref_model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).to(self.device)
         model = FSDP(
@@ -85,7 +85,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], offload_params=[False, True])
     def test_evaluation_after_zero_grad(self, sharding_strategy, offload_params):
-        """A forward in eval mode leaves parameters without gradients, before the first step and after it."""
+        """A forward under ``no_grad`` does not restore gradients that are None, before the first step and after it."""
         offload = CPUOffload(offload_params=offload_params)
         kwargs = {"use_orig_params": True, "device_id": self.device}
         model = FSDP(nn.Linear(4, 4), sharding_strategy=sharding_strategy, cpu_offload=offload, **kwargs)
@@ -102,7 +102,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], use_orig_params=[False, True])
     def test_zero_grad_between_forward_and_backward(self, sharding_strategy, use_orig_params):
-        """Each step has the gradient of its own loss, also in the unit that makes the model's output."""
+        """After ``zero_grad`` between forward and backward, gradients are those of this backward alone."""
         kwargs = {"sharding_strategy": sharding_strategy, "use_orig_params": use_orig_params, "device_id": self.device}
         model = FSDP(nn.Sequential(nn.Linear(4, 4), FSDP(nn.Linear(4, 4), **kwargs)), **kwargs)
         optim = torch.optim.SGD(model.parameters(), lr=0.5)

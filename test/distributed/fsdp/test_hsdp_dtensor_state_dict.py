@@ -1,7 +1,7 @@
-"""State dicts of FSDP1's hybrid sharding on a 2-D mesh: saved, loaded and used for further training.
+"""State dicts of FSDP1 with HSDP on a 2-D mesh are saved and loaded, and training continues.
 
 They contain DTensors, replicated over one mesh dimension and sharded over the other, with the same values as
-ShardedTensors. The four ranks are two replicas of two shards. Each rank trains on its own rows; the reference is DDP or
+ShardedTensors. The four ranks are two replicas of two shards. Each rank trains on its own rows. The reference is DDP or
 the plain model.
 """
 
@@ -65,7 +65,7 @@ class UnevenModel(nn.Module):
 
 
 class FakeMPModel(nn.Module):
-    """A sparse layer, with another name on rank 0 than on other ranks, and a dense part with hybrid sharding."""
+    """A sparse layer, whose name on rank 0 differs from that on other ranks, and a dense part with HSDP."""
 
     def __init__(self, mesh: DeviceMesh, rank: int, device: torch.device) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
         steps: range = range(1),
         **kwargs: Any,
     ) -> Trained:
-        """Hybrid sharding on a 2-D mesh or its groups, or full sharding on a 1-D mesh; with Adam, after ``steps``."""
+        """HSDP on a 2-D mesh or its groups, or full sharding on a 1-D mesh, with Adam and trained for ``steps``."""
         if mesh.ndim == 2:
             kwargs["sharding_strategy"] = HYBRID
         if use_mesh:
@@ -115,7 +115,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @OFFLOAD
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu):
-        """Each rank has the same rows on a mesh and on the mesh's two groups."""
+        """Each rank has the same local shards with a mesh and with the mesh's two process groups."""
         mesh = self._mesh()
         on_mesh, on_groups = (self._create_model(mesh, use_mesh) for use_mesh in (True, False))
         self.assertEqual(self._check_same_rows(on_mesh, on_groups, offload_to_cpu), [], may_be="empty")
@@ -139,7 +139,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_root_module_is_not_FSDP(self):
-        """Parameters outside FSDP are saved unchanged. Each rank saves its own."""
+        """Optimizer states of parameters outside FSDP are saved unchanged, on each rank those of its parameters."""
         model = FakeMPModel(self._mesh(), self.rank, self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         torch.manual_seed(self.rank)
@@ -165,7 +165,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(model_class=[FourLayers, UnevenModel], use_orig_params=[False, True])
     def test_replicas_agree(self, model_class, use_orig_params):
-        """Shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
+        """Shards are bitwise equal on both replicas, and concatenated shards equal DDP's values."""
         mesh = self._mesh()
         ddp = self._trained(DDP(model_class().to(self.device)), range(3), self.world_size)
         expected = plain_parameters_and_moments(*ddp)
@@ -222,7 +222,9 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_checkpoint_on_disk(self):
-        """Load from a mesh into itself, into meshes of four, two and one ranks, and in reverse."""
+        """A checkpoint of the 2x2 mesh loads on the same mesh and on other meshes of one to four ranks. Checkpoints of
+        four and of two shards load on the 2x2 mesh.
+        """
         meshes = {
             "2x2": self._mesh(),
             "1x2": DeviceMesh(self.device_type, [[0, 1]]),
@@ -263,7 +265,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_damaged_checkpoint(self):
-        """A state or the second shard's file is lost. All ranks get an error, and nothing changes."""
+        """If a state is missing or the second shard's file is damaged, all ranks raise, and nothing changes."""
         mesh, good, short = self._mesh(), *(os.path.join(self.temp_dir, name) for name in ("good", "short"))
         state = sharded_state_dicts(*self._create_model(mesh, model_class=UnevenModel))
         dcp.save(state, checkpoint_id=good)

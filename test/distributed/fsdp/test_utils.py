@@ -1,4 +1,4 @@
-"""Helpers of FSDP that find, cast and move the tensors in inputs and outputs; and prefixes of state dicts."""
+"""Helpers of FSDP that find, cast and move tensors in inputs and outputs, or replace prefixes of state dict keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_fsdp_tests.installed_torch import torch_names
 utils = torch_names.module("torch.distributed.utils")
 
 HOST = "cpu"  # the CPU is the subject
-# If there is only the CPU, the meta device, which computes nothing, represents a second device.
+# If there is only the CPU, the second device is meta.
 OTHER = "meta" if accelerator.current().is_cpu else accelerator.current().type
 
 
@@ -65,7 +65,7 @@ class TestUtils(TestCase):
         made: list[torch.Tensor] = []
 
         def get_a_tensor() -> torch.Tensor:
-            # Four shapes and two devices: without this step, each shape would always get the same device.
+            # Skip a device after each round of shapes. Otherwise each shape would always get the same device.
             if len(made) % 4 == 0:
                 next(devices)
             made.append(torch.empty(next(shapes), device=next(devices)))
@@ -98,7 +98,7 @@ class TestUtils(TestCase):
             self.assertEqual([type(value) for value in new_data], [type(value) for value in data])
 
     def test_replace_by_prefix(self):
-        """Only a prefix is replaced, not a later match. No value is copied."""
+        """Only a match at the start of a key is replaced, not a later one. No value is copied."""
         state_dict = {name: torch.ones(1) for name in ("layer.a", "abc.layer.def", "layer.b")}
         original = dict(state_dict)
         utils._replace_by_prefix(state_dict, "layer.", "module.layer.")
@@ -112,7 +112,7 @@ class TestUtils(TestCase):
             self.assertIs(state_dict[name], value)
 
     def test_replace_by_the_same_prefix(self):
-        """Equal prefixes are rejected. An empty prefix works."""
+        """Replacing a prefix by itself raises. An empty prefix works."""
         state_dict = {"layer.a": 1}
         with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
             utils._replace_by_prefix(state_dict, "layer.", "layer.")
@@ -123,7 +123,7 @@ class TestUtils(TestCase):
         self.assertEqual(state_dict, {"layer.a": 1})
 
     def test_packed_sequence(self):
-        """A function that works in place changes a packed sequence's data, and the same object is returned."""
+        """An in-place function changes the data of a packed sequence, and the same object is returned."""
         rnn = nn.RNN(5, 5)
         packed = pack_padded_sequence(torch.rand(5, 1, 5), torch.tensor([4]))
         output, _ = rnn(packed)
@@ -152,7 +152,7 @@ class TestUtils(TestCase):
             self.assertIs(value, leaf)
 
     def test_new_tensors_go_into_new_containers(self):
-        """The result has the function's return values, and the argument does not change."""
+        """``_apply_to_tensors`` returns new containers with the function's results. Its argument does not change."""
         tensors = [torch.full((2,), float(value)) for value in range(7)]
         given: dict[str, Any] = {
             "z": tensors[0],
@@ -172,10 +172,10 @@ class TestUtils(TestCase):
         self.assertEqual([tensor.tolist() for tensor in tensors], [[float(value)] * 2 for value in range(7)])
 
     def test_a_kind_of_dict_stays(self):
-        """A subclass of ``dict`` keeps its type, like those of ``list``, ``set`` and ``OrderedDict``.
+        """A subclass of ``dict`` keeps its type, like subclasses of ``list``, ``set`` and ``OrderedDict``.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: under FSDP1's mixed precision, forward gets another type than its caller
-        passed. ::
+        In torch 2.9.1, 2.11.0 and 2.13.0 it becomes a ``dict``: under FSDP1's mixed precision, forward gets another
+        type than its caller passed. ::
 
             class Batch(dict): pass
             utils._cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
@@ -238,10 +238,10 @@ class TestUtils(TestCase):
             self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
 
     def test_cast_forward_inputs_casts_packed_sequences(self):
-        """The data of a packed sequence is cast as well.
+        """The data of a packed sequence is cast.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the function is applied to the data, but its result is dropped. So a
-        recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
+        In torch 2.9.1, 2.11.0 and 2.13.0 the function is applied to the data, but its result is dropped. So a recurrent
+        layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
 
             packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
             utils._cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
@@ -252,7 +252,7 @@ class TestUtils(TestCase):
             self.assertEqual(cast.data.dtype, torch.float16)
 
     def test_to_kwargs(self):
-        """Tensors in all containers are moved. Containers keep their types; the rest stays."""
+        """Tensors in all containers are moved. Containers keep their types, and other objects are unchanged."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         tensor, leaf = torch.ones(2), object()
         inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
@@ -295,9 +295,8 @@ class TestUtils(TestCase):
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
         """A named tuple without fields is an ordinary input.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: moving it gives no result, where it should give one, and this loses all
-        inputs beside it. ``_to_kwargs`` does not add the missing empty arguments either, since it counts inputs and not
-        results. ::
+        In torch 2.9.1, 2.11.0 and 2.13.0 moving it gives no result instead of one, and all inputs beside it are lost.
+        ``_to_kwargs`` does not add the missing empty arguments, because it counts inputs and not results. ::
 
             class Nothing(NamedTuple): pass
             utils._to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
@@ -320,7 +319,7 @@ class TestUtils(TestCase):
             self.assertEqual(actual["a"].device.type, OTHER)
 
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
-        """FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are also inputs.
+        """Tensors in dataclasses are moved, because FSDP1 documents that it moves inputs to its device.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts tensors in dataclasses, but they are not moved. ::
 

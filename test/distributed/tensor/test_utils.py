@@ -1,7 +1,7 @@
-"""The rows of a tensor on each rank when FSDP shards what tensor parallelism has sharded before.
+"""The rows of a tensor on each rank if FSDP shards a parameter that TP has sharded before.
 
-The expected rows follow from ``torch.chunk``: tensor parallelism takes its chunk of the whole tensor, and FSDP its
-chunk of that.
+The expected rows follow from ``torch.chunk``: TP takes its chunk of the full tensor, and FSDP takes its chunk of the TP
+shard.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def strided(dim: int, parts: int) -> Placement:
 
 
 def by_hand(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[int]]:
-    """The indices in each dimension of a tensor of this shape that this rank has."""
+    """For each dimension of a tensor of this shape, the indices of this rank's local shard."""
     is_strided = [isinstance(placement, internals.strided_shard()) for placement in placements]
-    # Mesh dimensions split from the first to the last. Strided ones come after all others, the last one first.
+    # Mesh dimensions shard in order. Those with strided placements follow all others, in reverse order.
     order = [dim for dim, late in enumerate(is_strided) if not late]
     order += [dim for dim in reversed(range(mesh.ndim)) if is_strided[dim]]
     indices = [torch.arange(size) for size in shape]
@@ -56,7 +56,7 @@ def by_hand(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Place
 
 class LayoutMixin(DTensorTestBase):
     def _check_layout(self, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """Torch must give this rank the expected shape and offsets. An empty dimension has no offset."""
+        """Check the local shape and offsets that PyTorch computes. The offset of an empty dimension is ignored."""
         expected = by_hand(shape, mesh, placements)
         local_shape, offsets = internals.local_shape_and_offsets(torch.Size(shape), mesh, placements)
         self.assertEqual(tuple(local_shape), tuple(map(len, expected)), f"shape of {shape} as {placements}")
@@ -72,7 +72,7 @@ class UtilTest(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_fsdp_tp_meta_compute(self):
-        """With two tensor-parallel ranks, each has half of the rows, and FSDP shards that half."""
+        """With two TP ranks, each has half of the rows, and FSDP shards this half."""
         mesh = make_mesh(self.world_size // 2, 2, names=("dp", "tp"))
         placements = [strided(0, 2), Shard(0)]
         shape, offsets = internals.local_shape_and_offsets(torch.Size([2 * self.world_size, 2]), mesh, placements)
@@ -83,7 +83,7 @@ class UtilTest(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_hsdp_tp_meta_compute(self):
-        """The same in each of the replicas."""
+        """With HSDP and TP, each replica has all rows, each TP rank has a block of them, and FSDP shards this block."""
         mesh = make_mesh(2, 2, self.world_size // 4, names=("replicate", "shard", "tp"))
         placements = [Replicate(), strided(0, mesh.size(2)), Shard(0)]
         shape, offsets = internals.local_shape_and_offsets(torch.Size([2 * self.world_size, 2]), mesh, placements)
@@ -95,7 +95,9 @@ class UtilTest(LayoutMixin):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_strided_sharding_assumption_in_meta_compute(self, dim):
-        """With more sharding before, between and after, by rows and by columns, and with even and uneven sizes."""
+        """Local shapes and offsets are right if other mesh dimensions shard before, between or after the strided ones,
+        in either tensor dimension, and with even and uneven sizes.
+        """
         other = 1 - dim
         plane, cube = make_mesh(2, self.world_size // 2), make_mesh(2, 2, self.world_size // 4)
         deep, wide = make_mesh(2, 2, self.world_size // 4, 1), make_mesh(2, 1, 2, self.world_size // 4)
@@ -109,7 +111,7 @@ class UtilTest(LayoutMixin):
             (wide, [strided(dim, wide.size(3)), strided(other, wide.size(2)), Shard(other), Shard(dim)]),
         ]
         for mesh, placements in cases:
-            # Where two dimensions stride over the same rows, uneven rows have no defined order.
+            # With two strided placements of one tensor dimension, the order of uneven rows is not defined.
             for shape in ((16, 24), (13, 11)) if mesh is not deep else ((16, 24), (24, 16)):
                 self._check_layout(shape, mesh, placements)
 
@@ -123,7 +125,7 @@ class Test2DStridedLocalShard(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_tp_2d_dtensor_local_shards_and_offsets(self):
-        """FSDP1 exchanges rows, so that the row of each rank has the rank's number."""
+        """FSDP1 redistributes rows with an all-gather, so that rank i has row i."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         cut = distribute_tensor(self._whole(), mesh["tp"], [Shard(0)])
         extension = internals.tensor_parallel_fsdp.DTensorExtensions(device_handle=None)
@@ -139,7 +141,7 @@ class Test2DStridedLocalShard(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp2_tp_2d_dtensor_local_shards_and_offsets(self):
-        """FSDP2 exchanges nothing: it shards the rows that the rank already has."""
+        """FSDP2 does not communicate: it shards the rows that the TP rank already has."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         module = nn.Module()
         module.weight = nn.Parameter(distribute_tensor(self._whole(), mesh["tp"], [Shard(0)]))
@@ -159,12 +161,12 @@ class Test2DStridedLocalShard(LayoutMixin):
     @skip_if_lt_x_gpu(4)
     @subtests(mesh_shape=[(2, 2), (1, 4), (4, 1), (1, 2, 2), (2, 1, 2)])
     def test_rows_of_fully_shard(self, mesh_shape):
-        """For 1 to 17 rows, ``fully_shard`` gives each rank the rows that the arithmetic predicts."""
+        """For 1 to 17 rows, ``fully_shard`` gives each rank the rows that ``by_hand`` predicts."""
         names = ("replicate", "shard", "tp")[-len(mesh_shape) :]
         mesh = make_mesh(*mesh_shape, names=names)
         wholes = [torch.arange(1.0, rows + 1, device=self.device).view(rows, 1) for rows in range(1, 18)]
         module = nn.ParameterList(nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)])) for whole in wholes)
-        module.forward = lambda: None  # without them a list cannot be wrapped
+        module.forward = lambda: None  # fully_shard rejects a list without a forward
         fully_shard(module, mesh=mesh[names[:-1]])
         for whole, param in zip(wholes, module.parameters(), strict=True):
             self.assertIsInstance(param, DTensor)
@@ -175,7 +177,7 @@ class Test2DStridedLocalShard(LayoutMixin):
 
 
 class TestRowsInFakeWorlds(MultiProcessTestCase):
-    """Every rank of worlds of many shapes, all in one process."""
+    """All ranks of meshes of many shapes, simulated one by one in one process with the fake backend."""
 
     world_size = 1
 
@@ -184,9 +186,9 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
         self._spawn_processes()
 
     def _check_partition(self, mesh_shape: tuple[int, ...], placements: Sequence[Placement]) -> None:
-        """For 1 to 17 rows, each rank has the expected rows, and each row is on one rank of a replica.
+        """For 1 to 17 rows, each rank has the expected elements, and each element is on exactly one rank of a replica.
 
-        A second dimension of the tensor has the size of what the placements split it into.
+        The size of the tensor's second dimension is that of the last mesh dimension.
         """
         shapes = [(rows, mesh_shape[-1]) for rows in range(1, 18)]
         found: dict[tuple[int, int], list[tuple[int, ...]]] = {shape: [] for shape in shapes}
@@ -205,12 +207,12 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
             self.assertEqual(sorted(elements), list(itertools.product(*map(range, shape))), f"{shape} on {mesh_shape}")
 
     def _check_partitions(self, sizes: Sequence[int]) -> None:
-        """The sizes are the possible numbers of FSDP ranks."""
+        """Check meshes with these numbers of FSDP ranks: with TP, with HSDP and TP, with expert parallelism and TP."""
         for shard, tp in itertools.product(sizes, range(1, 5)):
             self._check_partition((shard, tp), [strided(0, tp), Shard(0)])
         for shard, tp in itertools.product(sizes, (1, 2)):
             self._check_partition((2, shard, tp), [Replicate(), strided(0, tp), Shard(0)])
-        # Expert parallelism splits between experts, and tensor parallelism splits each expert.
+        # Expert parallelism shards the dimension of the experts, and TP shards each expert.
         for shard, ep, tp in itertools.product(sizes, (1, 2, 3), (1, 2)):
             self._check_partition((shard, ep, tp), [strided(0, ep), Shard(0), Shard(1)])
 
@@ -218,13 +220,13 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
         self._check_partitions([1, 2])
 
     def test_each_row_lies_on_one_of_more_ranks(self):
-        """With three ranks, a rank can have nothing of the first part and something of the second."""
+        """With three or more FSDP ranks, a rank can have an empty shard of one TP shard and not of another."""
         with torch_defect("dtensor_checkpoint_loses_uneven_rows_with_tp"):
             self._check_partitions([3, 4])
 
 
 class TestCheckpointOfUnevenRows(DTensorTestBase):
-    """A checkpoint needs the arithmetic to place each local shard."""
+    """DCP uses the computed offsets to place each local shard in the full tensor."""
 
     world_size = 6
 
@@ -232,7 +234,7 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
     @skip_if_lt_x_gpu(6)
     @with_temp_dir
     def test_rows_come_back(self):
-        """Three FSDP ranks share 4 rows of one tensor-parallel half, and 3 rows of the other."""
+        """Rows are saved and loaded if three FSDP ranks shard a TP shard of 4 rows and one of 3 rows."""
         mesh = make_mesh(3, 2, names=("dp", "tp"))
         module = nn.Module()
         whole = torch.arange(7.0, device=self.device).view(7, 1)
@@ -250,7 +252,7 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
     @skip_if_lt_x_gpu(6)
     @with_temp_dir
     def test_more_rows_can_be_saved(self):
-        """Three FSDP ranks share 7 rows of one tensor-parallel half, and 6 rows of the other."""
+        """Rows are saved and loaded if three FSDP ranks shard a TP shard of 7 rows and one of 6 rows."""
         mesh = make_mesh(3, 2, names=("dp", "tp"))
         module = nn.Module()
         whole = torch.arange(13.0, device=self.device).view(13, 1)
@@ -272,7 +274,7 @@ class TestLocalMap(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 1])
     def test_result_has_the_shape_of_the_parameter(self, rows):
-        """A function of the local shards keeps the global shape."""
+        """The result of ``local_map`` has the global shape of its argument, also with uneven shards."""
         plain = filled(nn.Linear(2, rows, bias=False)).to(self.device)
         weight = fully_shard(copy.deepcopy(plain)).weight.detach()
         placements = list(weight.placements)
@@ -309,14 +311,14 @@ class TestDistribute(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_meta_tensor(self):
-        """It stays on the meta device."""
+        """``distribute_tensor`` keeps a tensor on the meta device."""
         made = distribute_tensor(torch.empty(4, 2, device="meta"), make_mesh(self.world_size), [Shard(0)])
         self.assertEqual((made.shape, made.to_local().shape, made.is_meta), ((4, 2), (2, 2), True))
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_module_without_parameters(self):
-        """Its buffers are replicated."""
+        """``distribute_module`` replicates the buffers of a module without parameters."""
         module: Any = nn.Module()
         module.register_buffer("steps", torch.ones(2, device=self.device))
         distribute_module(module, make_mesh(self.world_size))

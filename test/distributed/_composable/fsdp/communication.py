@@ -1,4 +1,4 @@
-"""What the tests of FSDP2's communication share: inputs of each rank, collectives that reuse a buffer, and models."""
+"""Helpers for the tests of FSDP2's communication: inputs for each rank, collectives that reuse a buffer, and models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def transformer(device: torch.device, **changes: Any) -> Transformer:
 
 
 def sampled(sample: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
-    """Random numbers that depend only on ``seed`` and do not change the process's generator."""
+    """Random numbers that depend only on ``seed``. The default generator of the process is not used."""
     return sample(generator=torch.Generator().manual_seed(seed)).to(device)
 
 
@@ -46,12 +46,12 @@ def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
 
 
 def rows(rank: int, step: int, device: torch.device, *shape: int) -> torch.Tensor:
-    """Normal numbers, different for each rank and step."""
+    """Normally distributed numbers, different for each rank and step."""
     return sampled(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:
-    """Add the gradients of a replica in another precision to those of the trained model."""
+    """Add the gradients of ``source`` to those of ``target``, in the dtype of ``target``, and clear the former."""
     for param, computed in zip(target.parameters(), source.parameters()):
         grad, computed.grad = computed.grad.to(param.dtype), None
         param.grad = grad if param.grad is None else param.grad + grad
@@ -79,9 +79,9 @@ def check_identical(
 
 
 class ReusingComm:
-    """Records the arguments of each call, and uses one buffer again and again for ``numel`` elements.
+    """A custom collective that records its calls, and returns one buffer for all allocations of ``numel`` elements.
 
-    Buffers of other sizes are allocated anew each time, because the output of a reduction becomes the gradient.
+    Each allocation of another size returns a new buffer, because the output of a reduction becomes the gradient.
     """
 
     implements = ""
@@ -173,7 +173,9 @@ class MLPs(nn.Module):
 
 
 class BranchedModel(nn.Module):
-    """Three branches, each followed by an MLP. The MLP may be unsharded while the branch communicates."""
+    """Three branches, each followed by an MLP. If the MLP is an ``FSDPModule``, its unshard overlaps the branch's
+    all-reduce.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()

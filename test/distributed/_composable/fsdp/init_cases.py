@@ -1,4 +1,4 @@
-"""The base class of tests of what ``fully_shard`` makes of a model."""
+"""The base class of tests of the parameters and modules that ``fully_shard`` creates."""
 
 from __future__ import annotations
 

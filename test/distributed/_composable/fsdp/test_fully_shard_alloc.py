@@ -1,4 +1,4 @@
-"""Memory from a process group or a backend that cannot give it."""
+"""Communication buffers allocated by a process group of some ranks, or by an unknown symmetric memory backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestFullyShardAllocFromPartOfRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_alloc_from_a_part_of_the_ranks(self):
-        """The collectives run in the group whose allocator they use, also if that has not all ranks."""
+        """Gradients are unchanged if the allocating process group contains only some of the ranks."""
         mesh = make_mesh(2, 2, names=("replicate", "shard"))["shard"]
         twin, model = (fully_shard(filled(nn.Linear(3, 4, device=self.device)), mesh=mesh) for _ in range(2))
         model.set_allocate_memory_from_process_group_for_comm(True)
@@ -50,7 +50,7 @@ class TestFullyShardSymmMemBackend(FSDPTest):
     @needs(torch_facts.HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION)
     @skip_if_lt_x_gpu(2)
     def test_unknown_backend(self):
-        """A backend of symmetric memory that is not there is rejected, and the model trains on without it."""
+        """An unknown symmetric memory backend is rejected. The model still trains without one."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
         fully_shard(model)
         with self.assertRaisesRegex(RuntimeError, "does not find allocation backend no such backend"):

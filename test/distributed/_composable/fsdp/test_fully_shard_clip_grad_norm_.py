@@ -1,5 +1,5 @@
-"""``torch.nn.utils.clip_grad_norm_`` over sharded gradients: all ranks get the norm of the whole model. This takes one
-all-reduce for each mesh dimension over which gradients are sharded.
+"""``torch.nn.utils.clip_grad_norm_`` over sharded gradients returns the norm of the whole model on all ranks. It runs
+one all-reduce for each mesh dimension over which the gradients are sharded.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class _TestClipGradNormBase(FSDPTest):
         inp: torch.Tensor,
         dp_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Clip the gradients of both models to a norm below their own. Compare norms and gradients."""
+        """Clip the gradients of both models to ``max_norm``, which is below their norm. Compare norms and gradients."""
         dp_mesh = dp_mesh or make_mesh(self.world_size)
         manual_seed(42 + dp_mesh.get_local_rank() + 1)
         for _ in range(ITERATIONS):
             for module, module_optim in ((ref_model, ref_optim), (model, optim)):
                 module_optim.zero_grad()
                 output = full(module(inp))
-                # The plain sum of a layer norm's outputs is zero, and then all gradients before it would be zero.
+                # The plain sum of a layer norm's outputs is constant, so all gradients before the norm would be zero.
                 (output * torch.linspace(-1, 1, output.numel(), device=self.device).view_as(output)).sum().backward()
             ref_grads = [param.grad.detach().clone() for param in ref_model.parameters()]
             local_grads = [param.grad.to_local().clone() for param in model.parameters()]
@@ -109,14 +109,14 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm_1d_rank_dependent_input(self):
-        """Gradients before the reduction differ by rank, and so do the magnitudes of shards."""
+        """The norm is right if the unreduced gradients and the norms of the local shards differ by rank."""
         for norm_type in (2, 1, math.inf):
             self._test_clip_grad_norm_1d(norm_type, seed_of_tokens=42 + self.rank)
 
     def _test_clip_grad_norm_1d(self, norm_type: float, seed_of_tokens: int) -> None:
         manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
-        model = Transformer(args).double()  # in float32 long sums depend on the device's order
+        model = Transformer(args).double()  # in float32, long sums depend on the order in which the device adds
         ref_model = replicated(model)
         shard_each((*model.layers, model))
         ref_optim, optim = optimizers(ref_model, model)
@@ -150,8 +150,8 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
 
     def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, list[torch.Tensor]]:
-        """Sharded layers of 3, 6 and 1 features after a backward, and the expected gradients. On the last rank most
-        shards are empty. The loss does not use the last layer.
+        """Return sharded layers of 3, 6 and 1 features after a backward, and the expected gradients of the first two.
+        Most local shards of the last rank are empty. The loss does not use the last layer.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
@@ -168,7 +168,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(foreach=[True, False, None], norm_type=[2.0, 1.0, 3.0], mesh_shape=[(4,), (2, 2)])
     def test_uneven_shards(self, foreach, norm_type, mesh_shape):
-        """Shards may be uneven or empty, parameters may lack gradients, and replicas count once."""
+        """The norm is right with uneven or empty shards and with parameters without gradients. Replicas count once."""
         names = ("replicate", "shard")[-len(mesh_shape) :]
         model, ref_grads = self._uneven(make_mesh(*mesh_shape, names=names))
         if mesh_shape == (4,):
@@ -186,7 +186,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(second_mesh=["tensor parallelism", "replicas"], foreach=[None, True, False])
     def test_two_meshes(self, second_mesh, foreach):
-        """The norm is that of all parameters, although those of the two layers are on two meshes."""
+        """Clipping uses the norm of all parameters, although the two layers are on different meshes."""
         mesh = make_mesh(2, 2, names=("dp", "second"))
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
@@ -223,7 +223,9 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(2)
     @subtests(norm_type=[2.0, 1.0, 3.0])
     def test_norm_and_clip_apart(self, norm_type):
-        """Separate calls for the norm and the clipping have the same results and collectives."""
+        """``get_total_norm`` and ``clip_grads_with_norm_`` have the same results and collectives as
+        ``clip_grad_norm_``.
+        """
         (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
@@ -239,7 +241,9 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             self.assertEqual(split_param.grad.to_local(), param.grad.to_local(), rtol=0, atol=0, may_be="empty")
 
     def _raises(self, rank: int, value: float, norm_type: float) -> bool:
-        """Whether clipping raises on this rank if one rank's shard has a non-finite value. Nothing may be clipped."""
+        """Set one gradient element of ``rank`` to ``value`` and clip. Return whether clipping raises on this rank.
+        Clipping that raises must not change the gradients.
+        """
         manual_seed(42)
         layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
         layer(torch.ones(2, 4, device=self.device) + self.rank).sum().backward()
@@ -272,10 +276,10 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @requires(lambda: None if accelerator.current().backend == "gloo" else "the defect was seen with gloo alone")
     @skip_if_lt_x_gpu(2)
     def test_nan_in_largest_magnitude(self):
-        """A NaN on one rank makes the infinity norm NaN, which is an error on all ranks.
+        """A NaN on one rank makes the infinity norm NaN, so all ranks raise an error.
 
-        It does not, a defect seen with torch 2.13.0. gloo's MAX drops a NaN from any rank but the first. The norm is
-        finite, and the NaN reaches the optimizer. On four ranks::
+        With torch 2.13.0 no rank raises, which is a defect. gloo's MAX drops a NaN from any rank but the first, so the
+        norm is finite, and the NaN reaches the optimizer. On four ranks::
 
             value = torch.tensor(torch.nan if dist.get_rank() == 2 else 1.0)
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -300,16 +304,16 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude(self):
-        """The infinity norm works if every rank has a row. The next test has a rank without rows."""
+        """The infinity norm is right if every local shard has a row."""
         self._largest_magnitude(4)
 
     @torch_defect("dtensor_reduction_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
-        """The infinity norm works if the last rank has no row.
+        """The infinity norm is right if the local shard of the last rank is empty.
 
-        That rank raises "cannot compute the infinity norm on an empty tensor", a defect seen with torch 2.13.0. DTensor
-        computes the norm of each rank's shard (``common_reduction_strategy`` in
+        With torch 2.13.0 the last rank raises "cannot compute the infinity norm on an empty tensor", which is a defect.
+        DTensor computes the norm of each local shard (``common_reduction_strategy`` in
         ``torch.distributed.tensor._ops._math_ops``). The other ranks wait in the all-reduce until they time out. This
         test runs in threads, where an error on one rank ends the wait of the others. On four ranks::
 
@@ -332,14 +336,16 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         case=[*itertools.product(["max", "min", "amax", "mean"], [4]), *itertools.product(["sum", "any"], [4, 3])]
     )
     def test_reduction(self, case):
-        """Reductions of a sharded parameter, as a monitor logs them. With three rows the last rank has none."""
+        """A reduction of a sharded parameter equals that of the full parameter. With three rows the local shard of the
+        last rank is empty.
+        """
         self._check_reduction(*case)
 
     @torch_defect("dtensor_reduction_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     @parametrize("reduction", ["max", "min", "amax"])
     def test_reduction_without_identity(self, reduction):
-        """The last rank, which has no rows, has nothing to reduce."""
+        """Reductions that raise for an empty tensor work although the local shard of the last rank is empty."""
         self._check_reduction(reduction, 3)
 
 

@@ -1,6 +1,6 @@
 """FSDP2 with ``torch.compile``: dynamo does not trace FSDP's hooks, and compiled models train like eager ones.
 
-Compiled models are compared with the same sharded model in eager mode, and with a plain model on the rows of all ranks.
+Compiled models and sharded models in eager mode are compared with a plain model that gets the inputs of all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 16
 ITERATIONS = 5  # upstream has 10; nothing new is compiled after the second (test_no_recompiles)
-HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # the functions around hooks; the latter before 2.13
+HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # the functions around hooks; the second name is that before 2.13
 
 INDUCTOR_TESTS = (
     "test_simple_mlp_fullgraph_backend_inductor",
@@ -71,7 +71,8 @@ class Mod(nn.Module):
 
 class Layers(nn.Module):
     """A sequence whose class is not from torch.nn. After the graph break at the root's hook, eager code calls the
-    root's forward. Dynamo would not compile that if the forward were from torch.nn."""
+    root's forward. Dynamo would not compile this forward if its code were in torch.nn.
+    """
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Layers(nn.Module):
 
 
 class ScaledProduct(nn.Module):
-    """One of three equal layers, each called several times. Zero parameters would have zero gradients."""
+    """A layer that multiplies its input by a matrix and by a scale. No parameter is zero, so no gradient is."""
 
     def __init__(self, breaks_graph: bool) -> None:
         super().__init__()
@@ -114,11 +115,11 @@ class Repeating(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Has a parameter, a buffer, and a count of its calls, by which it multiplies its input."""
+    """Multiplies its input by a parameter, a buffer, and the number of calls, which is a plain attribute."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.calls = 1  # the calls see 2 and more, since dynamo treats 0 and 1 as constants
+        self.calls = 1  # forward uses 2 and more, because dynamo treats 0 and 1 as constants
         self.weight = nn.Parameter(torch.ones(DIM, device=device))
         self.register_buffer("scale", torch.ones(DIM, device=device))
 
@@ -128,7 +129,7 @@ class CountsCalls(nn.Module):
 
 
 class Subject(NamedTuple):
-    """A model to compile: how it is built and sharded, and its input in an iteration on a rank."""
+    """A model to compile: functions that build it, shard it, and return its input for an iteration and a rank."""
 
     build: Callable[[], Any]
     shard: Callable[[Any], Any]
@@ -140,7 +141,7 @@ class Subject(NamedTuple):
         return model
 
     def backward(self, model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
-        """Make the gradients of the rank's input. Returns the loss."""
+        """Run forward and backward with the input of ``rank``. Returns the loss."""
         inp = self.input_of(iteration, rank)
         manual_seed(100 * iteration + rank)  # for dropout
         loss = model(inp).square().mean()
@@ -197,7 +198,7 @@ class TestFullyShardCompileCompute(CompileTest):
             dist.barrier()
         torch._dynamo.reset()
         self.assertEqual(sum(count for name, count in seen.items() if name not in HOOK_WRAPPERS), 0, f"{seen}")
-        # The count of zero means something: dynamo saw the hooks' wrappers and compiled the model's code.
+        # The check above is not vacuous: dynamo checked the hooks' wrappers and compiled the model's code.
         self.assertGreater(sum(seen.values()), 0)
         self.assertGreater(counting.count("linear"), 0)
         self.assertEqual(out, ref_model(inp))
@@ -231,7 +232,9 @@ class TestFullyShardCompile(CompileTest):
 
     @subtests(view_taken_first=[False, True])
     def test_trace_fsdp_copy_(self, view_taken_first):
-        """``copy_`` sees a write through another view, whether its own view was taken before or after the write."""
+        """``fsdp.copy_`` copies what was written through another view of its source, whether the source view was
+        created before or after the write.
+        """
         with torch.library._scoped_library("torch_fsdp_tests", "DEF") as library:
             library.define("add_one_out(Tensor x, Tensor(a!) out) -> ()")
 
@@ -254,7 +257,8 @@ class TestFullyShardCompile(CompileTest):
             write_through_views(custom_op, ref_x)
             counting = CountingBackend()
             torch.compile(write_through_views, backend=counting, fullgraph=True)(custom_op, x)
-            # AOTAutograd replaces both operations and does not use copy_'s own functionalization rule. This call does.
+            # AOTAutograd replaces both operations and does not use the functionalization rule of fsdp.copy_.
+            # functionalize uses this rule.
             torch.func.functionalize(functools.partial(write_through_views, add_one_and_clear))(functional_x)
             self.assertEqual(ref_x, torch.ones(2, device=self.device))
             self.assertEqual(x, ref_x)
@@ -267,7 +271,7 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_compiled_autograd_ctx(self):
-        """The backward is no longer one full graph. Compiled gradients equal eager ones after an eager forward."""
+        """Gradients equal those of eager mode over ten iterations. Only the forward is required to be one graph."""
 
         def build() -> nn.Module:
             manual_seed(42)
@@ -301,8 +305,8 @@ class TestFullyShardCompile(CompileTest):
         return counting
 
     def _train(self, model: nn.Module, backward: Callable[[int], torch.Tensor], iterations: int) -> list[Step]:
-        """Train a plain or a sharded model. ``backward`` makes the gradients of an iteration, and returns the loss."""
-        # With upstream's rate of 1e-4 the losses would hardly change, whatever the gradients are.
+        """Train a plain or a sharded model. ``backward(iteration)`` computes the gradients and returns the loss."""
+        # With upstream's learning rate of 1e-4 the losses would hardly change, whatever the gradients are.
         optim = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.9)
         steps = []
         for iteration in range(iterations):
@@ -331,7 +335,8 @@ class TestFullyShardCompile(CompileTest):
         torch._dynamo.reset()
 
     def _check_graphs(self, counting: CountingBackend, fwd_fullgraph: bool) -> None:
-        """Something was compiled, but no code of FSDP. The forward has an explicit graph break unless it is full.
+        """Check that operations were compiled, but none of FSDP. There must be an explicit graph break exactly if not
+        ``fwd_fullgraph``.
 
         The breaks at hooks cannot be counted: in a loop dynamo skips the whole frame and counts no break.
         """
@@ -428,7 +433,7 @@ class TestFullyShardCompile(CompileTest):
 
     @contextlib.contextmanager
     def _maybe_add_graph_break_to_sdpa(self, fwd_fullgraph: bool) -> Iterator[None]:
-        """Unless ``fwd_fullgraph``, have attention break the graph."""
+        """Break the graph in ``scaled_dot_product_attention`` unless ``fwd_fullgraph``."""
         attend = F.scaled_dot_product_attention
 
         def breaking(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -475,7 +480,7 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dynamo_recompiles_on_fsdp_layers(self):
-        """FSDP1 wraps layers that were compiled one by one. The outputs stay right, and each layer is compiled once."""
+        """If FSDP1 wraps layers that were compiled one by one, outputs stay right, and each layer is compiled once."""
         manual_seed(42)
         model = Mod()
         ref_model = copy.deepcopy(model)
@@ -490,12 +495,12 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_managed_modules(self):
-        """Dynamo treats the state of modules that FSDP manages as changeable.
+        """Dynamo does not assume that the attributes of a module that FSDP manages are constant.
 
-        In such a module, a number that changes becomes an input of the graph. In a plain module dynamo recompiles for
-        each value. Dynamo marks a plain module's tensors as static, which means that their addresses are fixed. It must
-        not mark the tensors that FSDP1 creates for each forward, and it does not mark a buffer under FSDP2. (An
-        unsharded parameter of FSDP2 is the same object in each forward, so the test does not check it.)
+        An int attribute that changes becomes an input of the graph. In a plain module dynamo recompiles for each value.
+        Dynamo marks a plain module's tensors as static, which means that their addresses are fixed. It must not mark
+        the tensors that FSDP1 creates for each forward, and it does not mark a buffer under FSDP2. The test does not
+        check parameters under FSDP2, because the unsharded parameter is the same object in each forward.
         """
         expected = {
             "plain": ([1, 2, 3, 4, 5], {"weight": True, "scale": True}),
@@ -553,7 +558,7 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(compile_first=[True, False])
     def test_compile_per_layer(self, compile_first):
-        """Layers may be compiled before or after they are sharded. Both train like a plain model."""
+        """A model trains like a plain one, whether its layers are compiled before or after ``fully_shard``."""
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
@@ -574,7 +579,9 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])
     def test_compiled_gradient_sync(self, per_layer):
-        """With microbatches that do not reduce, collectives and gradients are those of eager mode."""
+        """With ``set_requires_gradient_sync(False)`` for some microbatches, a compiled model has the collectives and
+        gradients of eager mode.
+        """
         ref_model, counting = self._mlps(), CountingBackend("aot_eager")
         counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):

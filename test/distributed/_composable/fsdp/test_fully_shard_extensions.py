@@ -1,4 +1,4 @@
-"""All-gather extensions of FSDP2: a local tensor defines what is gathered, and how the parameter is built from it.
+"""All-gather extensions of FSDP2: a local tensor defines what is gathered, and builds the parameter from the outputs.
 
 The hooks are ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, on the tensor's class or on the tensor itself.
 """
@@ -162,17 +162,17 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
 
 class ReleasingTensor(BFloat16AllGatherTensor):
-    """The same tensor, but FSDP may free the all-gather outputs after the post-hook."""
+    """A ``BFloat16AllGatherTensor`` whose all-gather outputs FSDP frees right after the post-hook."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
 
 
 class Extension:
-    """Hooks on one local tensor, not on its class. They record what FSDP passes to them.
+    """Hooks on one local tensor, not on its class. They record their arguments.
 
-    ``encode(shard)`` returns the tensors to gather and the metadata. ``decode(gathered, metadata)`` returns the whole
-    parameter.
+    ``encode(shard)`` returns the tensors to gather and the metadata. ``decode(gathered, metadata)`` returns the
+    unsharded parameter.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Extension:
         whole = self.decode(all_gather_outputs, metadata).to(param_dtype)
         if out is None:
             self.gathered_and_whole = (*all_gather_outputs, whole)
-            return whole, (whole,)  # FSDP frees the all-gather outputs anyway
+            return whole, (whole,)  # FSDP also frees the all-gather outputs, which are not listed
         with internals.keeping_version(out):
             out.copy_(whole)
         return None
@@ -235,7 +235,7 @@ def as_bfloat16(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
 
 
 def as_int8_and_scale(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Two gathered tensors of different dtypes. Each rank has its own scale."""
+    """Return two tensors of different dtypes to gather. Each rank has its own scale."""
     scale = shard.abs().amax().reshape(1) / 127
     return ((shard / scale).round().to(torch.int8), scale), None
 
@@ -251,7 +251,7 @@ def the_only_one(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Ten
 
 
 positive = functools.partial(filled, low=0.25, high=0.75)  # with positive inputs every ReLU is active
-moderate = functools.partial(filled, low=0.02, high=0.1)  # three MLPs in a row have outputs as large as their inputs
+moderate = functools.partial(filled, low=0.02, high=0.1)  # outputs of three MLPs are about as large as their inputs
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -259,12 +259,12 @@ def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extend(module: nn.Module, encode: Callable = as_it_is, decode: Callable = the_only_one) -> dict[str, Extension]:
-    """Bind hooks to the local tensors of a sharded module. Returns them by name."""
+    """Put hooks on the local tensors of a sharded module. Returns the extensions by parameter name."""
     return {name: Extension(local, encode, decode) for name, local in local_tensors(module).items()}
 
 
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
-    """The full tensor of evenly sharded rows, gathered without FSDP."""
+    """The full tensor of which ``local`` is an even local shard in dimension 0, gathered without FSDP."""
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, local.detach().contiguous())
     return torch.cat(shards)
@@ -277,7 +277,9 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
-        """Put the hooks on ``TwoTensor`` itself. A failing rank does not remove them, because other ranks use them."""
+        """Put the hooks on the class ``TwoTensor``. A rank that fails does not remove them, because other ranks, which
+        may be threads of this process, still use them.
+        """
         hooks = (TWO_TENSOR_PRE_ALL_GATHER[pre_all_gather_version], two_tensor_fsdp_post_all_gather)
         with _class_patch_lock:
             for name, hook in zip(HOOKS, hooks, strict=True):
@@ -305,7 +307,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
         return model
 
     def _input(self, dim: int, seed: int = 42) -> torch.Tensor:
-        """Positive, (2, dim), different on each rank."""
+        """Positive numbers of shape (2, dim), different on each rank."""
         return uniform(2, dim, seed=seed + self.rank + 1)
 
     def _fully_shard_all(self, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
@@ -318,7 +320,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         self._for_each_hook_version(self._test_all_gather_extensions_train_parity)
 
     def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool) -> None:
-        # With upstream's initial weights and loss, ReLUs and whole gradients would be zero after a few steps.
+        # With upstream's initial weights and loss, all outputs of some ReLUs and thus gradients would soon be zero.
         with self.device:
             model = moderate(self._init_two_tensor_mlp())
         ref_model = copy.deepcopy(model)
@@ -341,7 +343,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         check_sharded_parity(self, ref_model, model)
 
     def _check_parts(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Compare both parts. check_sharded_parity is slow, and compares only the ``a`` of TwoTensors."""
+        """Compare both tensors of each TwoTensor. check_sharded_parity is slow, and compares only ``a``."""
         shard_of = functools.partial(chunk_of, index=self.rank, chunks=self.world_size)
         params = dict(model.named_parameters())
         self.assertEqual(list(params), [name for name, _ in ref_model.named_parameters()])
@@ -349,12 +351,12 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             local, grad, ref_grad = params[name].to_local().detach(), params[name].grad, ref_param.grad
             self.assertEqual((local.a, local.b), (shard_of(ref_param.detach().a), shard_of(ref_param.detach().b)), name)
             self.assertEqual(grad is None, ref_grad is None, name)
-            if grad is not None:  # a plain tensor, because only weights have the hooks
+            if grad is not None:  # a DTensor whose local tensor is plain, because only weights are TwoTensors
                 self.assertEqual(grad.to_local(), shard_of(ref_grad.a), name, may_be="zero")  # after zero_grad
 
     @skip_if_lt_x_gpu(2)
     def test_one_hook_without_the_other(self):
-        """A class with one hook fails in ``fully_shard``, an object with one in the first forward."""
+        """``fully_shard`` raises if the tensor's class has only one hook. Forward raises if the local tensor does."""
         for name in HOOKS:
             half = type("HalfAnExtension", (TwoTensor,), {name: lambda self, *args, **kwargs: None})
             layer = nn.Linear(4, 4, bias=False, device=self.device)
@@ -410,7 +412,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_metadata_are_released(self):
-        """FSDP holds metadata only until the post-hook has them, after the first all-gather and after later ones."""
+        """FSDP releases the metadata after the post-hook, both in the first all-gather and in later ones."""
         layer = fully_shard(nn.Linear(4, 6, bias=False, device=self.device), reshard_after_forward=True)
         (extension,) = extend(
             layer, lambda shard: ((shard,), Scaling(1.0, (6, 4))), lambda gathered, metadata: gathered[0].view(6, 4)
@@ -423,7 +425,9 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_freed_storage(self):
-        """All-gather outputs and the tensors that the post-hook returns are freed and filled again."""
+        """Resharding frees the storages of the all-gather outputs and of the unsharded parameter. The next unshard
+        fills the same parameter.
+        """
         model = fully_shard(positive(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
         extensions = extend(model, as_bfloat16)
         used: dict[str, list[tuple[int, list[int]]]] = {"forward": [], "backward": []}
@@ -465,7 +469,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         return accelerator.current().device(0)  # the threads share one device
 
     def _meta_two_tensor_mlp(self, **kwargs: Any) -> nn.Module:
-        """A model that is sharded on the meta device and then materialised. Its parts differ, and so do its shards."""
+        """A model that is sharded on the meta device, then materialised. The ``a`` and ``b`` of its parameters differ,
+        and the local shards differ by rank.
+        """
         with torch.device("meta"):
             model = self._init_two_tensor_mlp()
         self.assertEqual({param.device.type for param in model.parameters()}, {"meta"})
@@ -475,7 +481,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         return model
 
     def _reference_output(self, part: str, inp: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-        """A plain MLP's output with one part of the sharded TwoTensors as weights, rounded to ``dtype``."""
+        """A plain model's output. Its weights are the ``part`` ("a" or "b") of the TwoTensors, rounded to ``dtype``."""
         plain = nn.Sequential(*(MLP(8, bias=False, device=self.device) for _ in range(3)))
         weights = {name: gather_rows(getattr(local, part)) for name, local in local_tensors(model).items()}
         self.assertEqual(list(weights), [name for name, _ in plain.named_parameters()])
@@ -511,7 +517,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extensions_monkey_patch(self):
         model = self._meta_two_tensor_mlp()
-        # to_empty() creates new local tensors. Lazy initialisation would, too, if a shard needed padding.
+        # Hooks go onto the local tensors that to_empty() created. No shard needs padding, so lazy initialisation keeps
+        # these tensors.
         extensions = extend(model, as_bfloat16)
         self.assertTrue(any("weight" in name for name in extensions))
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
@@ -528,7 +535,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             self.assertEqual((len(extension.pre_arguments), len(extension.outs)), (6, 6), name)
 
     def _uneven_mlp(self, pad_in_pre_all_gather: bool = True, kind: type = BFloat16AllGatherTensor) -> MLP:
-        """Weights of (9, 3) and (3, 9). Over 8 ranks some shards are full, some short, some empty."""
+        """Weights of (9, 3) and (3, 9). On 8 ranks some local shards are full, some are short, some are empty."""
         model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         for linear in (model.in_proj, model.out_proj):
             linear.weight = nn.Parameter(kind(linear.weight.detach(), pad_in_pre_all_gather))
@@ -571,9 +578,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_unpadded_payload_is_refused(self):
-        """A short shard must be padded by its pre-hook.
+        """A pre-hook must pad a short shard, or FSDP raises.
 
-        The test asks the parameter directly. In a forward only ranks with short shards would raise; others would hang.
+        The test reads ``all_gather_inputs`` of the ``FSDPParam``. In a forward only ranks with short shards would
+        raise, and the others would hang.
         """
         for pad in (True, False):
             group = internals.group_of(fully_shard(self._uneven_mlp(pad)))
@@ -588,7 +596,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_one_unpadded_payload_of_two_is_refused(self):
-        """Every tensor that a short shard gathers must be padded, the second as well."""
+        """A pre-hook must pad all the tensors that it returns for a short shard, not only the first."""
         layer = fully_shard(positive(nn.Linear(3, 9, bias=False, device=self.device)))
         internals.initialize_lazily(layer)  # torch 2.9 replaces the tensor of a short shard here, without its hooks
         extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
@@ -603,7 +611,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
-        """Forward uses weights rounded to bfloat16, and the optimizer uses the float32 shards."""
+        """Forward uses weights rounded to bfloat16, and the optimizer updates the float32 shards."""
         gathered = self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, reshard_after_forward)
         self.assertEqual(len(gathered), 6)
         self.assertGreater(min(gathered), 0)
@@ -612,7 +620,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_released_all_gather_outputs(self, reshard_after_forward):
-        """On request the all-gather outputs are freed right after the post-hook."""
+        """If the tensor's release hook returns True, the all-gather outputs are freed right after the post-hook."""
         gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
         self.assertEqual(gathered, [0] * 6)
 
@@ -623,7 +631,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, True, offload_policy=policy)
 
     def _test_bfloat16_all_gather_numerics(self, kind: type, reshard_after_forward: bool, **kwargs: Any) -> list[int]:
-        """Returns the bytes of all-gather outputs at the forward of each of two layers, in three steps."""
+        """Compare three training steps with those of a plain model. Returns the bytes that all-gather outputs occupy at
+        the forward of each of the two layers.
+        """
         model = fully_shard(self._uneven_mlp(kind=kind), reshard_after_forward=reshard_after_forward, **kwargs)
         group = internals.group_of(model)
         gathered: list[int] = []
@@ -682,7 +692,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16])
     def test_payload_of_two_dtypes(self, param_dtype):
-        """Int8 values and float32 scales are gathered together, next to a parameter without hooks."""
+        """One parameter gathers int8 values and float32 scales, beside a parameter without hooks in the same group."""
         layer = positive(nn.Linear(4, 16, device=self.device))
         weight, bias = (param.detach().clone() for param in layer.parameters())
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -699,8 +709,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_hook_arguments(self):
-        """The hooks get the mesh, the size and stride of the full tensor, its module, the policy and
-        the requested dtype.
+        """The pre-hook gets the mesh, the size and stride of the full tensor, its module and the policy. The post-hook
+        gets the dtype of the unsharded parameter.
         """
         mesh = make_mesh(self.world_size)
         for param_dtype in (None, torch.bfloat16):
@@ -729,7 +739,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self.assertEqual(len(extension.pre_arguments), 1)
 
     def _alone(self, encode: Callable, decode: Callable) -> tuple[nn.Module, Extension]:
-        """A layer sharded over a mesh of only this rank, so FSDP gathers nothing. Weights differ by rank."""
+        """A layer sharded over a mesh of only this rank, so FSDP runs no all-gather. Weights differ by rank."""
         mesh = make_mesh(self.world_size, 1, names=("others", "alone"))
         layer = positive(nn.Linear(4, 16, bias=False, device=self.device))
         layer.weight.data.mul_(self.rank + 1)
@@ -774,10 +784,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_two_payloads(self):
-        """A parameter that gathers two tensors works on one rank as well.
+        """On a mesh of one rank the post-hook receives both tensors that the pre-hook returned.
 
-        It does not in torch 2.13.0. If the shard group has one rank, ``FSDPParamGroup.wait_for_unshard`` takes
-        ``all_gather_inputs[0]`` and drops the rest, so the post-hook receives one tensor. In one process:
+        With torch 2.13.0 it receives only the first, which is a defect. If the shard group has one rank,
+        ``FSDPParamGroup.wait_for_unshard`` takes ``all_gather_inputs[0]`` and drops the rest. In one process::
 
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             layer = fully_shard(nn.Linear(4, 4))

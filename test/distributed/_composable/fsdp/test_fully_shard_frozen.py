@@ -1,7 +1,7 @@
-"""FSDP2 with frozen parameters, in groups with trainable ones and in separate groups.
+"""FSDP2 with frozen parameters, in parameter groups with trainable ones and in groups of their own.
 
-Only trainable parameters are reduced. Each group reduces in turn during the backward, not at its end. The set of frozen
-parameters may change between iterations.
+Only the gradients of trainable parameters are reduced. Each group reduces during the backward, not at its end. The set
+of frozen parameters may change between iterations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, full, replicated
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 
-ITERATIONS = 4  # the first has no gradients; both ways to zero them follow
+ITERATIONS = 4  # the first has no gradients to clear; the others clear them with both values of set_to_none
 
 
 def is_bias(name: str) -> bool:
@@ -44,7 +44,7 @@ def train_only(model: nn.Module, trainable: Callable[[str], bool]) -> None:
 
 
 class MultiForward(nn.Module):
-    """Calls a trainable and a frozen layer alternately three times, with additions under no_grad in between."""
+    """Three times in a row, calls a trainable and a frozen layer, and the trainable one again under ``no_grad``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -67,7 +67,9 @@ class TestFullyShardFrozen(FSDPTest):
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
-        """Count the groups whose post-backward is run by autograd, not by the final callback."""
+        """Yield a list with one entry for each post-backward that autograd runs. Those that run in the final callback
+        are not counted.
+        """
         calls: list[int] = []
         original = internals.fsdp2_param_group.RegisterPostBackwardFunction.backward
 
@@ -137,7 +139,9 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[False, True, 2], unfreeze_params=[False, True])
     def test_train_mixed_requires_grad_across_groups(self, reshard_after_forward, unfreeze_params):
-        """Frozen groups alternate with trainable ones. With ``unfreeze_params`` all train in the last iteration."""
+        """Frozen groups alternate with trainable ones. With ``unfreeze_params`` all are trainable in the last one of
+        three iterations.
+        """
         manual_seed(42)
         modules: list[nn.Module] = []
         for _ in range(6):
@@ -168,11 +172,11 @@ class TestFullyShardFrozen(FSDPTest):
                         average_gradients(ref_model)
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
-                ref_losses += losses[:1] if iteration != 1 else []  # without a step in the second iteration
+                ref_losses += losses[:1] if iteration != 1 else []  # the second iteration has no step
                 for linear in list(model)[::2]:
                     linear.reshard()  # it may still be unsharded if no backward has run through it
                 check_sharded_parity(self, ref_model, model)
-                # The inputs of the first layer, and of the second while the first is frozen, have no gradient.
+                # The first layer's input needs no gradient, nor does the second's while the first layer is frozen.
                 expected = 0 if iteration == 1 else 5 if unfreeze_params and iteration == 2 else 4
                 self.assertEqual(len(post_backwards), expected)
                 post_backwards.clear()
@@ -204,7 +208,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2])
     def test_frozen_parameters_stay(self, reshard_after_forward):
-        """In ten steps a frozen parameter gets no gradient and stays bitwise the same."""
+        """In ten steps a frozen parameter gets no gradient and stays bitwise equal."""
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
@@ -228,9 +232,9 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
     def test_communication(self, reshard_after_forward, input_requires_grad):
-        """In every iteration the right groups gather, reduce, and have a post-backward from autograd.
+        """A frozen group is unsharded in forward and in backward, for the gradient of its input, but never reduces.
 
-        A frozen group is gathered, also for the gradient of its input, and never reduced.
+        The number of post-backwards that autograd runs depends on whether the model's input requires a gradient.
         """
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         for iteration in range(3):
@@ -241,7 +245,7 @@ class TestFullyShardFrozen(FSDPTest):
                 CommDebugMode() as communication,
             ):
                 model(inp).square().sum().backward()
-            # In the order of the backward. Rows are padded to a multiple of four, so six rows count as eight.
+            # Numels in the order of the backward. Six rows are padded to eight, a multiple of the world size.
             biases = 12 + 8
             expected = [(12 * 6 + 8 * 12 + biases) // 4, biases // 4]
             self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], expected)
@@ -262,7 +266,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[False, True])
     def test_toggle_every_iteration(self, reshard_after_forward, input_requires_grad):
-        """In each iteration the reduced parameters are those that are trainable."""
+        """If the set of trainable parameters changes in each iteration, exactly these parameters are reduced."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
@@ -292,9 +296,10 @@ class TestFullyShardFrozen(FSDPTest):
             check_sharded_parity(self, ref_model, model)
 
     def _test_requires_grad(self, reshard_after_forward: bool | int, shows: torch_defect = NO_DEFECT) -> None:
-        """A parameter requires gradients in each state of its group, or in none. The choice may change in between.
+        """``requires_grad`` of a parameter is the same in each state of its group: unsharded, resharded after forward,
+        and sharded. It may change between iterations.
 
-        ``shows`` is a known defect of what frozen parameters say after forward.
+        ``shows`` is a known defect of ``requires_grad`` of a frozen parameter after forward.
         """
         layer: Any = nn.Linear(4, 4, device=self.device)
         fully_shard(layer, reshard_after_forward=reshard_after_forward)
@@ -338,7 +343,7 @@ class TestFullyShardFrozen(FSDPTest):
         shape=[(4,), (1, 4)],
     )
     def test_frozen_parameter_of_any_dtype(self, dtype, reshard_after_forward, shape):
-        """A frozen parameter of any dtype is whole in forward and after it, beside a trained one."""
+        """A frozen parameter of any dtype has its full values in forward and after it, beside a trainable parameter."""
         layer: Any = nn.Linear(4, 4, bias=False, device=self.device)
         values = torch.arange(32, device=self.device).view(8, 4).remainder(5).to(dtype)
         layer.table = nn.Parameter(values.clone(), requires_grad=False)
@@ -356,7 +361,7 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertTrue(torch.equal(seen.pop(), values))
 
     def _check_reduce_dtype_after(self, first_is_frozen: bool, policy: MixedPrecisionPolicy) -> None:
-        """Train a layer after a forward in which it was frozen or not. All values are exact in bfloat16."""
+        """Train a layer after a forward in which it was frozen or trainable. All values are exact in bfloat16."""
         manual_seed(42)
         layer = nn.Linear(4, 4, bias=False, device=self.device)
         fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
@@ -381,10 +386,10 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
     def test_reduce_dtype_after_frozen_forward(self, dtypes):
-        """A layer that is frozen in its first forward and trained later also reduces in that dtype.
+        """A layer that is frozen in its first forward and trained later reduces in the requested dtype.
 
-        It does not before 2.14, a defect seen with torch 2.13.0. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of
-        gradients once, from the parameters that are trainable in the first forward. Without any it leaves them unset.
+        Before 2.14 it does not, which is a defect. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of gradients
+        once, from the parameters that are trainable in the first forward. If there are none, the dtypes stay unset.
         The gradient is reduced in bfloat16 and cannot be assigned to the float32 parameter. On each rank::
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -402,7 +407,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_freezing_before_a_transform_raises")
     def test_frozen_model_runs_under_a_transform(self):
-        """The model has run before its parameter is frozen, and runs under ``vmap`` afterwards."""
+        """A model whose parameter is frozen after a training step runs under ``vmap``."""
         linear = nn.Linear(2, 2, bias=False, device=self.device)
         model = fully_shard(linear, reshard_after_forward=True)
         x = torch.ones(1, 2, device=self.device)

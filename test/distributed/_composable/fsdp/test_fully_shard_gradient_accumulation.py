@@ -1,4 +1,6 @@
-"""Gradients that several backwards add up, in full or in shards, before they are reduced."""
+"""Gradient accumulation over several backwards: of unsharded gradients, before the reduce-scatter, or of sharded
+gradients, before the all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(param_dtype=[None, torch.bfloat16])
     def test_zero_grad_between_microbatches(self, param_dtype):
-        """``zero_grad`` drops what was accumulated on parameters that stayed unsharded."""
+        """``zero_grad`` clears the gradients that were accumulated on parameters that stayed unsharded."""
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
         model = fully_shard(nn.Linear(2, 4, bias=False, device=self.device), mp_policy=policy)
         for is_last, value in ((False, 8.0), (True, 1.0)):
@@ -73,10 +75,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         dtype=[torch.float32, torch.float64],
     )
     def test_requires_all_reduce_leaves_nothing_behind(self, reshard_after_forward, set_to_none, dtype):
-        """Before the all-reduce a parameter has no gradient. After it no partial reduction is left.
+        """Before the all-reduce a parameter has no gradient. After it the group keeps no partial reduction.
 
-        Two steps all-reduce only once. Steps that all-reduce every microbatch come before and after them. Gradients in
-        float64 are divided before and after the sum, those in float32 are averaged by the collectives.
+        The second and third steps all-reduce only in the last microbatch, the others in every microbatch. FSDP divides
+        gradients in float64 before and after the sum. Those in float32 are averaged by the collectives.
         """
         ref_model, model = self._hsdp_mlps(reshard_after_forward, dtype)
         optims = optimizers(ref_model, model)
@@ -94,7 +96,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 self.assertEqual(partial, [once and not is_last] * 3)
                 if once and not is_last:
                     for param in model.parameters():
-                        # Zeros that zero_grad left in the step before, or no gradient.
+                        # The gradient is None, or zeros from zero_grad in the previous step.
                         self.assertTrue(param.grad is None or not full(param.grad).any())
                         self.assertEqual(param.grad is None, set_to_none or step == 0)
             average_gradients(ref_model)
@@ -105,7 +107,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(4)
     def test_reset_iter_state_drops_partial_reductions(self):
-        """A reset drops gradients that were reduce-scattered but not all-reduced."""
+        """``reset_iter_state`` drops gradients that were reduce-scattered but not all-reduced."""
         ref_model, model = self._hsdp_mlps(reshard_after_forward=True)
         model.set_requires_all_reduce(False)
         loss_of(model(self._inputs(2, 8))).backward()
@@ -121,14 +123,14 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         reshard_after_forward=[True, False],
     )
     def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
-        """Microbatches with one all-reduce at the end may use different parameters of a group."""
+        """Gradients are right if microbatches before one all-reduce use different parameters of a group."""
         with torch_defect("fsdp2_partial_reduction_reaches_another_parameter"):
             self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
 
     @skip_if_lt_x_gpu(4)
     @subtests(microbatches=[("both", "right"), ("left", "right")])
     def test_partial_reduction_of_unused_group(self, microbatches):
-        """A group that the last microbatch does not use is all-reduced with the others."""
+        """The gradients of a group that the last microbatch does not use are all-reduced with the others."""
         with torch_defect("fsdp2_partial_reduction_of_unused_group_is_left"):
             self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
 
@@ -139,7 +141,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         reduce_dtype=[None, torch.float32],
     )
     def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward, reduce_dtype):
-        """A group that the first or the last microbatch does not use is reduced with the others."""
+        """The gradients of a group that the first or the last microbatch does not use are reduced with the others."""
         to_shard = lambda model: [model.left, model.right, model]  # noqa: E731
         did_not_run = microbatches[0] != "both" and reduce_dtype is not None
         with torch_defect("fsdp2_accumulation_before_first_use_raises", when=did_not_run):
@@ -176,8 +178,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(second=["right", "both", "left"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
-        """Under mixed precision the last microbatch may be the first to use a parameter, or none uses
-        it and it is reduced as zeros.
+        """Under mixed precision gradients are right if the last microbatch is the first to use a parameter. With
+        ``set_reduce_scatter_unused_params`` the gradient of a parameter that no microbatch uses is zero.
 
         Inputs are small integers, which bfloat16 holds exactly. The gradient of a sum does not depend on the weights.
         """
@@ -222,7 +224,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         """A rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
 
         class Branches(nn.Module):
-            """The branches are in one group. A branch in its own group would be unsharded only on ranks that use it."""
+            """All branches are in one group. A branch in its own group would be unsharded only on ranks that use it."""
 
             def __init__(self, trunk: nn.Module) -> None:
                 super().__init__()
@@ -237,7 +239,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         ref_model = self._replica(model)
         shard_each([model.trunk, model], mesh=self._mesh(*mesh_shape), reshard_after_forward=reshard_after_forward)
         model.set_reduce_scatter_unused_params(True, recurse=recurse)
-        # The branch of each step, and the rank whose loss is masked. Without recurse, the trunk does not reduce unused
+        # For each step, the branch and the rank whose loss is masked. Without recurse the trunk does not reduce unused
         # parameters, so all ranks must use the same inner branch.
         plan = iter([("left" if self.rank % 2 else "right", 0), ("left" if self.rank == 3 else "right", 1)])
 

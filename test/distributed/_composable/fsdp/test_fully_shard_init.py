@@ -1,7 +1,7 @@
 """FSDP2 before its first step: which modules and states ``fully_shard`` manages, and how it moves and shards them.
 
-Other tests cover what may happen before the first forward: models on the meta device, values that are loaded or
-broadcast, meshes made from process groups, and parameters that the user replaces.
+Other tests initialize a model before its first forward: on the meta device, by loading or broadcasting values, on a
+mesh made from process groups, or with parameters that the user replaces.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from torch_fsdp_tests.two_tensor import TwoTensor
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.init_cases import InitTest, full_tensors
 
-HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
+HOST = torch.device("cpu")  # states start on the CPU, whatever the device under test
 META = torch.device("meta")
 MARK = 1337.0
 RECURSING = [
     *("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),
     *("set_reshard_after_backward", "set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"),
     *("set_reduce_scatter_max_input_buffers", "set_keep_unsharded_storage"),
-]  # methods that do the same for all FSDP modules inside, unless an argument says otherwise
+]  # methods that apply to all FSDP modules inside by default
 
 
 def three_layer_transformer() -> Transformer:
@@ -81,7 +81,7 @@ class TestFullyShardDeviceTensor(InitTest):
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_ignored_param_device(self):
         model = MLP(8, HOST, with_buffer=True)
-        # All parameters of one layer, so FSDP does not manage it, and one of two parameters of the other layer.
+        # FSDP does not manage out_proj, all parameters of which are ignored. Of in_proj one parameter is ignored.
         ignored = {name: model.get_parameter(name) for name in ("out_proj.weight", "out_proj.bias", "in_proj.bias")}
         fully_shard(model, ignored_params=set(ignored.values()))
         for name, param in ignored.items():
@@ -96,9 +96,9 @@ class TestFullyShardDeviceTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_move_subclass_keeps_the_object(self):
-        """A parameter of a wrapper subclass moves with its inner tensors and stays the same object.
+        """Moving a parameter of a wrapper subclass moves its inner tensors and keeps the parameter object.
 
-        The target is the meta device, because every machine has one.
+        The target is the meta device, which exists on every machine.
         """
         param = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)), requires_grad=True)
         buffer = TwoTensor(torch.ones(2), torch.zeros(2))
@@ -130,7 +130,7 @@ class TestFullyShardDeviceDTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_dtensor_invalid(self):
-        # Any device other than the DTensor's works. Every machine has the meta device.
+        # Any device type other than the DTensor's is an error. The meta device exists on every machine.
         host_mesh = init_device_mesh(HOST.type, (2, 2), mesh_dim_names=("dp", "tp"))
         model = tensor_parallel_mlp(MLP(8, HOST, with_buffer=True), host_mesh["tp"])
         message = (
@@ -208,7 +208,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         model = nn.Sequential(mlp, mlp)
         self._check_managed_modules(model, expected=[*mlp.modules(), model])
         model = nn.Sequential(MLP(8), MLP(8))
-        model[1].in_proj = model[0].in_proj  # now also below another parent
+        model[1].in_proj = model[0].in_proj  # one module with two parents
         self._check_managed_modules(model, expected=model.modules())
 
     @skip_if_lt_x_gpu(1)
@@ -436,7 +436,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reset_sharded_param_in_lazy_init(self):
-        # With three rows over two ranks, the replacement must be padded like the parameter itself.
+        # With three rows on two ranks, lazy init must pad the parameter that replaces the meta one.
         ref_model = filled(Magnitude().to(self.device))
         ref_model.set_magnitude()
         with META:
@@ -464,7 +464,7 @@ class TestFullyShardLazyInit(InitTest):
 
 
 class Magnitude(nn.Module):
-    """Two layers whose sum is scaled by row. The scale is computed from the weights once these have values."""
+    """Scales each feature of the sum of two layers. ``set_magnitude`` computes the scale from the layers' weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         dp_mesh: DeviceMesh,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate storage, initialize values, and compare one iteration with ``ref_model`` on the same values."""
+        """Materialize and initialize ``model``, copy its values to ``ref_model``, and compare one iteration of both."""
         model.to_empty(device=self.device)
         states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         locals_ = {name: state.to_local() if isinstance(state, DTensor) else state for name, state in states.items()}
@@ -566,7 +566,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(cls=[nn.Embedding, nn.EmbeddingBag], padding_idx=[1, -1], sharded_dim=[0, 1], device=[HOST, META])
     def test_padding_row_of_an_embedding_is_zero(self, cls, padding_idx, sharded_dim, device):
-        """The row is set to zero when the embedding is made, and again when it is reset."""
+        """The row of ``padding_idx`` is zero after construction and after ``reset_parameters``."""
         with device:
             model = cls(2 * self.world_size, 2 * self.world_size, padding_idx=padding_idx)
         mesh = make_mesh(self.world_size)
@@ -740,7 +740,7 @@ class TestHSDPWithCustomHook(InitTest):
     world_size = 4
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-        """The two-dimensional mesh, its dimension between groups, and its dimension within a group."""
+        """The 2D mesh, its dimension between shard groups, and its dimension within a shard group."""
         mesh = make_mesh(2, 2, names=("inter", "intra"))
         return mesh, mesh["inter"], mesh["intra"]
 
@@ -778,7 +778,8 @@ class TestHSDPWithCustomHook(InitTest):
         model.set_all_reduce_hook(average_between_groups)
         inp = torch.arange(10.0, device=self.device).view(1, 10).requires_grad_()
         model(inp).sum().backward()
-        # In group 0 the weights are zero, and so are gradients. In group 1 each of 40 hidden units gets the sum 45.
+        # In shard group 0 weights and gradients are zero. In shard group 1 each of the 40 hidden units is 45, the sum
+        # of the inputs.
         self.assertEqual(calls, [2 * 10 * 40 // 2])
         self.assertEqual(model.out_proj.weight.grad.to_local(), torch.full((5, 40), 45 / 2, device=self.device))
         self.assertEqual(model.in_proj.weight.grad.to_local(), (10 * inp.detach()).expand(20, 10))
@@ -816,7 +817,9 @@ class TestFullyShardShardPlacementFn(InitTest):
         self._check_two_steps(ref_model, model)
 
     def _check_two_steps(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Shards along another dimension are unsharded correctly in forward and backward, also in the second step."""
+        """Compare two training steps, so that parameters sharded along another dimension are unsharded after an
+        optimizer step as well.
+        """
         optims = [torch.optim.SGD(each.parameters(), lr=1e-5) for each in (ref_model, model)]
         for step in range(2):
             for each, optim in zip((ref_model, model), optims):
@@ -926,13 +929,13 @@ class TestFullyShardMixedDtypeParam(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(dtype=[torch.int8, torch.uint8])
     def test_integer_no_grad_param(self, dtype):
-        """The frozen parameter may have an integer dtype, which cannot have gradients (#177844)."""
+        """A frozen parameter may have an integer dtype, which cannot require gradients (#177844)."""
         with torch_defect("fsdp2_integer_parameters_are_refused"):
             self._test_frozen_dtype(dtype)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_of_trained_params(self):
-        """Trained parameters of one group must have one dtype."""
+        """All trainable parameters of one group must have the same dtype."""
         model = nn.Linear(8, 8, device=self.device)
         model.bias = nn.Parameter(model.bias.detach().bfloat16())
         fully_shard(model)
@@ -942,7 +945,7 @@ class TestFullyShardMixedDtypeParam(InitTest):
 
 class TestDefaults(TestCase):
     def test_defaults(self):
-        """The defaults are the documented ones."""
+        """The defaults of FSDP2's arguments are the documented ones."""
         check_defaults(
             self,
             {

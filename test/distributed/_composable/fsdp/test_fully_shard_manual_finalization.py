@@ -1,8 +1,8 @@
 """Manual finalization of FSDP2's backward.
 
 With ``set_manual_backward_finalization(True)`` a backward does not finalize itself. The caller finalizes one or several
-backwards with ``finalize_backward``. It reduces the remaining gradients, reshards, and clears the state of the
-iteration. The reference is a plain model. Its gradients accumulate over the same backwards and are averaged over the
+backwards with ``finalize_backward``, which reduces the remaining gradients, reshards, and clears the state of the
+iteration. The reference is a plain model, whose gradients accumulate over the same backwards and are averaged over the
 ranks.
 """
 
@@ -63,7 +63,7 @@ def finalize(model: Any, async_op: bool = False) -> None:
 
 
 def remembers_forwards(model: nn.Module) -> bool:
-    """Whether FSDP still has the recorded order of this iteration's forwards."""
+    """Whether FSDP still has the post-forward order of this iteration, which finalization clears."""
     return bool(internals.comm_context(model).post_forward_order)
 
 
@@ -105,7 +105,7 @@ class Headed(nn.Module):
 
 @contextlib.contextmanager
 def failing_once(owner: Any, name: str, call: int = 1) -> Iterator[None]:
-    """Within the context, one call of a function raises on all ranks."""
+    """Within the context, call number ``call`` of ``owner.name`` raises on all ranks."""
     original = getattr(owner, name)
     calls: list[int] = []
 
@@ -125,7 +125,7 @@ class ManualTest(TrainingMixin, FSDPTest):
     def _models(
         self, make: Callable[[], Any] = stack, wrap: Callable[[Any], list[Any]] | None = None, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """A plain model and its sharded copy with manual finalization. After this call ranks have different data."""
+        """A plain model and its sharded copy with manual finalization. Seeds each rank's inputs differently."""
         manual_seed(42)
         plain = make().to(self.device)
         model = self._replica(plain)
@@ -151,7 +151,7 @@ class ManualTest(TrainingMixin, FSDPTest):
         check_gradients(self, plain, model)
 
     def _check_trains(self, plain: nn.Module, model: Any) -> None:
-        """Both models must train alike from now on, with one reduction in each step."""
+        """Further training of both models must agree. FSDP reduces each group once in each step."""
 
         def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
             if each is model:
@@ -192,7 +192,7 @@ class TestFullyShardManualFinalization(ManualTest):
             model.set_requires_gradient_sync(False)
             with recorded() as calls:
                 losses = torch.stack([train(model, microbatch) for microbatch in microbatches])
-            # Backward unshards after a reshard in forward. A later forward unshards after a reshard in backward.
+            # Backward unshards if forward reshards. The next forward unshards if backward reshards.
             first, further = 1 + reshard_after_forward, reshard_after_forward + reshard_after_backward
             gathers = GROUPS * (first + further * (NUM_MICROBATCHES - 1))
             self.assertEqual(calls.counts(), {"all_gather": gathers})
@@ -212,10 +212,10 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, input_requires_grad=[True, False], async_op=[True, False], last_only=[True, False])
     def test_synchronized_backward(self, input_requires_grad, async_op, last_only):
-        """With synchronization on, each group reduces in backward, except one whose inputs have no gradient.
+        """With gradient synchronization on, each group reduces in backward, unless its inputs need no gradient.
 
-        That is the first group. Autograd does not call FSDP at the end of its backward. Finalization reduces the sum of
-        its gradients once.
+        If the model's input needs none, this is the root's group, because autograd runs no post-backward for it.
+        Finalization reduces the sum of its gradients once.
         """
         plain, model = self._models()
         in_backward = GROUPS if input_requires_grad else GROUPS - 1
@@ -242,7 +242,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_handle(self):
-        """Nothing else may start before the wait on the handle. A second wait does not affect later reductions."""
+        """Forward and finalization raise before the wait on the handle. A second wait does not affect later steps."""
         from torch.distributed.fsdp import GradientReductionHandle
 
         plain, model = self._models()
@@ -272,7 +272,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_handle_is_never_waited_on(self):
-        """Without a wait, only a reset is allowed. It drops the gradients, and the old handle raises afterwards."""
+        """A reset without a wait drops the gradients. Afterwards the old handle raises, and the model trains."""
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         self._accumulate(model)
@@ -312,7 +312,9 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_finalization_without_synchronization(self, async_op):
-        """With synchronization off, finalization reduces nothing and loses nothing. A later one reduces it all."""
+        """With gradient synchronization off, finalization reduces nothing. A later finalization with synchronization on
+        reduces all accumulated gradients.
+        """
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         for _ in range(2):
@@ -332,7 +334,9 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_groups_synchronize_apart(self):
-        """Each group has its own setting: one reduces in backward, one in finalization, one in a later finalization."""
+        """Gradient synchronization is a setting of each group: one reduces in backward, one in finalization, and one in
+        a later finalization.
+        """
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         model[2].set_requires_gradient_sync(True)
@@ -351,7 +355,7 @@ class TestFullyShardManualFinalization(ManualTest):
     def test_finalization_reshards(self, sync, reshard):
         """Groups that stay unsharded during several backwards are resharded in finalization, if that is enabled.
 
-        Pipelines use it this way. With synchronization on, all groups reduce in backward.
+        Pipeline schedules do this. With gradient synchronization on, all groups reduce in backward.
         """
         plain, model = self._models(reshard_after_forward=False)
         model.set_requires_gradient_sync(sync)
@@ -401,10 +405,10 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_of_synchronized_backwards(self):
-        """Gradients are accumulated in ``reduce_dtype`` also if every backward has synchronization on.
+        """Gradients are accumulated in ``reduce_dtype`` also if every backward has gradient synchronization on.
 
-        The group that waits for finalization accumulates in bfloat16 (seen in 2.15.0). FSDP does not cast a gradient
-        that it is about to reduce. This one is not reduced until finalization, and is not cast either.
+        With 2.15.0 a group that only finalization reduces accumulates in bfloat16, which is a defect. With
+        synchronization on FSDP expects to reduce the gradient in the same backward, so it does not cast it.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         plain, model = self._models(lambda: nn.Sequential(nn.Linear(DIM, DIM)), mp_policy=policy)
@@ -424,7 +428,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_before_the_first_forward(self, async_op):
-        """Before the first forward, finalization does nothing, on the root or below it, with either setting."""
+        """Before the first forward ``finalize_backward`` does nothing, also below the root and in automatic mode."""
         plain, model = self._models()
         for manual in (False, True):
             model.set_manual_backward_finalization(manual)
@@ -440,7 +444,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_backward_of_others(self, async_op):
-        """Finalization does nothing after a backward without FSDP parameters."""
+        """Finalization does nothing after a backward through a model without FSDP parameters."""
         plain, model = self._models()
         model.eval()
         with torch.no_grad():
@@ -455,7 +459,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_manual_and_automatic_by_turns(self):
-        """The setting may change between steps, and each step follows its own."""
+        """Finalization may change between manual and automatic from step to step."""
         plain, model = self._models()
         optims = optimizers(plain, model)
         for manual in (True, False, False, True, True):
@@ -480,7 +484,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_below_the_root(self, async_op):
-        """Only the root may be finalized, and only the root's setting may change."""
+        """``finalize_backward`` and ``set_manual_backward_finalization`` raise on an FSDP module below the root."""
         plain, model = self._models()
         self._accumulate(plain, model)
         for mlp in model[1:]:
@@ -494,7 +498,9 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_set_below_the_root_before_the_first_forward(self):
-        """FSDP does not know the root yet, so the root's first forward raises."""
+        """If the setter is called below the root before the first forward, FSDP does not know the root yet. The root's
+        first forward raises.
+        """
         _, model = self._models()
         model[1].set_manual_backward_finalization(True)
         message = "set_manual_backward_finalization must be called on the root FSDP module"
@@ -503,7 +509,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_automatic(self, async_op):
-        """With automatic finalization the call is rejected and changes nothing."""
+        """With automatic finalization ``finalize_backward`` raises and changes no gradients."""
         plain, model = self._models()
         model.set_manual_backward_finalization(False)
         self._accumulate(plain, model)
@@ -514,7 +520,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(manual=[True, False])
     def test_within_backward(self, manual):
-        """During a backward, finalization and a change of the setting are rejected. The same value is allowed."""
+        """During a backward, ``finalize_backward`` raises, and the setter raises if it changes the value."""
         plain, model = self._models()
         model.set_manual_backward_finalization(manual)
         rejected = []
@@ -539,7 +545,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(way_out=["finalize", "reset"])
     def test_change_after_backward(self, way_out):
-        """After a backward, the setting cannot change before finalization or a reset."""
+        """After a backward, the setter raises if it changes the value before finalization or a reset."""
         plain, model = self._models()
         self._accumulate(model)
         message = "cannot change mode after backward starts"
@@ -596,7 +602,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_exception_after_reduction(self, async_op):
-        """If finalization raises after the reductions, it can be called again. Nothing is reduced twice."""
+        """If finalization raises after the reductions, it can be called again. No gradient is reduced twice."""
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         self._accumulate(plain, model)
@@ -622,9 +628,9 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, zeros_for_unused=[True, False], last_only=[True, False], async_op=[True, False])
     def test_unused_parameters(self, zeros_for_unused, last_only, async_op):
-        """Only the first microbatch runs a branch, either the same on all ranks or a different one on each rank.
+        """Gradients are right if only the first microbatch runs a branch, which may differ by rank.
 
-        Different branches need ``set_reduce_scatter_unused_params``, so that unused parameters get zero gradients.
+        If it does, the group needs ``set_reduce_scatter_unused_params``, so that unused parameters have zero gradients.
         """
         plain, model = self._models(Forked, lambda model: [model.fork, model])
         model.fork.set_reduce_scatter_unused_params(zeros_for_unused)
@@ -713,7 +719,7 @@ class TestFullyShardManualFinalizationOfSeveralRoots(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_open_iteration_of_another(self):
-        """Asynchronous finalization is rejected while the other root is not finalized."""
+        """Asynchronous finalization raises if a root with the same context has run a backward that is not finalized."""
         plain, model = self._roots()
         first, second = model
         for index in range(2):
@@ -734,8 +740,8 @@ class TestFullyShardSharedContext(ManualTest):
     def test_automatic_end_between_forward_and_backward_of_another(self):
         """One root's backward may end between the forward and the backward of another root with the same context.
 
-        The other root's backward raises an IndexError (seen from 2.11 to 2.15). The roots share the list of forwards,
-        and the end of a backward clears it for both.
+        From 2.11 to 2.15 the other root's backward raises an IndexError, which is a defect. The roots share the
+        post-forward order, and the end of a backward clears it for both.
         """
         from torch.distributed.fsdp import share_comm_ctx
 
@@ -816,8 +822,8 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, way_out=["backward", "reset"], async_op=[True, False])
     def test_finalization_after_partial_reduction(self, way_out, async_op):
-        """Finalization after a partial reduction is rejected. Another backward with all-reduce completes the reduction,
-        or a reset drops it.
+        """Finalization raises after a backward without all-reduce. Another backward with all-reduce completes the
+        reduction, or a reset drops it.
         """
         plain, model = self._models(mesh=self._mesh(2, 2))
         model.set_requires_all_reduce(False)
@@ -841,14 +847,16 @@ class TestFullyShardManualFinalizationSplitBackward(ManualTest):
     world_size = 2
 
     def _backward_of_input(self, module: nn.Module, inp: torch.Tensor) -> list[dict[str, Any]]:
-        """Compute the gradient of the input alone. Returns what ``stage_backward_weight`` needs for the others."""
+        """Compute the gradient of the input alone. Returns the argument with which ``stage_backward_weight`` computes
+        the gradients of the parameters.
+        """
         loss = loss_of(module(inp))
         return internals.pipeline_backward.stage_backward_input([loss], None, [inp], iter(module.parameters()))[1]
 
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, reduce_dtype=[None, torch.float32], weights_last=[True, False], async_op=[True, False])
     def test_split_backward(self, reduce_dtype, weights_last, async_op):
-        """Gradients of parameters may be computed long after those of inputs. Finalization reduces them."""
+        """Finalization reduces gradients of parameters that are computed later than those of the inputs."""
         param_dtype = None if reduce_dtype is None else torch.bfloat16
         plain, model = self._models(
             reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype)
@@ -888,15 +896,16 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
     def test_schedule(self, schedule):
-        """A schedule finalizes each stage at the end of a step or in a later step."""
+        """A pipeline schedule finalizes each stage in a step with ``finalize_gradients=True``, and in no other step."""
         self._check_schedule(schedule, reshard_after_forward=False)
 
     @skip_if_lt_x_gpu(4)
     def test_schedule_resharding_after_forward(self):
-        """The gradients are right also if FSDP2 reshards after forward, which is the default below the root.
+        """The gradients are right if FSDP2 reshards after forward, which is the default below the root.
 
-        Some gradients are silently lost (seen from 2.11 to 2.15). Before backward the schedule gets the parameters of
-        the stage. These are shards, which are not in the autograd graph, so they get no gradients.
+        From 2.11 to 2.15 some gradients are silently lost, which is a defect. The schedule lists the parameters of the
+        stage before backward. At this time they are sharded parameters. These are not in the autograd graph, so they
+        get no gradients.
         """
         shows = torch_defect("pipeline_split_backward_loses_gradients")
         self._check_schedule("ScheduleInterleavedZeroBubble", None, shows)
@@ -904,7 +913,9 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
     def _check_schedule(
         self, schedule: str, reshard_after_forward: bool | None, shows: torch_defect = NO_DEFECT
     ) -> None:
-        """``shows`` is a known defect of the gradients of stages except the first, and of the last one's reductions."""
+        """``shows`` is a known defect in the gradients of all stages but the first, and in the number of
+        reduce-scatters on the rank of the last stage.
+        """
         from torch.distributed import pipelining
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -914,7 +925,7 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
         manual_seed(42)
         plain = nn.Sequential(*(stack() for _ in range(4))).to(self.device)
         for param in plain.parameters():
-            param.data *= 2  # else the gradients of the first stages are below the tolerance
+            param.data *= 2  # otherwise the gradients of the first stages are below the tolerance
         rank = mesh.get_local_rank("pipeline")
         indices = [rank, rank + 2] if schedule == "ScheduleInterleavedZeroBubble" else [rank, 3 - rank]
         modules = [self._replica(plain[index]) for index in indices]

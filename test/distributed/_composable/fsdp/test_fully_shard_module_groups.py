@@ -1,4 +1,4 @@
-"""Groups of several modules of which forward runs only some, or in another way."""
+"""``fully_shard`` of a list of modules, if forward runs only some of them or uses them in unusual ways."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_of_partial_group(self):
-        """The root's forward skips a layer of a group, which then runs alone, before the backward."""
+        """Gradients are right if the root's forward skips one layer of a group, and the layer then runs forward and
+        backward alone.
+        """
         manual_seed(42)
         ref_model = TwoBranches().to(self.device)
         model = self._replica(ref_model)
@@ -66,7 +68,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_casts_output_of_root(self):
-        """If forward skips a module of a group, the root's output is cast by the group's policy."""
+        """If forward skips a module of a group, the root's output is cast to the ``output_dtype`` of the group."""
 
         class NormAndHead(nn.Module):
             def __init__(self) -> None:
@@ -80,7 +82,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         manual_seed(42)
         ref_model = NormAndHead().to(self.device)
         model = self._replica(ref_model)
-        # Inputs are cast to float32, so only the output shows the policy. The root does not have this policy.
+        # The policy casts inputs to float32, so only the output's dtype shows it. The root does not have this policy.
         bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
         fully_shard([model.norm, model.head], mp_policy=bf16)
         fully_shard(model)
@@ -117,7 +119,7 @@ class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
         how=["in the loss", "not in the loss", "frozen", "called", "called twice"], reshard_after_forward=[True, False]
     )
     def test_head_of_a_group(self, how, reshard_after_forward):
-        """A group is gathered for the backward of each module, however the last one is used."""
+        """A group is unsharded for the backward of each of its modules, however the last module is used."""
         manual_seed(42)
         ref_model = BodyAndHead(how).to(self.device)
         model = self._replica(ref_model)

@@ -1,4 +1,4 @@
-"""Modules that backward recomputes: which ones, and how often they are unsharded."""
+"""Activation checkpointing of sharded modules: gradients, the operations recomputed, and the number of all-gathers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(dim=[0, 1], is_sharded=[True, False])
     def test_selective_activation_checkpointing(self, dim, is_sharded):
-        """A policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
+        """Backward recomputes no matrix products if a policy saves them (NeMo Automodel #3958)."""
 
         def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             is_product = op is torch.ops.aten.mm.default
@@ -68,7 +68,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_reentrant=[True, False], calls=[1, 2], reshard_after_forward=[True, False])
     def test_calls_that_are_recomputed_one_by_one(self, use_reentrant, calls, reshard_after_forward):
-        """A module may run several times, and once more in backward for each of these."""
+        """Gradients are right if forward calls a module several times and backward recomputes each call separately."""
 
         class Repeating(nn.Sequential):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_double_forward_gathers_recomputed_modules_once(self):
-        """A module that is gathered for its recomputation is not gathered again for its gradients."""
+        """A module that is unsharded for its recomputation is not unsharded again for its gradients."""
         body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model = nn.Sequential(internals.checkpoint_wrapping.checkpoint_wrapper(body), nn.Linear(4, 4)).to(self.device)
         shard_each((*body, body, model))
@@ -99,7 +99,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         with torch_defect("fsdp2_recomputation_gathers_again"):
             self.assertEqual(
                 calls.counts()["all_gather"], 3
-            )  # the first layer gets no gradient to pass on, so it stays
+            )  # the first layer is not resharded between both backwards, because its input needs no gradient
 
 
 if __name__ == "__main__":

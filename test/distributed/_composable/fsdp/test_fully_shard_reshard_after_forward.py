@@ -1,4 +1,4 @@
-"""What is resharded after forward, and over how many ranks."""
+"""``reshard_after_forward`` that changes between steps, and the values of parameters between forward and backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(before=[True, False, 2], after=[True, False], trains=[True, False])
     def test_reshard_after_forward_changes_between_steps(self, before, after, trains):
-        """The setter may come after a training step or a forward in eval mode, wherever the parameters are then."""
+        """``set_reshard_after_forward`` works after a training step and after a forward under ``no_grad``, whether the
+        parameters are sharded then, unsharded, or sharded over a smaller mesh.
+        """
         ref_model, model = both = [filled(nn.Linear(4, 3, device=self.device)) for _ in range(2)]
         fully_shard(model, reshard_after_forward=before)
         self._seed()
@@ -52,11 +54,11 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
-        """Between forward and backward a parameter has its full values, also over a smaller mesh.
+        """``full_tensor()`` is right between forward and backward, while the parameter is sharded over a smaller mesh.
 
-        It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
-        the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims
-        that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
+        With torch 2.13.0 it is wrong if the rows are sharded unevenly, which is a defect. FSDP takes the new shards
+        from the all-gather output, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor
+        assumes that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
 
             model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
             expected = model.weight.full_tensor()

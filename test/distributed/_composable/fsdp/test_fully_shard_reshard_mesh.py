@@ -35,7 +35,7 @@ class TestFullyShardMeshArg(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_values(self):
-        """An int must be a factor of the number of shards. Only bool, int and None are allowed."""
+        """``reshard_after_forward`` must be a bool, None, or an int that is a factor of the shard world size."""
         hybrid = make_mesh(1, 4, names=("replicate", "shard"))
         for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
             shards = mesh.size()
@@ -60,7 +60,7 @@ class TestFullyShardMeshArg(InitTest):
         mesh = make_mesh(4)
         layer = nn.Linear(4, 4, device=self.device)
         shard = functools.partial(fully_shard, layer, mesh=mesh, reshard_after_forward=1)
-        if self.rank == 0:  # a process logs the warning once, on the first rank to get there
+        if self.rank == 0:  # ranks are threads of one process, which logs the warning only once
             warning_once.cache_clear()
             with self.assertLogs("torch.distributed.fsdp.fully_shard", "WARNING") as logs:
                 shard()

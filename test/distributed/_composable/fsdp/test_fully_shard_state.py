@@ -1,4 +1,4 @@
-"""The result of ``fully_shard`` on a module: its FSDP state, its generated class, and what that class rejects."""
+"""The module that ``fully_shard`` returns: its FSDP state, its generated class, and the calls that it rejects."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Child(Base):
 
 
 class NotedLinear(nn.Linear):
-    """Records all values that are assigned to ``weight``."""
+    """Records all values that are assigned to ``weight`` by overriding ``__setattr__``."""
 
     def __init__(self, *args: Any) -> None:
         self.noted: list[Any] = []
@@ -108,7 +108,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         return shard_each((*model, model))
 
     def test_public_names_say_where_they_come_from(self):
-        """Pickles and documentation name the public package, not the file."""
+        """``__module__`` of public names is the public package, which pickles and documentation show."""
         for public in (fully_shard, register_fsdp_forward_method, FSDPModule, UnshardHandle):
             self.assertEqual(public.__module__, "torch.distributed.fsdp")
         for policy in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy):
@@ -201,7 +201,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_setter(self):
-        """The setter accepts only a bool, also where an int would mean the same."""
+        """``set_reshard_after_forward`` accepts only a bool, not even 0 or 1. It recurses by default."""
         model = self._two_wrapped_in_one()
 
         def reshards() -> list[bool]:
@@ -221,7 +221,9 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
-        """FSDP modules share the first one's context. Others are rejected. A list may be empty."""
+        """``share_comm_ctx`` gives all FSDP modules the context of the first one. It raises for other modules, and
+        accepts an empty list.
+        """
         share = internals.fsdp2.share_comm_ctx
         first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
         contexts = [internals.comm_context(module) for module in (first, second, third)]
@@ -252,7 +254,9 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_earlier_hooks_see_gathered_parameters(self):
-        """FSDP's hook before forward runs first, also before a hook that the user registered earlier."""
+        """FSDP's forward pre-hook runs before a pre-hook that the user registered earlier, which sees unsharded
+        parameters.
+        """
         layer = nn.Linear(4, 4, device=self.device)
         kinds = []
         layer.register_forward_pre_hook(lambda module, args: kinds.append(isinstance(module.weight, DTensor)))
@@ -262,7 +266,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @unperturbed("it records assignments")
     @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
-        """If a class overrides ``__setattr__``, FSDP uses it to register parameters."""
+        """FSDP registers parameters through a module's own ``__setattr__``."""
         model = NotedLinear(4, 4).to(self.device)
         ref_model = nn.Linear(4, 4).to(self.device)
         ref_model.load_state_dict(model.state_dict())
@@ -275,7 +279,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_group_as_root(self):
-        """A group of modules cannot be the root, because its forward has no defined start."""
+        """A forward raises if its root is a group of several modules."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(list(model))
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
@@ -283,7 +287,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_generated_classes(self):
-        """Each user class gets one generated class, also if two user classes have the same name."""
+        """Each user class has one generated class of its own, even if two user classes have the same name."""
 
         def another_mlp() -> nn.Module:
             return type("MLP", (nn.Linear,), {})(4, 4)
@@ -297,7 +301,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_refused_root_can_become_a_part(self):
-        """A group cannot be the root. After it was rejected, the whole model can be wrapped."""
+        """After a forward raised because its root was a group of modules, ``fully_shard`` of the whole model works."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         fully_shard([*model])
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
@@ -308,7 +312,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
-        """A slice of a wrapped container has the user's class and is initialised once."""
+        """A slice of a wrapped container has the user's class, whose ``__init__`` runs once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         before = CountedSequential.initialised
         part = model[:1]
@@ -333,7 +337,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
-        """Only the root can reset. After the reset no state of a failed iteration is left."""
+        """``reset_iter_state`` raises below the root. On the root it clears the state of a failed iteration."""
         model = self._two_wrapped_in_one()
         expected = model(self._input(4)).detach()
         for module in model:
@@ -354,7 +358,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state_before_first_forward(self):
-        """There is nothing to reset before the first forward, also if parameters are unsharded."""
+        """``reset_iter_state`` does not raise before the first forward, also if parameters are unsharded."""
         for unshards in (False, True):
             with self.subTest(unshards=unshards):
                 ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)

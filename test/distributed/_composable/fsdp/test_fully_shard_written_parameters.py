@@ -1,4 +1,4 @@
-"""Values that a user, a load or forward writes to parameters are used and kept."""
+"""Parameters that the user replaces or loads, and in-place updates of parameters, are used and kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(how=["assignment", "load"], trained=[False, True], reshard_after_forward=[True, False])
     def test_replaced_parameters_are_used_and_kept(self, how, trained, reshard_after_forward):
-        """A forward uses the parameters that the module has, and the module has them afterwards."""
+        """A forward uses parameters that replaced the sharded ones, and the module still has them afterwards."""
         model = filled(MLP(8, self.device))
         ref_model = copy.deepcopy(model)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
@@ -56,13 +56,13 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(managed=[True, False], reshard_after_forward=[True, False])
     def test_parameters_that_forward_changes(self, managed, reshard_after_forward):
-        """The optimizer updates the rows that forward has scaled in place, as in a plain embedding."""
+        """In-place updates of a parameter inside ``forward()`` are kept. ``max_norm`` of an embedding makes them."""
         ref_model = nn.Embedding(4, 2, max_norm=1.0, device=self.device)
         nn.init.constant_(ref_model.weight, 2.0)
         model = copy.deepcopy(ref_model)
         ignored = set() if managed else {model.weight}
         fully_shard(model, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
-        rows = torch.arange(3, device=self.device)  # on all ranks, so that they change the same
+        rows = torch.arange(3, device=self.device)  # the same on all ranks, which then update the same rows
         for each in (model, ref_model):
             optim = torch.optim.SGD(each.parameters(), lr=0.5)
             loss_of(each(rows)).backward()
@@ -74,7 +74,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(how=["copy_", "data.copy_", "data.mul_", "data"], trained=[False, True])
     def test_writes_to_sharded_parameters(self, how, trained):
-        """Values that are written to a sharded parameter are its values, however they are written."""
+        """``full_tensor`` of a sharded parameter has the values that were written to it, however they were written."""
         model = filled(MLP(8, self.device))
         tripled = [3 * param.detach() for param in model.parameters()]
         fully_shard(model)

@@ -1,4 +1,4 @@
-"""Pipelines: the stages of each rank, the schedule, and the plain model."""
+"""Helpers for tests of pipeline schedules: a model that is split into stages, and the comparison with a plain model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # the inputs and the targets of all m
 
 
 class Block(nn.Module):
-    """Two layers with a residual connection, so that gradients reach the first of many blocks."""
+    """Two layers with a residual connection, so that gradients of the first block do not vanish."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def blocks(hidden: int = 5) -> nn.Sequential:
-    """A model that is split into stages. If ``hidden`` is odd, two ranks shard its rows unevenly."""
+    """The model that is split into stages. If ``hidden`` is odd, two ranks have uneven shards."""
     return nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
 
 
@@ -54,7 +54,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Accumulate the gradients of the microbatches in a model without stages. Returns their losses, detached."""
+    """Run all microbatches through a model without stages, and accumulate gradients. Returns the detached losses."""
     losses = []
     for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
         loss = loss_fn(model(inp), target)
@@ -79,12 +79,14 @@ def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def units_of(stage: Any) -> list[Any]:
-    """The first layer of each block, each block, and the stage. All but the stage get a parameter group."""
+    """The modules of a stage to wrap: the first layer of each block, each block, and the stage, which has no parameters
+    of its own.
+    """
     return [*(module for block in stage for module in (block.net1, block)), stage]
 
 
 def shard_stage(stage: Any, **kwargs: Any) -> Any:
-    """Apply ``fully_shard`` to the units of a stage: two groups of parameters per block. Returns the stage.
+    """Apply ``fully_shard`` to ``units_of`` a stage: two parameter groups per block. Returns the stage.
 
     The groups stay unsharded after forward, as a split backward requires.
     """
@@ -92,19 +94,18 @@ def shard_stage(stage: Any, **kwargs: Any) -> Any:
 
 
 def indices_of(schedule: str, rank: int, size: int) -> list[int]:
-    """The stages of a rank, in the order of the pipeline."""
+    """The indices of the stages of a rank."""
     if schedule in SINGLE:
         return [rank]
     return [rank, 2 * size - 1 - rank if schedule in V_SHAPED else rank + size]
 
 
 class Pipeline:
-    """Parts of a plain model as stages on the ranks of a group, under one of the ``SCHEDULES``.
+    """A plain model that is split into stages on the ranks of a group, under one of the ``SCHEDULES``.
 
-    ``wrap`` parallelizes a copy of each part and returns it. ``boundary_dtype`` is the dtype of everything that
-    stages receive and return, except for the pipeline's input; with None the stages find dtypes and shapes themselves.
-    Other arguments go to the schedule.
-    Skips the test if the installed torch cannot start the schedule over any backend.
+    ``wrap`` parallelizes a copy of each stage and returns it. ``boundary_dtype`` is the dtype of all inputs and outputs
+    of stages except the pipeline's input. With None the stages infer dtypes and shapes. Other arguments go to the
+    schedule. The test is skipped if the installed PyTorch cannot run the schedule with any backend.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Pipeline:
         self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
 
     def step(self, batch: Batch, **kwargs: Any) -> torch.Tensor:
-        """Run the schedule. Returns the losses of the microbatches, on all ranks. Other arguments go to the step."""
+        """Run one step of the schedule, with ``kwargs``. Returns the losses of the microbatches on all ranks."""
         targets = self._targets(batch)
         self.schedule.step(*self._inputs(batch), **targets, **kwargs)
         known = torch.stack(targets["losses"]).detach() if targets else batch[0].new_empty(MICROBATCHES)
@@ -162,7 +163,7 @@ class Pipeline:
 
 
 def _shapes(index: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The shapes of a stage's input and output, as arguments of the stage; without a dtype there are none."""
+    """The arguments of a stage that give shapes and dtypes of its input and output. Empty if ``dtype`` is None."""
     if dtype is None:
         return {}
     empty = functools.partial(torch.empty, ROWS, DIM, device=device)
@@ -171,7 +172,7 @@ def _shapes(index: int, device: torch.device, dtype: torch.dtype | None) -> dict
 
 
 class PipelineMixin(TrainingMixin):
-    """For a test case with pipelines. The data differs between ranks only along the dimension "data"."""
+    """A mixin for test cases with pipelines. Batches differ by rank only along the mesh dimension "data"."""
 
     def _plain(self, **kwargs: Any) -> nn.Sequential:
         """A plain model that is the same on all ranks."""
@@ -194,7 +195,7 @@ class PipelineMixin(TrainingMixin):
         compare: Callable[..., None] = check_parity,
         **kwargs: Any,
     ) -> None:
-        """The pipeline must train like the plain model on the data of all ranks of ``data_group``."""
+        """The pipeline must train like the plain model, whose gradients are averaged over ``data_group``."""
 
         def step(each: nn.Module, batch: Batch) -> torch.Tensor:
             return pipeline.step(batch) if each is pipeline.modules else microbatched(each, batch)
