@@ -97,7 +97,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         self.assertEqual(full_parameters(other), full_parameters(model), rtol=0, atol=0)
 
     @with_comms
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fewer_ranks(self):
         """Two ranks load a checkpoint that all ranks saved."""

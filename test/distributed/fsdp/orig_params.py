@@ -21,7 +21,7 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.NO_SHARD,
 )
-
+STRATEGIES = {"no_shard": NO_SHARD, "shard_grad_op": SHARD_GRAD_OP, "full_shard": FULL_SHARD}
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
 
 Tensors = dict[str, "torch.Tensor | None"]

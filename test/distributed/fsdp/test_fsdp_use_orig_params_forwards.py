@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -20,14 +20,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.orig_params import UseOrigParamsTest
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = {"no_shard": NO_SHARD, "shard_grad_op": SHARD_GRAD_OP, "full_shard": FULL_SHARD}
+from distributed.fsdp.orig_params import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, UseOrigParamsTest
 
 
 class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
