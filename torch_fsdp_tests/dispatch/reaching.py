@@ -98,8 +98,9 @@ def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowe
     tests = [
         dataclasses.replace(part, included=frozenset(inside), order=tuple(inside)) for part, inside in parts if inside
     ]
-    tests = [dataclasses.replace(each, included=_spelled(each, texts[each.file])) for each in tests]
-    return Narrowed(tests, [f"{_count(tests)} are not in {run.map}"])
+    # Names in the order would be those of the source, without the device types that the file adds.
+    spelled = [dataclasses.replace(each, included=_spelled(each, texts[each.file]), order=()) for each in tests]
+    return Narrowed(spelled, [f"{_count(tests)} are not in {run.map}"])
 
 
 @contextlib.contextmanager
