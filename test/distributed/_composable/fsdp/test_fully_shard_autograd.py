@@ -435,18 +435,24 @@ class TestFullyShardAutograd(FSDPTest):
 
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
-    @subtests(reshard_after_forward=[True, False], transform=["vjp", "vmap"], trained=[False, True])
-    def test_backward_through_vjp_and_vmap(self, reshard_after_forward, transform, trained):
+    @subtests(
+        reshard_after_forward=[True, False],
+        transform=["vjp", "vmap"],
+        trained=[False, True],
+        dtype=[torch.float32, torch.complex64],
+        valid=lambda transform, dtype, **_: transform == "vmap" or not dtype.is_complex,
+    )
+    def test_backward_through_vjp_and_vmap(self, reshard_after_forward, transform, trained, dtype):
         """Outputs and the gradients that ``vjp`` computes are right, and a loss of these outputs has a backward."""
         manual_seed(42)
-        ref_model = nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh()).to(self.device)
+        ref_model = nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh()).to(self.device, dtype)
         model: Any = copy.deepcopy(ref_model)
         shard_each((model[0], model[2], model), reshard_after_forward=reshard_after_forward)
         manual_seed(42 + self.rank + 1)
-        rows = torch.randn(3, DIM).to(self.device)
+        rows = torch.randn(3, DIM).to(self.device, dtype)
         cotangents = torch.randn(3, 4).to(self.device)
         if trained:
-            model(rows).sum().backward()
+            model(rows).abs().sum().backward()
             model.zero_grad()
 
         def outputs_of(each: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -459,7 +465,7 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(actual, expected)
         with torch_defect("fsdp2_backward_through_vjp_raises", when=transform == "vjp"):
             for outputs in (expected, actual):
-                outputs[0].square().sum().backward()
+                outputs[0].abs().square().sum().backward()
             average([param.grad for param in ref_model.parameters()])
             check_parity(self, ref_model, model)
 
