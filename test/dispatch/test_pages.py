@@ -167,7 +167,6 @@ class TestContent(unittest.TestCase):
             (a_report(exit_code=143), ": <span class=bad>terminated</span>"),
             (a_report(exit_code=3), ": <span class=bad>incomplete</span>"),
             (a_report(exit_code=9), ": <span class=bad>exit status 9</span>"),
-            (a_report(hosts={"host-a": "ranks 0-3", "host-b": "ranks 4-7"}), "host-a (ranks 0-3), host-b (ranks 4-7)"),
             (a_report(hosts=two_hosts()), "host-a (ranks 0-1), host-b (rank 2)"),
             (a_report(hosts=two_hosts()), "<li>host-b is suspect: 1 failure began there"),
             (a_report(hosts=two_hosts(), exit_code=4), ": <span class=bad>failed on one host</span>"),

@@ -31,8 +31,8 @@ fixed, reappeared, or could not be decided), or if --fail-on applies, or if --fi
 --patch lacks a fix; 2 for bad arguments; 3 if something could not be written.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
-# Options that ask for something else than a check, and what each can be used with.
 CHOICE = tuple(kind.__name__.lower() for kind in KINDS)
+# Options that ask for something else than a check, and what each can be used with.
 ALONE = ("between", "html", "show", "issue", "patch")
 QUESTIONS: dict[str, Sequence[str]] = dict.fromkeys(ALONE, ()) | dict.fromkeys(("find", "using"), CHOICE)
 QUESTIONS["list"] = ("ids", *CHOICE)
@@ -51,32 +51,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         what = f"check, list or find only defects of some of {', '.join(each.value for each in kind)}"
         parser.add_argument(f"--{name}", type=_some_of(kind), metavar="SOME", help=f"{what} (separated by commas)")
     parser.add_argument("--list", action="store_true", help="list the defects, the worst first, and check none")
-    parser.add_argument(
-        "--find",
-        nargs="+",
-        metavar="WORD",
-        help="print the defects that fit these words, an issue of torch, or a traceback (- reads it from stdin)",
-    )
-    parser.add_argument(
-        "--using",
-        metavar="FEATURES",
-        help=f"print the defects that can affect programs that use these: {', '.join(find.SHORT)}",
-    )
-    parser.add_argument(
-        "--between", nargs=2, metavar="VERSION", help="print what changed from one version of torch to another"
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page about all defects, their versions and the workarounds"
-    )
+    words = "print the defects that fit these words, an issue of torch, or a traceback (- reads it from stdin)"
+    parser.add_argument("--find", nargs="+", metavar="WORD", help=words)
+    words = f"print the defects that can affect programs that use these: {', '.join(find.SHORT)}"
+    parser.add_argument("--using", metavar="FEATURES", help=words)
+    words = "print what changed from one version of torch to another"
+    parser.add_argument("--between", nargs=2, metavar="VERSION", help=words)
+    words = "write a page about all defects, their versions and the workarounds"
+    parser.add_argument("--html", metavar="FILE", help=words)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
-    parser.add_argument(
-        "--patch",
-        nargs="+",
-        metavar="ID",
-        help="print the fixes of these defects, or all, as a diff: patch -p1 -d SITE_PACKAGES applies it",
-    )
+    words = "print the fixes of these defects, or all, as a diff: patch -p1 -d SITE_PACKAGES applies it"
+    parser.add_argument("--patch", nargs="+", metavar="ID", help=words)
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
     given = parser.parse_args(argv)
@@ -146,8 +133,7 @@ def _answer(options: argparse.Namespace) -> int:
 
 
 def _chosen(options: argparse.Namespace, defects: Iterable[Defect]) -> list[Defect]:
-    kinds = {kind.__name__.lower() for kind in KINDS}
-    return registry.chosen(defects, **{kind: getattr(options, kind) for kind in kinds})
+    return registry.chosen(defects, **{kind: getattr(options, kind) for kind in CHOICE})
 
 
 def _patch(patterns: Sequence[str], is_strict: bool) -> int:
@@ -201,16 +187,12 @@ def _find(options: argparse.Namespace) -> int:
 
 def _try(options: argparse.Namespace, ids: list[str]) -> int:
     device = accelerator.current()
-    facts = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device.name,
-        "backend": device.backend,
-    }
+    facts = {"torch": torch.__version__, "python": platform.python_version()}
+    facts |= {"device": device.name, "backend": device.backend}
     heading = ", ".join(f"{name} {value}" for name, value in facts.items())
     findings = []
     if not options.json:
-        print(f"{heading}; {len(ids)} defect{'s' * (len(ids) != 1)}", flush=True)
+        print(f"{heading}; {plural(len(ids), 'defect')}", flush=True)
     for finding in trial.try_all(ids, at_a_time=2 * cores()):  # ranks mostly wait for each other
         findings.append(finding)
         if not options.json:
@@ -255,9 +237,9 @@ def _as_json(finding: Finding) -> dict[str, Any]:
 
 
 def _save(findings: Sequence[Finding], version: str) -> None:
-    """Store the answers for this version of torch, without the name of its build, beside those of other defects.
+    """Store the answers for this version of torch, whatever its build, beside those of other defects.
 
-    What cannot be tried on this device keeps the answer of another one.
+    A defect that cannot be tried on this device keeps the answer of another device.
     """
     recorded, of_version = registry.recorded(), version.partition("+")[0]
     known = {id: answer for id, answer in recorded["seen"].get(of_version, {}).items() if id in registry.ids()}

@@ -19,7 +19,7 @@ class Changes(NamedTuple):
     changed: list[str]
 
     def sections(self) -> dict[str, list[Defect] | list[str]]:
-        """The changes under their titles, without those that are empty."""
+        """The changes by title, without empty lists."""
         titles: dict[str, list[Defect] | list[str]] = {"Fixed": self.fixed, "Introduced": self.introduced}
         titles |= {"New": self.new, "Changed": self.changed}
         return {title: each for title, each in titles.items() if each}

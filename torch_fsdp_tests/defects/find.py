@@ -46,7 +46,7 @@ def fitting(text: str) -> list[Defect]:
 
 
 def by_words(text: str) -> list[Defect]:
-    """The defects that have the most of these words, if they have enough of them. One word gives the worst first."""
+    """The defects that have the most of these words, if they have enough of them. For one word, the worst first."""
     defects = registry.defects()
     return [defects[number] for number in _ranking().best(_ISSUE.sub(r"issue\1", text))]
 
@@ -66,7 +66,7 @@ def by_traceback(text: str) -> list[Defect]:
 
 
 def by_features(used: Collection[str]) -> list[Defect]:
-    """The defects that take no other features than these. Without an interface among them, each one counts.
+    """The defects that take no other features than these. If none of these is an interface, any interface is allowed.
 
     Raises :class:`InvalidQuery` for a name that no feature has.
     """

@@ -60,7 +60,7 @@ class KnownDefect:
 class torch_defect:
     """A test, or a block of one, that shows these defects of the registry.
 
-    As a decorator it is for a test that is nothing but one comparison, and for one that hangs or dies. If the installed
+    As a decorator it is for a test that is only one comparison, and for a test that hangs or dies. If the installed
     torch has one of the defects, the test must fail in the way that the registry says: with one of the exceptions in
     ``Defect.fails_with``. Any other failure is a failure of the test. If torch has none of them, the test must pass.
 

@@ -17,9 +17,8 @@ LIMIT = 20  # seconds after which a collective times out
 def same(actual, expected):
     """Whether two results are equal, up to the rounding of numbers."""
     if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
-        return (
-            torch.is_tensor(actual) and torch.is_tensor(expected) and torch.allclose(actual, expected, equal_nan=True)
-        )
+        both = torch.is_tensor(actual) and torch.is_tensor(expected)
+        return both and torch.allclose(actual, expected, equal_nan=True)
     if isinstance(actual, float) and isinstance(expected, (int, float)):
         return torch.allclose(torch.tensor(actual), torch.tensor(float(expected)), rtol=1e-4, equal_nan=True)
     if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
@@ -50,9 +49,8 @@ def print_result(rank, world_size, init_method, reproduce):
     """Print the result of this rank."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
-    actual, expected = run_rank(
-        rank, world_size, init_method, reproduce, kind, dist.get_default_backend_for_device(kind)
-    )
+    backend = dist.get_default_backend_for_device(kind)
+    actual, expected = run_rank(rank, world_size, init_method, reproduce, kind, backend)
     verdict = "absent" if same(actual, expected) else "PRESENT"
     print(f"rank {rank}: {verdict}\n  actual {actual}\n  expected {expected}\n", end="", flush=True)  # in one piece
     os._exit(0)  # some defects leave collectives that never finish

@@ -8,10 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-K1 = 1.2  # how much a word counts that a text repeats
-B = 0.8  # how much a word counts less in a long field
-FITS = 1.33  # what fits less is not worth reading, unless it has all words
-BESIDE_THE_BEST = 0.5  # nor is what fits so much less than the best
+K1 = 1.2  # BM25's saturation: how much a word counts that a text repeats
+B = 0.8  # BM25's normalization by length: how much less a word counts in a long field
+FITS = 1.33  # a text with a lower score is not shown, unless it has all words
+BESIDE_THE_BEST = 0.5  # nor is a text with less than this share of the best score
 
 # Words without information about a problem: those of any sentence, and those of any report.
 _EMPTY = set(
@@ -44,7 +44,7 @@ _ALIKE = dict(
 
 
 def words(text: str) -> list[str]:
-    """The stems of the words with information. An identifier is a word, and so is each of its parts."""
+    """The stems of the words with information. An identifier and each of its parts are words."""
     return [stem for token in re.findall(r"\w+", text) for stem in _stems(token)]
 
 
@@ -68,7 +68,7 @@ def _stem(word: str) -> str:
 
 
 class Ranking:
-    """Texts of some fields, and the weights of the fields."""
+    """Texts to search. A text has fields, and each field has a weight."""
 
     def __init__(self, texts: Sequence[Mapping[str, str]], weights: Mapping[str, float]) -> None:
         split = [{field: words(text[field]) for field in weights} for text in texts]
@@ -84,9 +84,9 @@ class Ranking:
         self._texts_with = Counter(word for counts in self._counts for word in counts)
 
     def best(self, query: str) -> list[int]:
-        """The texts that fit well, by their numbers. The best comes first.
+        """The numbers of the texts that fit well, the best first.
 
-        One word does not show which text is best, so they keep their order then.
+        For a query of one word they keep their order, because one word does not show which text is best.
         """
         fits, stems = self.fits(query), {*words(query)}
         least = BESIDE_THE_BEST * max(fits)
@@ -100,8 +100,8 @@ class Ranking:
     def fits(self, query: str) -> list[float]:
         """How well each text fits, from 0.
 
-        A long query needs more words in common than a short one for the same number, but not in proportion: reports
-        contain much that no text can have.
+        For the same score a long query needs more words in common than a short one, but not in proportion to its
+        length, because reports contain much that no text has.
         """
         rarities = {word: self._rarity(word) for word in words(query)}
         norm = math.sqrt(sum(rarities.values())) or 1.0

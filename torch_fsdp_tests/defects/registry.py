@@ -115,7 +115,7 @@ class Defect:
     since: str = "2.9"
     devices: Devices = Devices.ANY
     needs: str = ""  # a capability of the device, as in ``accelerator.CAPABILITIES``
-    package: str = ""  # what Python imports
+    package: str = ""  # the name by which Python imports it
     upstream: tuple[str, ...] = ()
     documented: str = ""
     arguable: str = ""
@@ -247,7 +247,7 @@ def unknown(id: str) -> InvalidQuery:
 @functools.cache
 def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
     """What is known about versions of torch: the answers by version and id. ``seen`` has those of the command's last
-    run on a version, and ``read`` those that someone read in torch's source and that do not follow from ``seen``.
+    run on a version, and ``read`` those that were read in torch's source and that do not follow from ``seen``.
     """
     return json.loads(SEEN.read_text(encoding="utf-8"))
 

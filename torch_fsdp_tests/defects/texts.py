@@ -30,12 +30,9 @@ def details(finding: Finding) -> str:
     """A defect that is present, with the actual and the expected result."""
     defect = finding.defect
     who = "" if finding.rank is None else f" on rank {finding.rank}"
-    lines = [defect.headline]
-    lines.append(f"    actual{who}    {in_short(finding.found)}")
+    lines = [defect.headline, f"    actual{who}    {in_short(finding.found)}"]
     lines.append(f"    expected{' ' * len(who)}  {in_short(finding.right)}")
-    if defect.arguable:
-        lines.append(f"    arguable: {defect.arguable}")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"    arguable: {defect.arguable}"] * bool(defect.arguable))
 
 
 def in_short(value: object) -> str:

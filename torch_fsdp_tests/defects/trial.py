@@ -24,7 +24,7 @@ from torch_fsdp_tests.ranks import Assignment, HarnessError, RankGroup, capture,
 from torch_fsdp_tests.verdict import State, by_cause
 
 LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
-STAY = 5.0  # seconds that a rank waits for the others after its answer; some never answer while it is there
+STAY = 5.0  # seconds that a rank waits for the others after its answer; some of them hang until it leaves
 TICK = 1.0  # seconds between two checks of time limits
 assert launch.LIMIT < LIMIT
 
@@ -37,7 +37,7 @@ class Finding:
     answer: Answer
     expected: Answer
     why: str = ""  # why it cannot be tried, or could not be decided
-    rank: int | None = None  # that differs, where the ranks differ from each other
+    rank: int | None = None  # the first rank with a wrong result, if not all ranks have the same
     found: Any = None
     right: Any = None
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class Finding:
 
 
 class Reproduction:
-    """What the ranks of a group do: the test is a defect's id."""
+    """What the ranks of a group run. The test of their assignment is the id of a defect."""
 
     @classmethod
     def program(cls, defect: Defect) -> Callable[..., tuple[Any, Any]]:

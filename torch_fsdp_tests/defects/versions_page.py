@@ -76,8 +76,7 @@ def _defects(defects: list[Defect], versions: list[str]) -> str:
     """A folded line with a column for each version, and all about the defect below it."""
     columns = f"<span class=versions>{''.join(f'<span>{version}</span>' for version in versions)}</span>"
     words = "".join(f"<span><span class={kind}>{mark}</span> {means}</span>" for mark, kind, means in MARKS.values())
-    key = f"<div class='dim small key'>{words}</div>"
-    parts = [key]
+    parts = [f"<div class='dim small key'>{words}</div>"]
     for consequence, its in itertools.groupby(defects, key=lambda defect: defect.consequence):
         lines = "".join(_defect(defect, versions) for defect in its)
         head = f"<div class=columns><h3 class=what>{consequence.value.capitalize()}</h3>{columns}</div>"

@@ -48,26 +48,18 @@ class Orders:
 
 
 def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str], int]:
-    """Return the positions of the tests to run, in order, and remarks on names that select nothing.
-
-    The number is that of the selected tests before the file was cut into parts.
+    """Return the positions of the tests to run, in order, remarks on names that select nothing, and the number of
+    selected tests before the file was cut into parts.
     """
-    chosen = set(range(len(names)))
-    remarks: list[str] = []
     run, part = orders.run, orders.part
-    if part.test.included:
-        included: set[int] = set()
-        for pattern in sorted(part.test.included):
-            matches = positions_of(pattern, names)
-            included |= matches
-            if not matches and pattern not in part.test.order and not run.failed_only:
-                import difflib  # not imported at the top: few runs have unknown names
+    chosen = part.test.selected(names)
+    remarks: list[str] = []
+    for pattern in sorted(part.test.included.difference(part.test.order)):
+        if not run.failed_only and not positions_of(pattern, names):
+            import difflib  # imported late, because few runs have unknown names
 
-                near = difflib.get_close_matches(pattern, [*names, *{name.split(".")[0] for name in names}], n=3)
-                remarks.append(f"{pattern!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
-        chosen &= included
-    for pattern in part.test.excluded:
-        chosen -= positions_of(pattern, names)
+            near = difflib.get_close_matches(pattern, [*names, *{name.split(".")[0] for name in names}], n=3)
+            remarks.append(f"{pattern!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
     if run.patterns:
         expressions = [keywords.parse(pattern) for pattern in run.patterns]
         chosen = {index for index in chosen if any(holds(names[index]) for holds in expressions)}
@@ -104,7 +96,7 @@ class Run:
         self.happened = True
         tests = list(events.tests_in([suite]))
         names = [events.test_name(test) for test in tests]
-        # Also those of a test that does not run, and so does not report them.
+        # Also the ranks of tests that are not picked, which do not report them.
         events.need(max(map(events.declared_ranks, tests), default=0))
         picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
@@ -164,7 +156,7 @@ def install(orders: Orders) -> Run:
     run = Run(orders)
     events.check_calls()
     if settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
-        # By its name, because it imports torch. Without the setting a file that does not need torch is spared that.
+        # Imported only with the setting, because this module imports torch, which not every file needs.
         importlib.import_module("torch_fsdp_tests.common_utils.state").check_every_test()
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
@@ -205,7 +197,7 @@ def main(argv: Sequence[str]) -> None:
     host.die_with_parent(orders.dispatcher)
     stream.attach()
     faulthandler.enable()
-    # If the file's process ignores the signal: write the stacks, and then die of the signal.
+    # On SIGTERM write the stacks, and then die of the signal.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     if orders.run.save_map is not None:
         from torch_fsdp_tests.dispatch import coverage
@@ -233,15 +225,14 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
     if not run.happened:
         words = "the file ended without running its tests: end it with `if __name__ == '__main__': run_tests()`, which "
-        words += (
-            "torch_fsdp_tests.common_utils has, or with unittest.main(); `python -m pytest` runs functions of pytest"
-        )
+        words += "torch_fsdp_tests.common_utils has, or with unittest.main(); `python -m pytest` runs functions of "
+        words += "pytest"
         stream.send(stream.Broken(words))
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 
 def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
-    """Take the arguments and the module path of ``python FILE ARGUMENTS``.
+    """Set ``sys.argv`` and ``sys.path`` as ``python FILE ARGUMENTS`` does.
 
     Files of another test directory also find the packages around it, before those of this checkout, as with pytest.
     """
@@ -255,7 +246,7 @@ def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
     if not (above / "torch" / "__init__.py").is_file():  # a source tree of PyTorch would hide the installed one
         sys.path.insert(1, str(above))
     if directory.name == DEFAULT_DIRECTORY and not (directory / "__init__.py").is_file():
-        # Python prefers every package with an __init__.py, such as this checkout's of the same name.
+        # Otherwise Python prefers a package of this name with an __init__.py, such as that of this checkout.
         spec = importlib.machinery.PathFinder.find_spec(directory.name, [str(directory.parent)])
         if spec is not None and spec.loader is None:
             sys.modules[directory.name] = importlib.util.module_from_spec(spec)

@@ -32,8 +32,8 @@ GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
 _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}
 RULE = "=" * 78
 THIN_RULE = "-" * 78
-REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
-QUIET = 30.0  # seconds of silence after which a log gets a progress line
+REFRESH = 1.0  # seconds between two updates of the status line on a terminal
+QUIET = 30.0  # seconds without output after which a log gets a progress line
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
@@ -91,7 +91,7 @@ class Console:
         self._run, self._stream, self._total, self._slots = run, stream, total, slots
         self.under_test = dict(under_test)  # what is known at first; the first file with ranks reports the rest
         self._done = self._failures = self._tests = 0
-        self._round = 0  # 0 if there is only one
+        self._round = 0  # the number of the running round; 0 without rounds
         self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
@@ -100,7 +100,7 @@ class Console:
         self._printed_at = time.monotonic()
         self._status = ""
         self._introduced = False
-        self._machine = ""  # in one line
+        self._machine = ""  # the facts about the machine in one line, when a file has reported them
         self._width = len(str(total))
 
     def say(self, text: str = "") -> None:
@@ -159,22 +159,22 @@ class Console:
         self._round = number
         self._counts = collections.Counter()
 
-    def round_done(self, number: int, took: float, since: float, is_complete: bool) -> None:
+    def round_done(self, took: float, since: float, is_complete: bool) -> None:
         """Print one line for each round. It took ``took`` seconds, and the first began ``since`` seconds ago."""
-        self._end_status()
+        self._set_status("")
         counts = {state: self._counts[state] for state in COUNTED}
         word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
         of = f"/{self._run.repeat}" if self._run.repeat else ""
         outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
         limit = f" ({seconds(since)} of {seconds(self._run.duration)})" if self._run.duration else ""
-        self.say(f"round {number:{len(of[1:])}d}{of} {outcome} {closing_line(counts)}  {seconds(took)}{limit}")
+        self.say(f"round {self._round:{len(of[1:])}d}{of} {outcome} {closing_line(counts)}  {seconds(took)}{limit}")
 
-    def file_done(self, file: FileResult, is_new_failure: bool = True) -> None:
+    def file_done(self, file: FileResult, is_new_failure: bool) -> None:
         """Print one line for each file, and the full output of a file that failed.
 
         In rounds only failures are printed, and the output if it ``is_new_failure``.
         """
-        self._end_status()  # the status line about this file is outdated
+        self._set_status("")  # the status line about this file is outdated
         self._done += 1
         results = file.tests()
         self._counts.update(result.outcome.counted_as for result in results)
@@ -254,18 +254,16 @@ class Console:
             self.say(f"{', '.join(parts)}: {ages}")
             return
         columns = shutil.get_terminal_size().columns or 80  # some terminals say 0, which Python 3.10 passes on
-        status = f"{', '.join(parts)}: {ages}"[: columns - 1]
-        self._clear()
-        self._status = status
-        self._redraw()
+        self._set_status(f"{', '.join(parts)}: {ages}"[: columns - 1])
 
     def _clear(self) -> None:
         if self._status:
             self._write("\r\x1b[2K")
 
-    def _end_status(self) -> None:
+    def _set_status(self, text: str) -> None:
         self._clear()
-        self._status = ""
+        self._status = text
+        self._redraw()
 
     def _redraw(self) -> None:
         if self._status:
@@ -285,7 +283,7 @@ class Console:
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Print everything that follows after all files. The closing line comes last."""
-        self._end_status()
+        self._set_status("")
         counts = results.counts()
         self.say()
         self._say_skips(skip_rows(test.skips_to_json() for _, test in results.tests()))
@@ -319,7 +317,7 @@ class Console:
             self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
 
 
-_PROBLEMS = ("unknown", "empty", "FAILED")  # words for a file that has no list of tests
+_PROBLEMS = ("unknown", "empty", "FAILED")  # words of :func:`word_for` for a file that has no list of tests
 
 
 def word_for(file: FileResult) -> str:

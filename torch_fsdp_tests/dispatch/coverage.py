@@ -21,7 +21,7 @@ RESULT = ".coverage"  # in the folder of reports
 COMBINE_LIMIT = 300.0  # seconds; thousands of ranks leave thousands of small files
 OF_TORCH = ("fsdp/*", "_composable/*", "_state_dict_utils.py", "checkpoint/state_dict.py")  # in torch/distributed
 _PACKAGE = Path(__file__).resolve().parents[1]
-_INSIDE = "coverage"  # folder inside the run's own
+_INSIDE = "coverage"  # a folder in the run's temporary folder
 
 
 def missing_package() -> str | None:
@@ -38,7 +38,7 @@ def missing_package() -> str | None:
 def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ...]:
     """Prepare a folder inside the run's folder, and return interpreter arguments that measure a process.
 
-    ``by_test`` is for :func:`record_by_test`, and then more of torch is measured.
+    With ``by_test``, for :func:`record_by_test`, the folders of the map are measured instead of ``OF_TORCH``.
     """
     folder = directory / _INSIDE
     folder.mkdir()
@@ -48,7 +48,7 @@ def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ..
         of_torch = [f"*/torch/{folder}/*" for folder in recording.FOLDERS]
     measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
     lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}"]
-    lines += ["core = ctrace"] * by_test  # the core that is faster on Python 3.14 cannot distinguish tests
+    lines += ["core = ctrace"] * by_test  # the faster core of Python 3.14 cannot record by test
     lines += ["include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
     return "-m", "coverage", "run", "--rcfile", str(settings)

@@ -50,7 +50,7 @@ class DeviceSet:
     names: tuple[str, ...]  # empty on the CPU
     variable: str | None = None  # restricts which devices a job sees; without it a job sees all devices
     backend: str | None = None  # the default backend between ranks; None if only the harness knows
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for every job
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of every job
 
     @property
     def lendable(self) -> int | None:
@@ -78,14 +78,14 @@ class DeviceSet:
         return dataclasses.replace(self, names=(), variable=None, variables={**self.variables, **visible})
 
     def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
-        """The variables for a job. With them it sees only the devices at these positions."""
+        """The environment variables with which a job sees only the devices at these positions."""
         if not self.lendable or self.variable is None:
             return dict(self.variables)
         return {**self.variables, self.variable: ",".join(self.names[position] for position in lent)}
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Parse ``0,1,2``, ``0-7`` or vendor's own ids, in order. Raises ``ValueError`` for an empty list or a repeated
+    """Parse ``0,1,2``, ``0-7`` or a vendor's own ids, in order. Raises ``ValueError`` for an empty list or a repeated
     name.
     """
     names: list[str] = []
@@ -113,8 +113,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     device = device or environment.get(DEVICE_VARIABLE)
     if device:
         _check_known(device, environment)
-    # Without a name the one whose device the installed torch most likely picks: an extension's if a package declares it
-    # and torch imports extensions, or if one of its variables is set.
+    # Without a name: the first candidate with visible devices, which the installed torch most likely picks.
     likely = (vendor for vendor in _candidates(environment) if _visible(vendor, environment))
     vendor = _vendor(device) if device else next(likely, None)
     if vendor is None or vendor.device_type == CPU:
@@ -131,9 +130,8 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
 
 def _check_known(device: str, environment: Mapping[str, str]) -> None:
     """Raise if this cannot be a device type. An extension that ``import torch`` loads may define any other name."""
-    known = sorted(
-        {CPU, *_BUILT_INTO_TORCH, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()}
-    )
+    ours = (vendor.device_type for vendor in vendors.BUILT_IN)
+    known = sorted({CPU, *_BUILT_INTO_TORCH, *ours, *vendors.installed()})
     if device in known:
         return
     bare = device.partition(":")[0].lower()
@@ -148,7 +146,7 @@ def _check_known(device: str, environment: Mapping[str, str]) -> None:
 def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks: int | None) -> None:
     """Raise :class:`ConfigurationError` if a run with these settings would fail.
 
-    If only torch or a vendor's code for torch knows, a separate process asks, which takes seconds.
+    Where only torch or an extension can tell, a separate process imports it, which takes seconds.
     """
     declared = vendors.load(device_set.type)
     if declared is not None and not device_set.names:
@@ -160,7 +158,7 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
     if builds and not any(map(is_built_for, builds)):
         raise ConfigurationError(
             f"the installed torch ({torch_version()}) was not built for the device type {device_set.type!r}: install a "
-            f"build that was, or name another device with --device"
+            "build that was, or name another device with --device"
         )
     usual = backend in (None, "gloo", device_set.backend)
     there = device is None or device_set.type == CPU or is_there(device_set)
@@ -170,7 +168,7 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
 
 
 def under_test(device_set: DeviceSet, run: RunTests, ranks: int) -> dict[str, Any]:
-    """What is certain before a file reports it. Of an accelerator only a file knows what it can do."""
+    """The facts that are certain before a file reports them. Only a file knows what an accelerator can do."""
     if device_set.type == CPU and (run.device is not None or not loads_extensions(os.environ)):
         return {"torch": torch_version(), "device": CPU, "backend": run.backend or device_set.backend, "ranks": ranks}
     return {"torch": torch_version(), "device": run.device}
@@ -249,7 +247,7 @@ def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
 def _vendor(device_type: str) -> Vendor:
     """The vendor of a device type. A declaration by an installed package has priority."""
     ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_type]
-    built = (vendor for vendor in ours if _torch_versions().get(vendor.torch_build or ""))
+    built = (vendor for vendor in ours if is_built_for(vendor.torch_build or ""))
     return vendors.load(device_type) or next(built, None) or next(iter(ours), Vendor(device_type))
 
 
@@ -258,7 +256,7 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
     if declared and loads_extensions(environment):
         yield from declared
     for vendor in vendors.BUILT_IN:
-        if _torch_versions().get(vendor.torch_build) if vendor.torch_build else _variable(vendor, environment):
+        if is_built_for(vendor.torch_build) if vendor.torch_build else _variable(vendor, environment):
             yield vendor
 
 
@@ -275,10 +273,8 @@ def torch_folder() -> Path | None:
 def _torch_versions() -> dict[str, str]:
     """Torch's version and what it was built for, read from its version file, because an import takes seconds."""
     folder = torch_folder()
-    if folder is None:
-        return {}
     try:
-        text = (folder / "version.py").read_text()
+        text = (folder / "version.py").read_text() if folder else ""
     except OSError:
         return {}
     return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
@@ -301,7 +297,7 @@ def missing_packages() -> str | None:
     lacking = [name for name in ("torch", "numpy", "expecttest") if importlib.util.find_spec(name) is None]
     if not lacking:
         version = torch_version() or ""
-        if not version[:1].isdigit() or version_fits(version, MIN_TORCH):  # a vendor may count otherwise
+        if not version[:1].isdigit() or version_fits(version, MIN_TORCH):  # a vendor may number its versions otherwise
             return None
         command = f"{sys.executable} -m pip install --upgrade torch"
         return f"torch {version} is installed, but the tests need torch {MIN_TORCH}: {command}; {_WHICH_BUILD}"

@@ -9,8 +9,8 @@ from pathlib import Path
 def discover(directory: Path) -> dict[str, Path]:
     """Every ``test_*.py`` and ``*_test.py`` below the directory, in order of the names, as pytest finds them.
 
-    What is hidden, and caches, are skipped. A file's name is its path below the test directory, with ``/`` and without
-    ``.py``.
+    Hidden files and folders, and caches, are skipped. A file's name is its path below the test directory, with ``/``
+    and without ``.py``.
     """
     paths = {}
     for folder, folders, files in os.walk(directory):

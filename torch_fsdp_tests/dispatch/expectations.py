@@ -34,7 +34,7 @@ class MalformedList(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """The place where a test is about to run. Unknown values are None."""
+    """What a test is about to run on. Unknown values are None."""
 
     device: str | None
     torch: str | None
@@ -58,7 +58,7 @@ class Situation:
 class Entry:
     """One entry of a list: its tests, the action, the reason, and the conditions."""
 
-    test: str  # file::Class::test with globs; file * in upstream's lists
+    test: str  # file::Class::test with globs; in upstream's lists the file is *
     action: str
     reason: str = ""
     link: str = ""
@@ -128,11 +128,8 @@ def read_disabled(path: Path) -> tuple[list[Entry], list[str]]:
         if not known or any(map(_is_here, known)):
             reason = f"issue {issue}" if issue else ""
             entries.append(Entry(_upstream_name(path, key), "disable", reason, str(url), upstreams=True))
-    remarks = [
-        f"{path}: the platform {platform!r} of {key!r} is unknown, so it does not restrict the entry"
-        for platform, key in unknown.items()
-    ]
-    return entries, remarks
+    end = "is unknown, so it does not restrict the entry"
+    return entries, [f"{path}: the platform {platform!r} of {key!r} {end}" for platform, key in unknown.items()]
 
 
 def read_slow(path: Path) -> list[Entry]:
@@ -184,14 +181,14 @@ def _upstream_name(path: Path, key: str) -> str:
     return f"*::{match[2]}::{match[1]}"
 
 
-# The platforms in upstream's lists: systems, with the beginning of ``sys.platform`` there,
+# The platforms in upstream's lists: systems, each with the beginning of ``sys.platform`` on it,
 _SYSTEMS = {"linux": "linux", "mac": "darwin", "macos": "darwin", "win": "win32", "windows": "win32"}
 # and kinds of builds, with what can be read from the installed torch. CI names them in a variable.
 _BUILDS = {"rocm": "hip", "xpu": "xpu", "asan": "", "dynamo": "", "dynamo_wrapped": "", "inductor": "", "slow": ""}
 
 
 def _is_here(platform: str) -> bool:
-    """Whether this is one of the platforms above."""
+    """Whether the tests run on this platform, or with this kind of build."""
     if platform in _SYSTEMS:
         return sys.platform.startswith(_SYSTEMS[platform])
     variable = f"PYTORCH_TEST_WITH_{platform.removesuffix('_wrapped').upper()}"

@@ -2,7 +2,7 @@
 
 ``data/features.txt`` first has the features, by group, with their short names in brackets. Then it has a line for each
 folder, file or class, with its features. Classes stand indented below their file. A test belongs to the features of its
-class, its file and its folders. A class has the features of at least a quarter of its tests.
+class, its file and its folders. A class is declared with the features of at least a quarter of its tests.
 """
 
 from __future__ import annotations

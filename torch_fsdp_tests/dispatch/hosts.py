@@ -1,7 +1,7 @@
 """The verdict on each host of a launched run: the results of its ranks, where failures began, and what differs.
 
-A failure that began on one host alone is evidence against that host. A failure that began on all
-of them is evidence against the test or PyTorch. A test whose ranks are all on one host is no evidence.
+A failure that began on one host alone is evidence against that host. A failure that began on all of them is evidence
+against the test or PyTorch. A test whose ranks are all on one host is no evidence.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ class Hosts:
         self._hosts = dict(hosts or {})
         self._of_rank = {rank: name for name, host in self._hosts.items() for rank in host.ranks}
 
-    def __bool__(self) -> bool:
-        return bool(self._hosts)
-
     def take(self, test: TestResult) -> None:
         """Count the result of a test with ranks."""
         size = test.facts.get("world_size") or 0
@@ -113,7 +110,7 @@ def _result_of(rank: RankResult) -> HostResult:
 
 
 def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
-    """Whether it did not only wait for the first rank that went wrong, or report that this rank was gone."""
+    """Whether the rank failed by itself: it did not only wait for the ``first`` one, or report that this was gone."""
     if rank.state is State.STILL_RUNNING:
         return False
     follows = rank.follows or (rank.may_follow and rank.in_one_line() != first.in_one_line())

@@ -50,12 +50,7 @@ STATES = {
     "not run": ("skip", "·"),
 }
 # The legend of the timeline.
-_KEY = {
-    "passed": "passed",
-    "failed": "failed",
-    "flaky": "flaky, or failed as expected",
-    "skipped": "nothing executed",
-}
+_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky, or failed as expected", "skipped": "nothing executed"}
 TOTALS = {state: state for state in STATES} | {
     "known failure": "known to fail",
     "known defect": "show known defects",
@@ -76,7 +71,7 @@ VERDICTS = {
 def state_of(test: Mapping[str, Any]) -> str:
     """Return the one of ``STATES`` that a test is in."""
     state = State(test["outcome"]).counted_as
-    return "flaky" if test.get("flaky") and state is not State.FAILED else state.value
+    return "flaky" if test["flaky"] and state is not State.FAILED else state.value
 
 
 def mark(state: str) -> str:
@@ -150,10 +145,8 @@ def _summary(data: Mapping[str, Any]) -> str:
     else:
         sentences = ["No test was executed, so this run proves nothing."]
     if outside:
-        words = (
-            f"{plural(outside, 'failure')} happened outside of tests: in a fixture, or in a file that could not run."
-        )
-        sentences.insert(int(bool(failed)), words)
+        where = "outside of tests: in a fixture, or in a file that could not run"
+        sentences.insert(int(bool(failed)), f"{plural(outside, 'failure')} happened {where}.")
     were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
     deeds = {
         "known failure": "failed, as the list of known failures says",
@@ -163,7 +156,7 @@ def _summary(data: Mapping[str, Any]) -> str:
         "not run": "did not run, because the file or the run ended first",
     }
     sentences += [f"{plural(count[state], 'test')} {deed}." for state, deed in deeds.items() if count[state]]
-    if (rounds := data.get("rounds")) is not None:
+    if (rounds := data["rounds"]) is not None:
         complete = plural(rounds["complete"], "complete round")
         sentences.append(f"This is the sum of {complete}: of each test the worst outcome counts.")
     return f"<p class=lead>{' '.join(sentences)}</p>"
@@ -176,16 +169,12 @@ def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def hosts(data: Mapping[str, Any]) -> str:
     """List the machines, each with its ranks if a launcher distributed them."""
-    names = []
-    for name, host in (data.get("hosts") or {}).items():
-        ranks = host if isinstance(host, str) else ranks_in_words(host["ranks"])  # a text before version 7
-        names.append(f"{name} ({ranks})")
-    return ", ".join(names) or data.get("host") or ""
+    names = (f"{name} ({ranks_in_words(host['ranks'])})" for name, host in data["hosts"].items())
+    return ", ".join(names) or data["host"]
 
 
 def rounds_in_words(data: Mapping[str, Any]) -> str:
-    rounds = data.get("rounds")
-    if rounds is None:
+    if (rounds := data["rounds"]) is None:
         return ""
     asked = [f"of {rounds['asked']}"] * (rounds["asked"] is not None)
     asked += [f"in {seconds(rounds['limit'])} at most"] if rounds["limit"] is not None else []
@@ -195,8 +184,8 @@ def rounds_in_words(data: Mapping[str, Any]) -> str:
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
     """List what was tested, where and when: titles and texts. Unknown facts are left out."""
-    suite, device = data.get("suite") or {}, data["device"]
-    if data.get("device_count"):
+    suite, device = data["suite"], data["device"]
+    if data["device_count"]:
         device = plural(data["device_count"], f"{device} device")
         device += ", shared by several ranks" * bool(data["shared"])
     sizes = sorted({test["world_size"] for _, test in tests_in(data)} - {None})
@@ -209,18 +198,18 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "backend": data["backend"],
         "ranks": ranks,
         "hosts": hosts(data),
-        "lost": data.get("lost"),
-        "suite": " ".join(filter(None, [suite.get("version"), f"({suite['commit']})" if suite.get("commit") else ""])),
+        "lost": data["lost"],
+        "suite": f"{suite['version']} ({suite['commit']})" if suite["commit"] else suite["version"],
         "Python": data["python"],
-        "system": data.get("system"),
-        **machine.titled(data.get("machine") or {}),
+        "system": data["system"],
+        **machine.titled(data["machine"]),
         "cores": str(data["cores"]),
-        "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
-        "fixes": ", ".join(data.get("fixes") or []),
+        "finished": data["date"].replace("T", " ").replace("+00:00", " UTC"),
+        "fixes": ", ".join(data["fixes"]),
         "seed": str(data["seed"]),
         "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
         "rounds": rounds_in_words(data),
-        "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
+        "tests selected": data["selection"] or "all",
     }
     return {title: str(value) for title, value in values.items() if value}
 
@@ -306,7 +295,7 @@ def _features(data: Mapping[str, Any]) -> str:
 
 
 def _capabilities(data: Mapping[str, Any]) -> str:
-    present = data.get("capabilities")
+    present = data["capabilities"]
     if present is None:
         return ""
     lines = [
@@ -322,16 +311,14 @@ def _capabilities(data: Mapping[str, Any]) -> str:
 def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
     """Defects of torch, the worst first."""
     rows = []
-    for defect in sorted(defects, key=lambda defect: (defect.get("severity", 0), defect["id"])):
-        links = " ".join(
-            f'<a href="{escape(link)}">#{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]
-        )
+    for defect in sorted(defects, key=lambda defect: (defect["severity"], defect["id"])):
+        hrefs = map(escape, defect["upstream"])
+        links = " ".join(f'<a href="{href}">#{href.rpartition("/")[2]}</a>' for href in hrefs)
         tests = [name.partition("::")[::2] for name in defect["tests"]]
         about = dict.fromkeys(name for test in tests for name in names_of_features(*test))
         names = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
         name = page.above(page.prose(defect["title"]), f"{page.code(defect['id'])} {links}")
-        cells = [name, escape(defect["consequence"]), names]
-        rows.append(Row(cells, page.item("known defect", about)))
+        rows.append(Row([name, escape(defect["consequence"]), names], page.item("known defect", about)))
     return page.table([("defect", ""), ("consequence", "c"), ("shown by", "c")], rows, stack=True)
 
 
@@ -347,8 +334,8 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
     story = clean(describe(ranks, test["text"]))
-    repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
-    rounds = f"<p>{page.text(summary(test['rounds']))}</p>" if test.get("rounds") else ""
+    repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test["repeat"] else ""
+    rounds = f"<p>{page.text(summary(test['rounds']))}</p>" if test["rounds"] else ""
     inside = f"{rounds}<p>{page.text(test['reason'])}</p>{table}{page.pre(story) if story else ''}{repeat}"
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 
@@ -382,14 +369,12 @@ def _rounds(data: Mapping[str, Any]) -> str:
     """Show the tests that did not have the same outcome in all rounds, or that failed: in which rounds, and where."""
     rows = []
     for file, test in tests_in(data):
-        record = test.get("rounds") or {"outcomes": {}, "failures": []}
+        record = test["rounds"] or {"outcomes": {}, "failures": []}
         outcomes = {outcome: count for outcome, count in record["outcomes"].items() if outcome != State.NOT_RUN}
         if len(outcomes) < 2 and not record["failures"]:
             continue
         counts = ", ".join(f"{page.text(outcome)}: {count}" for outcome, count in outcomes.items())
-        failures = [
-            [number(each["round"]), page.text(place(each)), page.text(each["reason"])] for each in record["failures"]
-        ]
+        failures = ([number(f["round"]), page.text(place(f)), page.text(f["reason"])] for f in record["failures"])
         table = page.table([("round", "n"), ("where", "c"), ("what happened first", "")], failures)
         rows.append(_row(file, test, counts, table))
     return page.table([("test", ""), ("rounds", "c"), ("failures", "")], rows, stack=True)
@@ -397,8 +382,8 @@ def _rounds(data: Mapping[str, Any]) -> str:
 
 def _hosts(data: Mapping[str, Any]) -> str:
     """Show the verdict on each host, if a launcher spread the ranks over several."""
-    table = data.get("hosts") or {}
-    if len(table) < 2 or any(isinstance(host, str) for host in table.values()):
+    table = data["hosts"]
+    if len(table) < 2:
         return ""
     titles, *lines = host_verdicts.rows(table)
     kinds = ["", "c", *["n"] * (len(titles) - 3), "c"]
@@ -413,7 +398,7 @@ def _hosts(data: Mapping[str, Any]) -> str:
 
 
 def _known_failures(data: Mapping[str, Any]) -> str:
-    """Show the tests that failed as a list says: its reason, and how they failed."""
+    """Show the tests that failed and are listed as failing: the reason in the list, and how they failed."""
     listed = {entry["test"]: entry["listed"] for entry in data["known_failures"]}
     rows = [
         _row(file, test, page.text(listed.get(f"{file['file']}::{test['test']}", "")), page.text(test["reason"]))
@@ -460,7 +445,7 @@ def _notes(data: Mapping[str, Any]) -> str:
 
 def _timeline(data: Mapping[str, Any]) -> str:
     """Show slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
-    if data.get("rounds") is not None:
+    if data["rounds"] is not None:
         return ""  # a file has a process in each round
     total = max(data["seconds"], 0.001)
     scale = (_WIDTH - _LEFT - 20) / total
@@ -504,7 +489,7 @@ def _timeline(data: Mapping[str, Any]) -> str:
 
 def _spread(test: Mapping[str, Any]) -> str:
     """Show the seconds of a test, and over several rounds between which seconds half of them took."""
-    spread = (test.get("rounds") or {}).get("seconds")
+    spread = (test["rounds"] or {}).get("seconds")
     took = seconds(test["seconds"])
     return page.above(took, f"{seconds(spread['low'])} to {seconds(spread['high'])}") if spread else took
 
@@ -569,19 +554,11 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Rounds", _rounds(data), has_items=True),
         Section("Known failures", _known_failures(data), present["known failure"], has_items=True),
         Section("Flaky", _flaky(data)),
-        Section(
-            "Known defects",
-            defects_table(data["known_defects"]),
-            len(data["known_defects"]),
-            True,
-        ),
+        Section("Known defects", defects_table(data["known_defects"]), len(data["known_defects"]), has_items=True),
         Section("Skipped, by reason", _skips(data)),
         Section("Notes", _notes(data)),
         Section("Timeline", _timeline(data)),
         Section("Slowest tests", _slowest(data), has_items=True),
         Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), has_items=True),
     ]
-    return page.document(
-        f"{title(data)}: {verdict(data)[0]}",
-        [_head(data), page.sections(parts, filters)],
-    )
+    return page.document(f"{title(data)}: {verdict(data)[0]}", [_head(data), page.sections(parts, filters)])

@@ -17,8 +17,6 @@ from torch_fsdp_tests.verdict.stream import TestResult
 
 # The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab reject.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
 OF_FILE = "file"  # replaces the class in results about the whole file
 
 
@@ -29,16 +27,14 @@ def clean(text: str) -> str:
 
 def write(folder: Path, results: Results) -> None:
     """Write one file for each test class of each job. Raises ``OSError``."""
-    facts = {name: value for name, value in results.facts().items() if name in ("torch", "device", "backend")}
-    about = {
-        "torch_fsdp_tests": installation.version(),
-        **facts,
-        **machine.titled(results.facts().get("machine") or {}),
-    }
+    facts = results.facts()
+    about = {"torch_fsdp_tests": installation.version()}
+    about |= {name: facts[name] for name in facts if name in ("torch", "device", "backend")}
+    about |= machine.titled(facts.get("machine") or {})
     if results.run.fixes:
         about["fixes"] = " ".join(results.run.fixes)
     if results.rounds is not None:
-        about["rounds"] = str(results.rounds.complete)  # a file is their sum
+        about["rounds"] = str(results.rounds.complete)  # each file has the sum of the rounds
     for file in results.files:
         dotted = file.job.part.name.replace("/", ".")
         by_class: dict[str, list[list[TestResult]]] = {}
@@ -59,14 +55,10 @@ def write(folder: Path, results: Results) -> None:
 def _suite(file: FileResult, name: str, cls: str, tests: list[list[TestResult]]) -> ET.Element:
     last = [attempts[-1] for attempts in tests]
     tags = [_tag(test.outcome) for test in last]
-    counts = {
-        "tests": len(last),
-        "failures": tags.count("failure"),
-        "errors": tags.count("error"),
-        "skipped": tags.count("skipped"),
-        "time": f"{sum(t.seconds for t in last):.6f}",
-    }
-    suite = ET.Element("testsuite", {"name": name, **{key: str(value) for key, value in counts.items()}})
+    suite = ET.Element("testsuite", {"name": name, "tests": str(len(last))})
+    for key, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(key, str(tags.count(tag)))
+    suite.set("time", f"{sum(t.seconds for t in last):.6f}")
     for attempts in tests:
         suite.append(_case(file, cls, attempts))
     return suite

@@ -13,31 +13,26 @@ _NODES = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast
 
 
 class MalformedExpression(ValueError):
-    """A text is not an expression. The message says what is one."""
+    """The text is not an expression. The message says how to write one."""
 
 
 def parse(text: str) -> Callable[[str], bool]:
     """Return the predicate on names ``Class.test`` that an expression describes.
 
-    The operators are those of Python, so Python parses it, with a variable in place of each word.
+    The operators are Python's, so Python parses the expression, with a variable for each word.
     """
-    words: list[str] = []
-    tokens = []
-    for token in re.findall(r"[()]|[^\s()]+", text):
-        if token in _OPERATORS:
-            tokens.append(token)
-        else:
-            tokens.append(f"w{len(words)}")
-            words.append(token.lower())
+    tokens = re.findall(r"[()]|[^\s()]+", text)
+    words = {f"w{place}": token.lower() for place, token in enumerate(tokens) if token not in _OPERATORS}
+    spelled = (token if token in _OPERATORS else f"w{place}" for place, token in enumerate(tokens))
     try:
-        tree = ast.parse(" ".join(tokens), mode="eval")
+        tree = ast.parse(" ".join(spelled), mode="eval")
         if not all(isinstance(node, _NODES) for node in ast.walk(tree)):
             raise SyntaxError
         code = compile(tree, "-k", "eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
         remedy = "join words and globs with and, or, not and parentheses"
         raise MalformedExpression(f"{text[:200]!r} is not an expression: {remedy}") from error
-    return lambda name: bool(eval(code, {f"w{place}": _fits(name.lower(), word) for place, word in enumerate(words)}))
+    return lambda name: bool(eval(code, {variable: _fits(name.lower(), word) for variable, word in words.items()}))
 
 
 def _fits(name: str, word: str) -> bool:

@@ -24,7 +24,7 @@ FILE = "failed.json"
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """What failed of a file: some tests, or the file itself, so that all of it has to run again."""
+    """The failures of a file: some tests, or the file itself, all of which has to run again then."""
 
     tests: tuple[str, ...] = ()
     whole: bool = False
@@ -53,9 +53,8 @@ def _load(directory: Path) -> dict[str, dict[str, list[str]]]:
     path = directory / FILE
     data: Any = read_json(path) if path.exists() else {}
     if not isinstance(data, dict) or not all(isinstance(files, dict) for files in data.values()):
-        raise MalformedList(
-            f"{path} does not have the form {{device: {{file: [tests]}}}}: delete it, and run everything"
-        )
+        form = "{device: {file: [tests]}}"
+        raise MalformedList(f"{path} does not have the form {form}: delete it, and run everything")
     return data
 
 
@@ -83,7 +82,7 @@ def remembered(before: Failed, parts: Sequence[FileResult], is_narrowed: bool) -
     """The failures of a file after a run of some parts of it.
 
     ``before`` are those before the run. The run says nothing about tests that it did not select. A test that it
-    selected and did not find does not exist any more. ``is_narrowed`` is true if not only names selected tests.
+    selected and did not find does not exist any more. ``is_narrowed``: not only names selected tests, but also ``-k``.
     """
     tests = [(part, test) for part in parts for test in part.tests()]
     if any(test.outcome.is_bad and test.scope is not Scope.TEST for _, test in tests):

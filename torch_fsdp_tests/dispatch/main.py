@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is f
 
 
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
-    """Run the dispatcher and return its exit status. ``root`` is the folder that holds the tests' own.
+    """Run the dispatcher and return its exit status. The default test directory is ``test`` in the folder ``root``.
 
     If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
     except launcher.LaunchError as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
-    launched = launch is not None and host.can_fork()  # where it cannot fork, a launch is an error
+    launched = launch is not None and host.can_fork()  # otherwise options.parse() rejects the launch
     if launch is not None and launched and launch.rank > 0:
         from torch_fsdp_tests.dispatch import worker
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
 
 
 def _workers(launch: Launch) -> Site:
-    """The other processes of the launch. Raises :class:`LaunchFailure`."""
+    """The site with the processes of all other ranks. Raises :class:`LaunchFailure`."""
     from torch_fsdp_tests.dispatch.workers import Workers
 
     try:
@@ -78,7 +78,8 @@ def _workers(launch: Launch) -> Site:
 
 def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
     try:
-        return _main(options.parse(argv, os.environ, root, launch), site)
+        with _with_numbers(options.parse(argv, os.environ, root, launch)) as run:
+            return _checked(run, site)
     except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure, numbers.NoNumbers) as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
@@ -99,7 +100,7 @@ def _print(text: str, end: str = "\n") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What runs on what: the jobs of this shard, in order of start."""
+    """The jobs of this shard in order of start, and the slots on which they run."""
 
     jobs: list[Job]
     default: plan.Seconds  # assumed for a job of unknown length
@@ -115,15 +116,10 @@ def _with_numbers(run: RunTests) -> Iterator[RunTests]:
     if not (run.record_numbers or run.against_numbers) or run.list_tests or run.list_files or run.dry_run:
         yield run
         return
-    import tempfile  # not at the top: a plan is fast
+    import tempfile  # imported late, because a plan needs none
 
     with tempfile.TemporaryDirectory(prefix="run_test-") as folder:
         yield dataclasses.replace(run, numbers=Path(folder))
-
-
-def _main(run: RunTests, site: Site) -> ExitStatus:
-    with _with_numbers(run) as numbered:
-        return _checked(numbered, site)
 
 
 def _checked(run: RunTests, site: Site) -> ExitStatus:
@@ -202,8 +198,7 @@ def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     from torch_fsdp_tests.dispatch import reaching
 
     narrowed = (reaching.narrow if run.by_reach else reaching.unknown)(run, selection, device)
-    for words in narrowed.remarks:
-        _remark(words)
+    _remark(*narrowed.remarks)
     return narrowed
 
 
@@ -211,8 +206,7 @@ def _entries(run: RunTests) -> list[expectations.Entry]:
     entries: list[expectations.Entry] = []
     if run.disabled and _is_there(run.disabled):
         entries, remarks = expectations.read_disabled(run.disabled)
-        for words in remarks:
-            _remark(words)
+        _remark(*remarks)
     if run.slow and _is_there(run.slow):
         entries += expectations.read_slow(run.slow)
     return entries + [entry for path in run.known_failures for entry in expectations.read_own(path)]
@@ -238,8 +232,7 @@ def _plan(
     run: RunTests, site: Site, files: Mapping[str, Path], selection: list[TestRun], device_set: DeviceSet
 ) -> _Plan:
     known = times.load(run.test_times, os.environ)
-    for words in known.remarks:
-        _remark(words)
+    _remark(*known.remarks)
     ranks = run.ranks or site.world_size or settings.USUAL_RANKS
     jobs_at_a_time = run.jobs or options.default_jobs(ranks) if site.world_size is None else 1
     slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
@@ -293,9 +286,8 @@ def _run(
         times.check(run.save_times, os.environ)
     site.gather(run, device_set.type)
     stream = sys.stderr if run.list_tests else sys.stdout
-    console = Console(
-        run, stream, len(planned.jobs), devices.under_test(device_set, run, planned.ranks), len(planned.slots)
-    )
+    under_test = devices.under_test(device_set, run, planned.ranks)
+    console = Console(run, stream, len(planned.jobs), under_test, len(planned.slots))
     keep = []
     if run.report and not run.list_tests:
         report.set_aside(run.report)
@@ -318,9 +310,8 @@ def _run(
             all_written = False
     console.end(results, remarks)
     results.signal = results.signal or next(iter(children.signals), None)
-    return results.exit_code() or (
-        ExitStatus.FAILED if not repeats else ExitStatus.OK if all_written else ExitStatus.BROKEN
-    )
+    written = ExitStatus.OK if all_written else ExitStatus.BROKEN
+    return results.exit_code() or (written if repeats else ExitStatus.FAILED)
 
 
 def _print_tests(results: Results) -> ExitStatus:
@@ -328,8 +319,7 @@ def _print_tests(results: Results) -> ExitStatus:
         for test in file.tests():
             if not test.outcome.is_bad:
                 _print(f"{file.job.part.name}::{test.name.replace('.', '::')}")
-    for words in (*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()])):
-        _remark(words)
+    _remark(*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()]))
     left = [*(file.name for file in results.files if file.stopped_early), *results.not_started]
     if left:
         _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {first_few(left)}")
@@ -347,39 +337,27 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
 
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
-
-    def attempt(what: str, requested: object, write: Callable[[], str | None]) -> None:
-        nonlocal complete
-        if not requested:
-            return
+    logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
+    short = installation.short_path
+    writers: list[tuple[str, Path | None, Callable[[Path], str | None]]] = [
+        (logs, run.reports if run.pipe_logs else None, lambda _: f"logs: {short(report.write_logs(results))}"),
+        ("the JUnit report", run.save_xml, lambda folder: junit.write(folder, results)),
+        ("the times", run.save_times, lambda folder: times.save(folder, *report.measured(results), os.environ)),
+        ("the map", run.save_map, lambda path: reaching.save(run, path, results)),
+        ("the report", run.report, lambda folder: f"report: {short(report.write(folder, results))}"),
+    ]
+    for what, path, write in writers:
         try:
-            problem = write()
+            words = write(path) if path else None
         except OSError as error:
-            complete, problem = False, f"{what} cannot be written: {error}"
-        if problem:
-            remarks.append(problem)
-
-    attempt(
-        "the logs" if run.logs_by_option else "the logs (because CI is set)",
-        run.pipe_logs,
-        lambda: f"logs: {installation.short_path(report.write_logs(results))}",
-    )
-    attempt("the JUnit report", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
-    attempt(
-        "the times",
-        run.save_times,
-        lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ),
-    )
-    attempt("the map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
-    attempt(
-        "the report",
-        run.report,
-        lambda: f"report: {installation.short_path(report.write(run.report or Path(), results))}",
-    )
+            complete, words = False, f"{what} cannot be written: {error}"
+        if words:
+            remarks.append(words)
     if earlier is not None:
         remarks += compare.lines(earlier, report.as_json(results))
     return remarks, complete
 
 
-def _remark(words: str) -> None:
-    print(f"{installation.program_name()}: {words}", file=sys.stderr, flush=True)
+def _remark(*sentences: str) -> None:
+    for words in sentences:
+        print(f"{installation.program_name()}: {words}", file=sys.stderr, flush=True)

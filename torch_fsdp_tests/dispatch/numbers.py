@@ -1,4 +1,4 @@
-"""The numbers of a run's training loops: written for later, and compared with those of another run, or of each round.
+"""Writes the numbers of a run's training loops, and compares them with those of another run, or round by round.
 
 A file of numbers is JSON: for each test and rank the steps, each with the checksum, the dtype and the norm of every
 value. ``perturb.numbers`` records them.
@@ -19,13 +19,13 @@ Numbers = dict[str, dict[str, Steps]]  # by test and rank
 
 
 class NoNumbers(ValueError):
-    """The message says in a sentence why a file cannot be compared with."""
+    """A file has no numbers to compare with. The message says why, in a sentence."""
 
 
 def load(path: Path) -> Numbers:
     """Read a file of numbers. Raises :class:`NoNumbers`."""
     try:
-        numbers = json.loads(path.read_text(encoding="utf-8"))["numbers"]
+        numbers: Numbers = json.loads(path.read_text(encoding="utf-8"))["numbers"]
         for ranks in numbers.values():
             for steps in ranks.values():
                 all({name: norm for name, (_, _, norm) in step.items()} for step in steps)
@@ -33,13 +33,12 @@ def load(path: Path) -> Numbers:
         raise NoNumbers(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NoNumbers(f"{path} was not written by --record-numbers") from error
-    found: Numbers = numbers
-    return found
+    return numbers
 
 
 def conclude(folder: Path, record: Path | None, against: Numbers | None) -> tuple[list[str], bool]:
-    """Write what the ranks left in a folder, and compare it. Returns lines for the end of the run, and whether all
-    compared numbers are equal. Raises ``OSError`` if the file cannot be written.
+    """Write the numbers that ranks recorded in a folder, and compare them. Returns lines for the end of the run, and
+    whether all compared numbers are equal. Raises ``OSError`` if the file cannot be written.
     """
     first: Numbers = {}
     limits: dict[str, float] = {}

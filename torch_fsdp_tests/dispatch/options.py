@@ -28,8 +28,8 @@ MAX_RERUNS = 1000
 MAX_ROUNDS = 1_000_000
 MAX_TESTS = 10_000_000
 
-# Options of PyTorch's own run_test.py that mean nothing for this suite, so that command lines of its CI can be pasted.
-# It has other parts of PyTorch, uploads, or a choice of tests by what a change is about.
+# Options of PyTorch's own run_test.py that this suite accepts and ignores, so that command lines of PyTorch's CI can be
+# pasted. They are about other parts of PyTorch, uploads, or a choice of tests by a change.
 WITHOUT_EFFECT = (
     *("--core", "--cpp", "--dynamo", "--einops", "--functorch", "--inductor", "--jit", "--mps", "--onnx", "--openreg"),
     *("--xpu", "--include-cpython-tests", "--include-dynamo-core-tests", "--include-inductor-core-tests"),
@@ -37,7 +37,7 @@ WITHOUT_EFFECT = (
     *("--exclude-quantization-tests", "--exclude-torch-export-tests", "--enable-td", "--enable-timeout"),
     *("--ignore-win-blocklist", "--no-translation-validation", "--upload-artifacts-while-running"),
 )
-WITH_VALUE = "--xdoctest-command"  # another one, which takes a value
+WITH_VALUE = "--xdoctest-command"  # also ignored; it takes a value
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,9 +75,8 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a number of seconds greater than 0 and up to {LONGEST:.0f}"
-        )
+        limits = f"greater than 0 and up to {LONGEST:.0f}"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds {limits}")
     return value
 
 
@@ -92,20 +91,23 @@ def duration(text: str) -> float:
     return value
 
 
-def _names(text: str) -> tuple[str, ...]:
-    try:
-        return devices.parse_names(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that reads a text, as the type of an option: the message of its ``ValueError`` is shown."""
+
+    def typed(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return typed
 
 
+@_option_type
 def _pattern(text: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty pattern would select every test; leave the option out")
-    try:
-        keywords.parse(text)
-    except keywords.MalformedExpression as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise ValueError("an empty pattern would select every test; leave the option out")
+    keywords.parse(text)
     return text
 
 
@@ -115,22 +117,13 @@ def _seed(text: str) -> int:
     return whole_number(0, 2**64 - 1)(text)
 
 
+@_option_type
 def _perturbations(text: str) -> tuple[str, ...]:
-    try:
-        return settings.perturbations({settings.PERTURB_VARIABLE: text})
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-class _WithoutEffect(argparse.Action):
-    """Remember an option by its name."""
-
-    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), option_string])
+    return settings.perturbations({settings.PERTURB_VARIABLE: text})
 
 
 class _Version(argparse.Action):
-    """Print the versions, and exit. This takes a moment."""
+    """Find out the versions, print them, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         torch = devices.torch_version()
@@ -160,47 +153,33 @@ def make_parser() -> Parser:
     words = "files, folders, globs, file::Class or file::Class::test, relative to test/ or to the current folder, with "
     words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about 15 seconds"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
-    words = "the same as TEST"
-    add("-i", "--include", **several, help=words)
+    add("-i", "--include", **several, help="the same as TEST")
     add("-x", "--exclude", **several, help="leave out these tests")
     words = "only tests that fit an expression of words and globs with and, or, not and parentheses: "
     words += f"{keywords.COMPARED}; may be repeated, for tests that fit any"
     add("-k", "--pytest-k-expr", action="append", type=_pattern, dest="patterns", metavar="EXPRESSION", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
-    words = "leave out files below distributed/"
-    add("--exclude-distributed-tests", **flag, dest="without_distributed", help=words)
-    add(
-        "--failed",
-        **flag,
-        dest="failed_only",
-        help="only tests that failed when they were last run here, on this device",
-    )
+    add("--exclude-distributed-tests", **flag, dest="without_distributed", help="leave out files below distributed/")
+    words = "only tests that failed when they were last run here, on this device"
+    add("--failed", **flag, dest="failed_only", help=words)
     words = "only tests that execute a function, class, module, file or FILE:LINES, or what has changed in a diff "
     words += "(- for stdin) or compared with the folder of another version of PyTorch"
     add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
-    words = "only tests that execute what differs between the installed FSDP and that of the map"
-    add("--changed", **flag, help=words)
+    add("--changed", **flag, help="only tests that execute what differs between the installed FSDP and that of the map")
     words = "with --reaching or --changed: the map of what tests execute (default: the shipped one for "
     words += "this version of PyTorch); with --save-map: run only the tests that it does not know, and write both"
     add("--map", type=_path, metavar="FILE", help=words)
-    words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
-    add("--test-directory", type=_path, metavar="DIR", help=words)
+    add("--test-directory", type=_path, metavar="DIR", help=f"where the tests are (default: {DEFAULT_DIRECTORY})")
     add("--list", **flag, dest="list_files", help="list files with their ranks and expected time, and run nothing")
-    words = "with --list: list tests instead of files"
-    add("--tests", **flag, dest="list_tests", help=words)
+    add("--tests", **flag, dest="list_tests", help="with --list: list tests instead of files")
     add("--dry-run", **flag, help="print the plan, and run nothing")
     add("--json", **flag, dest="as_json", help="with --dry-run: print only the plan, as JSON")
 
     add = parser.add_argument_group("where they run").add_argument
-    add(
-        "--shard",
-        nargs=2,
-        type=whole_number(1, MAX_SHARDS),
-        metavar=("N", "M"),
-        help="run the Nth of M parts, counted from 1",
-    )
+    words = "run the Nth of M parts, counted from 1"
+    add("--shard", nargs=2, type=whole_number(1, MAX_SHARDS), metavar=("N", "M"), help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
-    add("--devices", type=_names, metavar="LIST", help=words)
+    add("--devices", type=_option_type(devices.parse_names), metavar="LIST", help=words)
     words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
     add("-j", "--jobs", type=whole_number(1, MAX_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
@@ -213,14 +192,9 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("how they run").add_argument
     add("--keep-going", "--continue-through-error", **flag, help="continue after a file has failed")
-    words = "end the run at the first failing test, even inside a file"
-    add("--fail-fast", **flag, help=words)
-    add(
-        "--timeout",
-        type=positive,
-        metavar="S",
-        help="time limit of a file in seconds (default: depends on its recorded time)",
-    )
+    add("--fail-fast", **flag, help="end the run at the first failing test, even inside a file")
+    words = "time limit of a file in seconds (default: depends on its recorded time)"
+    add("--timeout", type=positive, metavar="S", help=words)
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=whole_number(0, MAX_RERUNS), metavar="N", help=words)
     words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"
@@ -238,12 +212,8 @@ def make_parser() -> Parser:
     add("--check-streams", **flag, help=words)
     words = "insert operations that must not change anything into training loops: 'all', or some of "
     add("--perturb", type=_perturbations, metavar="KINDS", help=f"{words}{', '.join(settings.PERTURBATIONS)}")
-    add(
-        "--minimum-executed",
-        type=whole_number(0, MAX_TESTS),
-        metavar="N",
-        help="fail the run if fewer than N tests were executed",
-    )
+    words = "fail the run if fewer than N tests were executed"
+    add("--minimum-executed", type=whole_number(0, MAX_TESTS), metavar="N", help=words)
     words = "seed for the order of tests and for random numbers, or 'random' "
     words += f"(default: unittest's order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
@@ -258,9 +228,8 @@ def make_parser() -> Parser:
     words = "PyTorch's list of disabled tests"
     add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
     add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="PyTorch's list of slow tests")
-    words = (
-        "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be repeated"
-    )
+    words = "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be "
+    words += "repeated"
     add("--known-failures", **lists, action="append", help=words)
     words = "run only the tests that the lists disable, and report which of them pass"
     add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
@@ -280,15 +249,15 @@ def make_parser() -> Parser:
 
     words = f"accepted, so that command lines of its CI can be pasted: {', '.join((*WITHOUT_EFFECT, WITH_VALUE))} VALUE"
     add = parser.add_argument_group("options of PyTorch's run_test.py without effect", words).add_argument
-    for name in WITHOUT_EFFECT:
-        short = ["-core"] * (name == "--core")
-        add(*short, name, action=_WithoutEffect, nargs=0, dest="without_effect", help=argparse.SUPPRESS)
-    add(WITH_VALUE, action=_WithoutEffect, dest="without_effect", help=argparse.SUPPRESS)
+    ignored: dict[str, Any] = {"dest": "without_effect", "help": argparse.SUPPRESS}
+    for name in ("-core", *WITHOUT_EFFECT):
+        add(name, action="append_const", const=name, **ignored)
+    add(WITH_VALUE, action="append", type=lambda value: WITH_VALUE, **ignored)
     return parser
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that variables set. Each counts if its option is not given."""
+    """The fields that environment variables set. An option overrides its variable."""
     set_ones = {name for name, value in environment.items() if value}
     true_ones = {name for name in set_ones if environment[name].lower() in ("1", "true", "yes", "on", "t", "y")}
     flags = {
@@ -316,7 +285,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     """The run that the arguments and upstream's environment variables describe.
 
     Exits with :attr:`ExitStatus.USAGE_ERROR` and one sentence if they are wrong, or cannot be met under this launch.
-    ``root`` is the folder whose ``test`` is the default test directory. What follows the first ``--`` is for the files.
+    ``root`` is the folder whose ``test`` is the default test directory. Test files get what follows the first ``--``.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
@@ -344,7 +313,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
         "logs_by_option": "pipe_logs" in given,
     }
     if "fail_fast" in given and "keep_going" not in given:
-        fields["keep_going"] = False  # overrides the variable
+        fields["keep_going"] = False  # the option overrides CONTINUE_THROUGH_ERROR
     try:
         settings.check(environment)
         fields.setdefault("ranks", settings.ranks(environment))
@@ -391,7 +360,7 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
 
 
 def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
-    """A sentence that says why an option cannot be met when a launcher has made the ranks, or None."""
+    """A sentence that says which option cannot be used under this launcher and why, or None."""
     if launch is None:
         return None
     if not host.can_fork():
@@ -428,10 +397,9 @@ def _unwritable(run: RunTests) -> str | None:
 
 
 def default_jobs(ranks: int) -> int:
-    """The number of files at a time on the CPU. Ranks often wait for each other, so each core is used twice.
+    """The number of files at a time on the CPU: two ranks for each core, because ranks often wait for each other.
 
-    With 4 ranks on 2 cores, eight files took 123 s with two at a time, 145 s with three and 128 s with four, while the
-    machine had other work. More than two only slowed each file down, so that tests could reach their own limits.
+    With few cores two files run at a time. More would slow each file down, so that tests could reach their own limits.
     """
     cores = devices.cores()
     return max(min(2, cores), 2 * cores // max(ranks, 1))

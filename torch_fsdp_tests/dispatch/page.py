@@ -177,7 +177,7 @@ class Section:
 
 
 def sections(sections: Iterable[Section], before: str = "") -> str:
-    """The sections that have something to show, below a list of them. ``before`` stands between the two."""
+    """The sections that have something to show, below a list of them. ``before`` is placed between the two."""
     full = [section for section in sections if section.content]
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in full)
     return f'<nav aria-label="Sections">{links}</nav>{before}{"".join(map(str, full))}'

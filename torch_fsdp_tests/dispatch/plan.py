@@ -21,7 +21,7 @@ TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the sou
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MAX_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
-ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
+ASSUMED = 60.0  # seconds of each file if no file has a known time
 
 # With more jobs than this on a machine, the order is longest first, and no other orders are tried: with many jobs the
 # gain is small and the search is expensive.
@@ -38,7 +38,7 @@ class TestRun:
     included: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()  # the order of tests; the source's order if it is empty
-    seconds: Seconds | None = None  # of its tests, where a map has them; otherwise they are estimated
+    seconds: Seconds | None = None  # recorded in a map; None: estimated from the classes' times
 
     @property
     def is_whole(self) -> bool:
@@ -46,7 +46,7 @@ class TestRun:
         return not self.included and not self.excluded
 
     def selected(self, names: Sequence[str]) -> set[int]:
-        """The positions of the tests that it runs. A name in it may match several generated tests."""
+        """The positions of the tests that it runs. A name may match several generated tests."""
         included = [positions_of(each, names) for each in self.included] if self.included else [range(len(names))]
         return set[int]().union(*included).difference(*(positions_of(each, names) for each in self.excluded))
 
@@ -115,8 +115,8 @@ def estimate(
 ) -> Seconds | None:
     """The expected seconds of a file or a part of it, or None if they are unknown.
 
-    Times are recorded by class. A subset of a class counts by its share of tests if ``names`` has the file; otherwise
-    as the whole class.
+    Times are recorded by class. A subset of a class gets its share of the class' time by its number of tests if
+    ``names`` has the file, and otherwise all of it.
     """
     if test.is_whole:
         return times.get(test.file)
@@ -150,7 +150,7 @@ def split(
     threshold: Seconds = SPLIT_THRESHOLD,
     names: TestNames | None = None,
 ) -> list[ShardedTest]:
-    """Split long files, so that each part stays within the threshold. Other files are one part."""
+    """Split long files so that each part stays within the threshold, into at most ``MAX_PARTS`` parts."""
     parts = []
     for test in tests:
         seconds = estimate(test, times, class_times, names)
@@ -190,8 +190,7 @@ def calculate_shards(
     def cost(part: ShardedTest) -> float:
         return part.get_time(default) * weights.get(part.name, 1)
 
-    # Ties go to the shard with fewer parts, then to the lower number, so that parts without a length are also
-    # distributed.
+    # Ties go to the shard with fewer parts, then to the lower number, so that parts of 0 seconds are also distributed.
     heap = [(0.0, 0, shard) for shard in range(num_shards)]
     for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)):
         load, count, shard = heapq.heappop(heap)
@@ -201,7 +200,7 @@ def calculate_shards(
 
 
 def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list[ShardedTest]:
-    """The parts in the order of a selection in which a file may occur several times, numbered in each file."""
+    """The parts in the order of a selection. A file may occur in it several times, and its parts are numbered."""
     counts = collections.Counter(test.file for test in selection)
     seen: collections.Counter[str] = collections.Counter()
     places: dict[TestRun, tuple[int, int]] = {}

@@ -1,7 +1,4 @@
-"""The process of a test file: starts it as a child, reads its events, and judges it.
-
-Nothing here waits. The owner of the children does.
-"""
+"""The process of a test file: starts it as a child, reads its events, and judges it. Only the caller waits for it."""
 
 from __future__ import annotations
 
@@ -143,7 +140,7 @@ class TestProcess:
     def conclude(
         self, wait_status: int, now: float, extra_notes: Sequence[str] = (), extra_output: str = ""
     ) -> Attempt:
-        """The process is gone. Judge it by its reports and how it ended, and release everything that belongs to it."""
+        """Judge the process, which is gone, by its reports and how it ended. Release everything that belongs to it."""
         strays = self._children.clean_up(self.child)
         self._listen()
         self._children.ignore(self._events)
@@ -223,12 +220,12 @@ class TestProcess:
                 yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
 
 
-def _tail(output: str, lines: int = 60) -> str:
-    whole = output.rstrip().splitlines()
+def _tail(output: str) -> str:
+    whole, lines = output.rstrip().splitlines(), 60
     return "\n".join([f"... {len(whole) - lines} lines left out ..."] * (len(whole) > lines) + whole[-lines:])
 
 
-def _about_file(state: State, reason: str, text: str = "") -> TestResult:
+def _about_file(state: State, reason: str, text: str) -> TestResult:
     return TestResult(FILE_ITSELF, state, Scope.FILE, reason=reason, text=text)
 
 

@@ -71,16 +71,14 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
     if skipped:
         remarks.append(f"left out, because they were skipped when the map was recorded: {plural(skipped, 'test')}")
     if left_out:
-        without = dict.fromkeys(map(_folder, left_out))
-        remarks.append(
-            f"left out, because the map has no test of their folders: {first_few(without)}; -i NAME runs them"
-        )
+        without = first_few(dict.fromkeys(map(_folder, left_out)))
+        remarks.append(f"left out, because the map has no test of their folders: {without}; -i NAME runs them")
     verdict = _verdict(found_changes, chosen, known, [*texts])
     return Narrowed(tests + unmapped, remarks, verdict, bool(chosen.functions and not chosen.tests))
 
 
 def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
-    """The tests of a selection that the map of a run does not know, so that it can be completed.
+    """The tests of a selection that are not in the map of a run, so that the run can complete the map.
 
     Raises :class:`UnknownTest` if it is a map of other sources or of another device.
     """
@@ -95,9 +93,7 @@ def unknown(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowe
     declared = {file: declared_tests(text) for file, text in texts.items()}
     names = by_file((test.file, test.test) for test in known.unknown(declared))
     parts = ((part, [name for name in names.get(part.file, ()) if part.selected([name])]) for part in selection)
-    tests = [
-        dataclasses.replace(part, included=frozenset(inside), order=tuple(inside)) for part, inside in parts if inside
-    ]
+    tests = [dataclasses.replace(part, order=tuple(inside)) for part, inside in parts if inside]
     # Names in the order would be those of the source, without the device types that the file adds.
     spelled = [dataclasses.replace(each, included=_spelled(each, texts[each.file]), order=()) for each in tests]
     return Narrowed(spelled, [f"{_count(tests)} are not in {run.map}"])
@@ -145,12 +141,12 @@ def _is_of(known: ReachMap, version: str, device: str | None = None) -> bool:
 
 
 def _folder(file: str) -> str:
-    """The outermost folder of a test file, or nothing if it is in none."""
+    """The outermost folder of a test file, or an empty string if it is in none."""
     return file.rpartition("/")[0].partition("/")[0]
 
 
 def _spelled(part: TestRun, source: str) -> frozenset[str]:
-    """The declared tests of a part as it includes them: classes for each type of device have generated names."""
+    """The declared tests of a part, with globs for the generated names of classes for each type of device."""
     generated = {*re.findall(r"instantiate_device_type_tests\(\s*(\w+)", source)}
     pairs = (name.partition(".")[::2] for name in part.order)
     return frozenset(f"{cls}*.{test}*" if cls in generated else f"{cls}.{test}" for cls, test in pairs)
@@ -178,15 +174,12 @@ def _remarks(
 
 def _unclear(found_changes: Sequence[Change]) -> str:
     files = [path for change in found_changes for path in change.unknown]
-    return (
-        f"cannot tell which tests would detect the change of {first_few(files)}, which the map does not cover"
-        if files
-        else ""
-    )
+    words = f"cannot tell which tests would detect the change of {first_few(files)}, which the map does not cover"
+    return words if files else ""
 
 
 def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap, files: Sequence[str]) -> str:
-    """Why passing would prove nothing, or nothing if it would prove something."""
+    """Why passing would prove nothing, or an empty string if it would prove something."""
     if chosen.unreached:
         what = plural(len(chosen.unreached), "function")
         return f"no test enters {what} of the change, so nothing guards it: {first_few(chosen.unreached)}"
@@ -208,16 +201,15 @@ def shipped(version: str, folder: Path) -> Path:
     """The map of this version of torch, or of the latest earlier one, or of the first later one."""
     maps = {numbers(path.stem.removeprefix("map-")): path for path in folder.glob("map-*.json")}
     if not maps:
-        raise UnknownChange(
-            "there is no map of what tests reach: record one with --coverage --save-map FILE, and name it with --map"
-        )
+        remedy = "record one with --coverage --save-map FILE, and name it with --map"
+        raise UnknownChange(f"there is no map of what tests reach: {remedy}")
     earlier = [known for known in maps if known <= numbers(version)]
     return maps[max(earlier) if earlier else min(maps)]
 
 
 def save(run: RunTests, path: Path, results: Results) -> str:
     """Write the map of a recorded run, and say what is in it. Raises ``OSError``."""
-    from torch_fsdp_tests.dispatch import coverage  # not imported at the top: a plan records nothing
+    from torch_fsdp_tests.dispatch import coverage  # imported late, because a plan records nothing
     from torch_fsdp_tests.dispatch.atomic import write_text
 
     root, version = devices.torch_folder(), devices.torch_version()
@@ -232,16 +224,9 @@ def save(run: RunTests, path: Path, results: Results) -> str:
     made = dataclasses.replace(made, device=str(results.facts().get("device", made.device)), skipped=skipped)
     if run.completes_map and run.map is not None:
         earlier = ReachMap.load(run.map)
-        made = earlier.merged(made, [key for key in earlier.keys() if not _is_declared(*key, run.test_directory)])
+        declared = functools.cache(lambda file: declared_tests(source_of(run.test_directory / f"{file}.py")))
+        gone = [(file, test) for file, test in earlier.keys() if declared_as(test, declared(file)) is None]
+        made = earlier.merged(made, gone)
     write_text(path, made.as_text())
     entering = sum(test.breadth > 0 for test in made.tests)
     return f"map: {path}: {plural(len(made.reached), 'function')}, entered by {entering} of {len(made.tests)} tests"
-
-
-def _is_declared(file: str, test: str, directory: Path) -> bool:
-    return declared_as(test, _declared(directory / f"{file}.py")) is not None
-
-
-@functools.cache
-def _declared(path: Path) -> list[str]:
-    return declared_tests(source_of(path))

@@ -25,9 +25,9 @@ from torch_fsdp_tests.verdict.stream import TestResult
 
 VERSION = 8
 FILE, PAGE = "report.json", "report.html"
-UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
+UNFINISHED = "report.unfinished.json"  # exists during the run, and remains if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
-PAUSE_FACTOR = 20  # times the seconds that one took to write, until the next one
+PAUSE_FACTOR = 20  # the pause until the next one, as a multiple of the seconds that writing one took
 
 
 def as_json(results: Results) -> dict[str, Any]:

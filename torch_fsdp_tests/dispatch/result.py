@@ -13,7 +13,7 @@ from torch_fsdp_tests.verdict.stream import TestResult
 
 
 class EndKind(str, enum.Enum):
-    """How a process ended, and what the detail is."""
+    """How a process ended. The comments name ``ProcessEnd.detail``."""
 
     EXITED = "exited"  # the exit status
     KILLED = "killed"  # the name of the signal
@@ -45,7 +45,7 @@ class ProcessEnd:
         return _WORDS[self.how][0].format(self.detail)
 
     def in_words(self) -> str:
-        """What happened to the process, to follow "the process"."""
+        """The words that follow "the process" in a sentence."""
         return _WORDS[self.how][1].format(self.detail, death=death(self.detail))
 
 

@@ -30,7 +30,7 @@ class Results:
     seconds: float = 0.0
     signal: int | None = None  # the signal that ended the run
     remarks: list[str] = dataclasses.field(default_factory=list)
-    under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports it
+    under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports the facts
     slots: Sequence[str] = ()
     hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
     lost: str | None = None  # a description of the first process of the launch that is gone
@@ -74,7 +74,7 @@ class Results:
         return sum(test.outcome.is_executed for _, test in self.tests() if test.scope is Scope.TEST)
 
     def known_failures(self) -> list[dict[str, Any]]:
-        """The tests that failed as a list says, each with the list's reason."""
+        """The tests that failed and are listed as failing, each with the list's reason."""
         failures = []
         for file, test in self.tests():
             if test.outcome is State.KNOWN_FAILURE:
@@ -100,7 +100,7 @@ class Results:
         return [rows[id] for id in sorted(rows)]
 
     def unlike_release(self) -> list[str]:
-        """How the installed torch differs from the release of its version, as the facts show that tests asked for."""
+        """How the installed torch differs from the release of its version, as far as tests asked for it."""
         all_facts = [attempt.facts for file in self.files for attempt in file.attempts]
         all_facts += [test.facts for _, test in self.tests()]
         return sorted({difference for facts in all_facts for difference in facts.get("unlike_release", ())})

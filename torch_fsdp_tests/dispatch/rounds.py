@@ -1,7 +1,7 @@
-"""Rounds: the selection again and again (``--repeat``, ``--for``), and what is kept of them.
+"""Rounds (``--repeat``, ``--for``): repeated runs of a selection, and their results.
 
-A round is a run of all jobs. The results of a file are folded round by round into one result, of each test the worst,
-so every report is made as for a single round. Beside it each test has a :class:`Record` of bounded size.
+A round is a run of all jobs. The results of a file in all rounds are folded into one, which has the worst result of
+each test, so every report is made as for a single round. Besides, each test has a :class:`Record` of bounded size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State, by_cause
 from torch_fsdp_tests.verdict.stream import TestResult
 
-MAX_SECONDS = 64  # times of a test that are kept; of more rounds, times at equal distances
+MAX_SECONDS = 64  # times of a test that are kept; of more rounds, those at equal distances
 RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each rank
 MAX_KEPT = 10  # failures of a test, and outputs and notes of a file, that are kept
 
@@ -44,7 +44,7 @@ class Times:
         """The spread: half of the rounds took from ``low`` to ``high``."""
         if not self.values:
             return {}
-        quartiles = [*self.values] * 3  # of a single one
+        quartiles = [*self.values] * 3  # if there is only one value
         if len(self.values) > 1:
             quartiles = statistics.quantiles(self.values, n=4, method="inclusive")
         low, median, high = quartiles
@@ -124,11 +124,11 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 class _Folded:
-    """The results of a file in several rounds as one: of each test the worst, and the first of equally bad ones."""
+    """The results of a file in several rounds as one: the worst of each test, and the first of equally bad ones."""
 
     def __init__(self, first: FileResult) -> None:
         self.result = first
-        self._outputs = [first.attempts[-1].output]  # of the rounds that brought a failure
+        self._outputs = [first.attempts[-1].output]  # of the rounds with a failure that was new
 
     def add(self, number: int, later: FileResult) -> None:
         """Add the result of a round."""
@@ -179,11 +179,11 @@ class Rounds:
         """Add the result of a file in this round. Returns whether a test of it failed that had not failed before."""
         key = file.job.key
         records = self._records[key]
-        is_new_failure = any(
-            test.outcome.is_bad and not records.get(test.name, Record()).failed for test in file.tests()
-        )
+        is_new_failure = False
         for test in file.tests():
-            records.setdefault(test.name, Record()).take(self.number, test)
+            record = records.setdefault(test.name, Record())
+            is_new_failure |= test.outcome.is_bad and not record.failed
+            record.take(self.number, test)
         if file.is_bad and self._failed_in != self.number:
             self._failed_in, self.failed = self.number, self.failed + 1
         if key in self._files:
@@ -199,10 +199,7 @@ def _weight(test: TestResult) -> tuple[bool, bool, bool, int]:
 
 
 def numbers(
-    most: int | None,
-    limit: float | None,
-    is_over: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
+    most: int | None, limit: float | None, is_over: Callable[[], bool], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[int]:
     """The rounds to run, counted from 1: at most ``most``, and none that would end more than ``limit`` seconds after
     the first began, if it takes as long as the longest so far. The first always runs.

@@ -35,8 +35,8 @@ UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
 MIN_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
 LIMIT_FACTOR = 10.0  # times the known time
 NO_LIMIT = 86400.0  # seconds; there is always a limit
-SLOW_AFTER = 60.0  # seconds after which a running file is reported as slow, and then again and again
-SLOW_FACTOR = 2.0  # times the recorded time, before which it is not
+SLOW_AFTER = 60.0  # seconds until a running file is reported as slow, and then between two reports
+SLOW_FACTOR = 2.0  # times the recorded time; until then a file is not reported as slow
 assert SLOW_AFTER < MIN_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < MIN_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
@@ -60,7 +60,7 @@ class _Waiting:
 
 
 def _requested_settings(run: RunTests) -> dict[str, str]:
-    """The environment variables that tell a test file what it runs on."""
+    """The environment variables by which the options reach a test file."""
     requested = {
         settings.SEED_VARIABLE: str(run.seed),
         DEVICE_VARIABLE: run.device,
@@ -139,9 +139,8 @@ class Runner:
         self._queue = [_Waiting(job) for job in self._jobs]
         self._console.begin()
         if self._run.coverage:
-            self._measure = coverage.begin(
-                self._children.directory, self._run.test_directory, by_test=self._run.save_map is not None
-            )
+            by_test = self._run.save_map is not None
+            self._measure = coverage.begin(self._children.directory, self._run.test_directory, by_test)
         try:
             self._prepare_forks()
             while self._running or (self._queue and not self._stopping):
@@ -174,7 +173,7 @@ class Runner:
             self.run()
             is_complete = not self._queue and self.results.signal is None and self.results.lost is None
             rounds.complete += is_complete
-            self._console.round_done(number, self._now() - began, self._now(), is_complete)
+            self._console.round_done(self._now() - began, self._now(), is_complete)
         return self.results
 
     def _is_over(self) -> bool:
@@ -217,7 +216,7 @@ class Runner:
         self._running[started.child.pid] = (started, waiting)
 
     def _check_site(self) -> None:
-        """Process what has happened to the running file elsewhere, and to the run."""
+        """Handle what has happened at the other ranks of a launch."""
         site = self._site
         for running, _ in self._running.values():
             if not running.child.is_gone:
@@ -277,7 +276,7 @@ class Runner:
         if unknown or self._stopping:
             return None
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
-        # A file that is late is expected to take as long again as it is late.
+        # A late file is expected to need as many seconds more as it is late.
         rest = [abs(p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
         left = max([work / self._slots, *rest])
         return left if left >= 1 else None
@@ -314,7 +313,7 @@ class Runner:
     def _prepare_forks(self) -> None:
         """Wait for the fork server where it is certain that files will use it.
 
-        Otherwise each of the first files would import torch, and the server after them.
+        Without the wait each of the first files would import torch itself.
         """
         if will_fork(self._run, self._devices):
             self._offer_forks()
@@ -334,9 +333,8 @@ class Runner:
         file = FileResult(attempts)
         self._take_result(file)
         if file.is_bad and not self._run.keep_going and not self._run.list_tests:
-            # Nothing new starts. A running job continues to its end, because no run is stopped inside a file.
+            # No other job starts. Running jobs continue to their ends, except in a run that ends at its first failure.
             self._stopping = True
-            # An exception is a run that ends at its first failure: then nothing that still runs matters.
             if self._run.fail_fast:
                 self._stop_all(ProcessEnd(EndKind.STOPPED))
 

@@ -16,7 +16,7 @@ class RunTests:
     """One run of the dispatcher. Times are in seconds; paths are absolute."""
 
     test_directory: Path
-    default_directory: Path  # the suite's own lists, which need not be named
+    default_directory: Path  # the test directory if no option names one
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
@@ -62,7 +62,7 @@ class RunTests:
     verbose: bool = False
     show_output: bool = False
     pipe_logs: bool = False
-    logs_by_option: bool = False  # and not by CI's variable, with which files run even where nothing can be written
+    logs_by_option: bool = False  # and not by CI's variable: only then the folder is checked before the run
     coverage: bool = False
     save_map: Path | None = None
 
@@ -71,7 +71,7 @@ class RunTests:
     compare: Path | None = None
     record_numbers: Path | None = None
     against_numbers: Path | None = None
-    numbers: Path | None = None  # the folder in which ranks record them
+    numbers: Path | None = None  # the folder in which ranks record numbers
     test_times: tuple[Path, ...] = ()
     save_times: Path | None = None
     disabled: Path | None = None
@@ -102,7 +102,7 @@ class RunTests:
 
     @property
     def completes_map(self) -> bool:
-        """True when the tests that a map does not know are recorded, so that a new one has all."""
+        """True when only the tests that ``map`` does not have are run, so that ``save_map`` gets all."""
         return self.map is not None and self.save_map is not None and not self.by_reach
 
     @property

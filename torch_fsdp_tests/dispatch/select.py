@@ -24,12 +24,12 @@ class UnknownTest(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed:
-    """The part of a selection that is worth running for a change, and what to say about it."""
+    """The tests of a selection that are worth running for a change, and what the run prints about them."""
 
     tests: list[TestRun]
-    remarks: Sequence[str] = ()  # for the time before the tests
-    verdict: str = ""  # for the end of the run: why passing would prove nothing
-    is_unguarded: bool = False  # no test that is known to enter anything of the change
+    remarks: Sequence[str] = ()  # printed before the tests
+    verdict: str = ""  # printed at the end: why passing proves nothing
+    is_unguarded: bool = False  # no test is known to enter a changed function
 
 
 def select(files: Mapping[str, Path], include: Sequence[str], exclude: Sequence[str], directory: Path) -> list[TestRun]:
@@ -63,7 +63,7 @@ def _part(file: str, included: Iterable[str], excluded: Iterable[str]) -> TestRu
 
 
 def _with_lists(words: Iterable[str], names: Iterable[str], directory: Path) -> Iterator[str]:
-    """Return the words, with each list replaced by the names in it. A list has one name per line, and ``#`` remarks.
+    """Return the words, with each list replaced by the names in it. A list has a name per line; ``#`` starts a comment.
 
     A list is a file ``NAME.txt`` in the test directory, unless a folder or a file of tests has that name.
     """
@@ -73,10 +73,8 @@ def _with_lists(words: Iterable[str], names: Iterable[str], directory: Path) -> 
         if not is_list or any(matching(name, names) for name in _candidates(word, directory)):
             yield word
             continue
-        lines = (
-            line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-        yield from filter(None, lines)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from filter(None, (line.partition("#")[0].strip() for line in lines))
 
 
 def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[str, str]]:
@@ -107,7 +105,7 @@ def _candidates(pattern: str, directory: Path) -> Iterator[str]:
     pattern = pattern.replace("\\", "/").strip()
     here, root = Path.cwd(), directory.resolve()
     is_here = any(os.path.exists(f"{pattern}{end}") for end in ("", ".py"))
-    # An empty text, such as that of a variable that is not set, names nothing.
+    # An empty text, such as the value of an unset shell variable, names nothing.
     for folder in [here] * is_here + [directory.parent, directory, here] if pattern else ():
         for resolved in (os.path.abspath, os.path.realpath):  # either may be reached through links
             path = Path(resolved(folder / pattern))
@@ -144,7 +142,7 @@ def _folders(names: Iterable[str]) -> set[str]:
 def _there_are(known: Iterable[str]) -> str:
     """The remark ``; there are: a, b``, for a name that is like none of these."""
     known = sorted(set(known))
-    names = [name for name in known if name.lower().startswith("test")] or known  # a file may define models, too
+    names = [name for name in known if name.lower().startswith("test")] or known  # a file may also define models
     return f"; there are: {first_few(names)}" if names else ""
 
 

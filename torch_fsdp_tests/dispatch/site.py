@@ -21,9 +21,9 @@ class Site:
     """A site with this process alone, so most of its methods have nothing to do."""
 
     world_size: int | None = None  # of the launch
-    lost: str | None = None  # what happened to the first process of the launch that is gone, in a sentence
-    lost_process = ""  # that process
-    lost_host = ""  # and its host
+    lost: str | None = None  # a sentence about the first process of the launch that is gone
+    lost_process = ""  # the name of this process
+    lost_host = ""  # its host
     signals: Sequence[int] = ()  # received by other ranks
 
     # --- before the first file ---
@@ -41,7 +41,7 @@ class Site:
         return Hosts()
 
     def watch(self, children: Children) -> None:
-        """Handle messages from now on, while the children are waited for."""
+        """Handle messages of other ranks from now on, while the ``children`` are waited for."""
 
     # --- while files run ---
 
@@ -53,7 +53,7 @@ class Site:
         """Make sure that the file also runs at these ranks."""
 
     def end(self) -> None:
-        """The file's process here has ended. End it everywhere."""
+        """End the file at all other ranks, because its process at rank 0 has ended."""
 
     @property
     def busy(self) -> Collection[int]:
@@ -65,11 +65,11 @@ class Site:
         return math.inf
 
     def check_time(self) -> str | None:
-        """Describe what ends the file, if that happened elsewhere."""
+        """Describe what ends the file, if it happened at another rank."""
         return None
 
     def report(self) -> tuple[list[str], str]:
-        """After a file: describe what went wrong elsewhere, and return the output from there."""
+        """Return notes on what went wrong in a file at other ranks, and the output from there."""
         return [], ""
 
     # --- at the end ---

@@ -1,4 +1,4 @@
-"""Time as evidence: which tests became slower beyond the noise. It never fails a run.
+"""Which tests became slower by more than the noise of measurements. This never fails a run.
 
 Tests are compared with the pace of all tests, because a machine can be slower as a whole. The noise of a test is known
 if both reports have rounds of it.
@@ -15,14 +15,14 @@ from torch_fsdp_tests.verdict import State
 
 SLOWER_BY = 1.5  # how many times as long as before
 SLOWER_AT_LEAST = 1.0  # seconds longer; smaller differences come from the machine more than from the test
-# The same for tests with so many rounds in both reports, which must also differ by several times the distance between
+# The same for tests with so many rounds in both reports. They must also differ by SPREADS times the distance between
 # the fastest and the slowest quarter.
 ENOUGH_ROUNDS = 4
 ROUNDS_SLOWER_BY = 1.1
 ROUNDS_SLOWER_AT_LEAST = 0.05
 SPREADS = 3.0
-MANY_TESTS = 10  # that show together how fast the machine was; their median is what others are compared with
-PACE_REPORTED = 1.1  # times as slow or fast, at which this is reported
+MANY_TESTS = 10  # with fewer tests the pace of a run is unknown
+PACE_REPORTED = 1.1  # times as slow or as fast as before; a smaller difference is not reported
 Report = Mapping[str, Any]
 Test = Mapping[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-# Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
 _OBJECT = {"object", "Generic", "Protocol"}  # bases that make no test case
+# Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
 _BODY = re.compile(r"^([ \t]*)((?:async )?def \w+\([^\n]*:)\n(?:\1[ \t]+[^\n]*\n\n*){3,}", re.MULTILINE)
 
 
@@ -42,13 +42,13 @@ def _tests(node: ast.ClassDef) -> list[str]:
 
 
 def declared_tests(source: str) -> list[str]:
-    """Each ``Class.test`` of a file's text, with those that a class inherits from another one of the file.
+    """Each ``Class.test`` that a file's text declares, also if the class inherits it from another class of the file.
 
-    A class without a base is a mixin, and one that the file deletes may be a base: then their tests are those of
-    others. A name matches all generated ones that begin with it.
+    Left out are mixins (classes without a base) and base classes that the file deletes: their tests are those of the
+    classes that inherit them. A name matches all generated ones that begin with it.
     """
-    tree = parse(source)
-    classes = {node.name: node for node in _classes(tree)} if tree is not None else {}
+    tree = parse(source) or ast.Module([], [])
+    classes = {node.name: node for node in _classes(tree)}
     own = {name: _tests(node) for name, node in classes.items()}
     bases = {name: [_name(base) for base in node.bases] for name, node in classes.items()}
 
@@ -57,8 +57,7 @@ def declared_tests(source: str) -> list[str]:
         inside = (base for base in bases[name] if base in bases and base not in seen)
         return seen.union(*(ancestors(base, seen) for base in inside))
 
-    deletions = [node for node in tree.body if isinstance(node, ast.Delete)] if tree is not None else []
-    deleted = {_name(each) for node in deletions for each in node.targets}
+    deleted = {_name(each) for node in tree.body if isinstance(node, ast.Delete) for each in node.targets}
     deleted &= {base for names in bases.values() for base in names}
     declared = []
     for name in classes.keys() - deleted:
@@ -69,5 +68,5 @@ def declared_tests(source: str) -> list[str]:
 
 
 def _name(base: ast.expr) -> str:
-    """The name of a class, without what is in brackets."""
+    """The name of a base class, without type parameters."""
     return ast.unparse(base.value if isinstance(base, ast.Subscript) else base)

@@ -1,8 +1,8 @@
 """Reads and writes what runs have recorded: the times of files and classes in upstream's formats, and their needs.
 
 ``test-times.json`` is ``{job: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file: {class:
-seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. The job is that of ``JOB_NAME``,
-without what follows ``" / test ("`` there, or else ``BUILD_ENVIRONMENT``. For what has no entry, ``default`` is used.
+seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 4}}``. The job is the part of
+``JOB_NAME`` before ``" / test ("``, or else ``BUILD_ENVIRONMENT``. Where there is no entry, ``default`` is used.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def save(
 ) -> None:
     """Write all formats into the folder, and keep what is there about other files. Raises like :func:`check`.
 
-    The needs of a file do not shrink, because a test that skips on this device or torch may not tell its own.
+    The needs of a file do not shrink, because a test that is skipped here may not report its own.
     """
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 

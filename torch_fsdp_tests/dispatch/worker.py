@@ -146,7 +146,7 @@ class Worker:
             signal.signal(number, signal.SIG_DFL)
         self._rank_0, _ = peers.join(launch, ORDERS)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # They are ignored again at the end: a launcher ends all processes when it sees the first one leave.
+            # Closing the children restores SIG_IGN: a launcher ends all processes when it sees the first one leave.
             signal.signal(number, signal.SIG_IGN)
         children.note(handled)
         children.watch(self._rank_0, self._on_message)
@@ -180,7 +180,7 @@ class Worker:
         return not self._rank_0.closed
 
     def _prepare(self, ids: Sequence[str]) -> None:
-        """Start the fork server, which imports the torch that files will use."""
+        """Start the fork server, which imports torch with these fixes."""
         if ids:
             self._environment |= fixes.environment(ids, self._environment)
         self._children.start_server(["-m", forkserver.__name__], self._environment, self._root)

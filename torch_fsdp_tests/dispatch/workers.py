@@ -1,8 +1,8 @@
 """The dispatcher's side of a run under a launcher: its workers, which are the processes of all other ranks.
 
-If a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher, as it would be alone. The processes of
-the other ranks are workers (:mod:`torch_fsdp_tests.dispatch.worker`). Files run one after the other. A worker starts
-its part of a file when one of the file's tests first needs the worker's rank, so unused ranks cost nothing.
+If a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher. The processes of the other ranks are
+workers (:mod:`torch_fsdp_tests.dispatch.worker`). Files run one after the other. A worker starts its part of a file
+when one of the file's tests first needs the worker's rank, so unused ranks cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.verdict import death, first_few, ranks_in_words
 
 END_LIMIT = 20.0  # seconds for a worker to end its part of a file
-END_DELAY = 6.0  # seconds by which the end of rank 0's part may be seen later than the ends that it caused
+END_DELAY = 6.0  # seconds by which rank 0's part may be seen to end later than parts that end because of it
 ANSWER_LIMIT = 60.0  # seconds for a worker to describe its machine
 assert worker.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
 
@@ -57,7 +57,7 @@ class Workers(Site):
         self._number = 0  # of the running file
         self._order: worker.StartFile | None = None
         self._parts: dict[int, _Part] = {}
-        self._gone: set[int] = set()  # ranks
+        self._gone: set[int] = set()  # the ranks of workers that are gone
         self._end_by: float | None = None  # when all parts must be over
         self._ended_at = 0.0  # when rank 0's part was over
         self._machines: dict[int, dict[str, Any]] = {}  # the facts about each rank's machine
@@ -178,7 +178,7 @@ class Workers(Site):
         return self._end_by if self.busy else math.inf
 
     def check_time(self) -> str | None:
-        """Another rank's process may have left the file by itself. Also records lost workers."""
+        """Describe a process that left the file long before that of rank 0. Also records lost workers."""
         now = time.monotonic()
         if self._end_by is not None:
             for rank in self.busy if now >= self._end_by else ():
@@ -195,15 +195,13 @@ class Workers(Site):
     def report(self) -> tuple[list[str], str]:
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
-            over = part.over or worker.FileOver(self._number)
-            where = self._where(rank)
+            over, where = part.over or worker.FileOver(self._number), self._where(rank)
             notes += [f"the process {each} was left running {where}, and was killed" for each in over.leaks]
             if part.ended is None:
                 continue
             early = part.ended_at + END_DELAY < self._ended_at
             if over.was_killed:
-                limit = f"{worker.PATIENCE:g} s"
-                notes.append(f"the file's process {where} did not exit within {limit}, and was killed")
+                notes.append(f"the file's process {where} did not exit within {worker.PATIENCE:g} s, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
                 notes.append(f"the file's process {where} ended early: it {_death(part.ended)}")
             else:

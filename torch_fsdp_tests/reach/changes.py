@@ -7,6 +7,7 @@ that a change of comments or layout does not count.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import io
@@ -17,16 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.reach import diffs, recording
-from torch_fsdp_tests.reach.functions import (
-    Function,
-    digests,
-    find_root,
-    functions_in,
-    module_name,
-    statements_in,
-)
+from torch_fsdp_tests.reach.functions import Function, digests, find_root, functions_in, module_name, statements_in
 from torch_fsdp_tests.reach.order import Edit
-from torch_fsdp_tests.reach.reachmap import ReachMap
+from torch_fsdp_tests.reach.reachmap import ReachMap, scopes_around
 from torch_fsdp_tests.verdict import first_few
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
@@ -51,9 +45,9 @@ class Change:
     names: set[str] = dataclasses.field(default_factory=set)
     remarks: list[str] = dataclasses.field(default_factory=list)
     edits: list[Edit] = dataclasses.field(default_factory=list, compare=False)
-    used: set[str] = dataclasses.field(default_factory=set)  # in modules outside of the map: test files can import it
+    used: set[str] = dataclasses.field(default_factory=set)  # changed names that test files may import
     without_code: list[str] = dataclasses.field(default_factory=list)  # files of which only comments or layout change
-    unknown: list[str] = dataclasses.field(default_factory=list)  # files whose tests the map cannot tell
+    unknown: list[str] = dataclasses.field(default_factory=list)  # files whose tests are not in the map
 
 
 class Changes:
@@ -62,7 +56,7 @@ class Changes:
     def __init__(self, known: ReachMap, root: Path) -> None:
         self._map, self._root = known, root.resolve()
         self._prefix = f"{self._root.name}/"
-        self._folders = [f"{self._prefix}{folder}".replace("/", ".") for folder in recording.FOLDERS]
+        self._folders = tuple(f"{self._prefix}{folder}.".replace("/", ".") for folder in recording.FOLDERS)
 
     def find(self, what: str) -> Change:
         """The change that an argument of ``--reaching`` names. Raises :class:`UnknownChange`, or ``OSError`` for a bad
@@ -94,7 +88,7 @@ class Changes:
         paths = {module: path for module, path in paths.items() if self._covers(module)}
         for module in sorted({*self._map.modules, *paths}):
             before = self._map.modules.get(module)
-            content = self._read(paths[module]) if module in paths else None
+            content = _read(paths[module]) if module in paths else None
             now = None if before is None or content is None else self._parsed(content, module, change)
             change.names |= {module} if before is None or now is None else _differing(before.parts, now)
         change.edits += self._whole(change.names)
@@ -107,7 +101,7 @@ class Changes:
         return {*self._map.reached}.union(*(module.parts for module in self._map.modules.values()))
 
     def _inside(self, names: Iterable[str]) -> Change:
-        """Functions are taken as they are. Classes, modules and packages mean their functions, if they have any."""
+        """The functions of these names. Classes, modules and packages mean the functions in them, if there are any."""
         functions = set[str]()
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
@@ -115,18 +109,16 @@ class Changes:
         return Change(functions, edits=[*self._whole(functions)])
 
     def _whole(self, names: Collection[str]) -> Iterator[Edit]:
-        """All of these functions as edits, with their source if they are few."""
+        """An edit of each of these functions with all of its source, or nothing if they are many."""
         by_module: dict[str, list[str]] = {}
         for name in names if len(names) <= _READ else ():
-            parts = name.split(".")
-            heads = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-            by_module.setdefault(next((head for head in heads if head in self._map.modules), ""), []).append(name)
+            module = next((each for each in scopes_around(name) if each in self._map.modules), "")
+            by_module.setdefault(module, []).append(name)
         for module, inside in by_module.items():
-            content = self._read(self._root.parent / self._path_of(module)) if module else None
-            try:
-                yield from Code(module, content or b"").whole(inside)
-            except (SyntaxError, ValueError):
-                continue
+            content = self._read_module(module) if module else None
+            with contextlib.suppress(SyntaxError, ValueError):
+                code = Code(module, content or b"")
+                yield from (Edit(name, around=code.text(name)) for name in inside)
 
     def _named(self, text: str) -> tuple[str, ...]:
         """Look up a full name, the end of a name (``FlatParamHandle.unshard``), or a name that a package exports."""
@@ -144,7 +136,7 @@ class Changes:
 
     def _defines(self, module: str, name: str) -> bool:
         """Whether the installed file of a module has this function or class."""
-        content = self._read(self._root.parent / self._path_of(module))
+        content = self._read_module(module)
         try:
             return content is not None and any(part.name == name for part in functions_in(content, module))
         except (SyntaxError, ValueError):
@@ -186,8 +178,8 @@ class Changes:
         whole = (f"{self._prefix}{folder}".replace("/", ".") for folder in recording.WHOLE)
         return module in self._map.modules or any(f"{module}.".startswith(f"{folder}.") for folder in whole)
 
-    def _read(self, path: Path) -> bytes | None:
-        return path.read_bytes() if path.is_file() else None
+    def _read_module(self, module: str) -> bytes | None:
+        return _read(self._root.parent / self._path_of(module))
 
     def _parsed(self, content: bytes, module: str, change: Change) -> Mapping[str, str] | None:
         """The parts of a file with their digests; None, and a remark, where it is not Python."""
@@ -236,7 +228,7 @@ class Changes:
         both = (self._root, other)
         for path in sorted({p.relative_to(root).as_posix() for root in both for p in recording.sources(root, ALL)}):
             module = module_name(self._root / path, self._root)
-            ours, theirs = (self._read(root / path) for root in both)
+            ours, theirs = (_read(root / path) for root in both)
             if ours != theirs:
                 self._add(module, self._difference(module, ours, theirs, change), self._prefix + path, change)
         return change
@@ -253,7 +245,7 @@ class Changes:
         return names
 
     def _numbered(self, edits: Iterable[Edit], module: str, content: bytes) -> Iterator[Edit]:
-        """The edits with the numbers of their statements, if these are those of the map."""
+        """The edits, with numbers of statements only if the map was recorded with this content."""
         for edit in edits:
             yield edit if self._map.has(module, content) else dataclasses.replace(edit, statements=frozenset())
 
@@ -293,13 +285,13 @@ class Changes:
         return (self._prefix + inside[2]).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     def _of_modules(self, modules: Mapping[str, str | None], change: Change) -> None:
-        """Add the whole of these modules, which are by their paths, to a change."""
+        """Add all of these modules, by path, to a change."""
         for path, module in modules.items():
             self._add(module, set() if module is None else {module}, path, change)
 
     def _of_hunks(self, path: str, hunks: Sequence[diffs.Hunk], change: Change) -> None:
         module = self._module_of(path)
-        content = None if module is None else self._read(self._root.parent / self._path_of(module))
+        content = None if module is None else self._read_module(module)
         if module is None or content is None:  # not a module, or it is gone or new
             self._of_modules({path: module}, change)
             return
@@ -315,30 +307,30 @@ class Changes:
         self._add(module, names, path, change)
 
     def _add(self, module: str | None, names: set[str], path: str, change: Change) -> None:
-        """Add what changes in a file, which is a module of the package or not, to a change."""
-        if module is not None and not names:
+        """Add the changed names of a file to a change. Without a ``module`` it is no module of the package."""
+        if module is None:
+            change.unknown.append(path)
+        elif not names:
             change.without_code.append(path)
-        elif module is not None and self._covers(module):
+        elif self._covers(module):
             change.names |= names
-        elif (
-            module is not None
-            and module.startswith(f"{self._root.name}.distributed.")
-            and (users := self.users(module, affected := self.affected(module, names)))
+        elif module.startswith(f"{self._root.name}.distributed.") and (
+            users := self.users(module, affected := self.affected(module, names))
         ):
             change.used |= affected
             change.names |= users
             words = f"not in the map: {module}; the tests of what uses it run: {first_few(sorted(users))}"
             change.remarks.append(words)
-        elif module is not None and module.startswith(tuple(f"{folder}." for folder in self._folders)):
+        elif module.startswith(self._folders):
             change.names |= names
         else:
             change.unknown.append(path)
 
     def affected(self, module: str, names: Collection[str]) -> set[str]:
-        """The functions and classes of a module that change, and those that use them there. All of them, if the module
-        itself does.
+        """The functions and classes of a module that change, and those in it that use them. All of them, if code of the
+        module outside of them changes.
         """
-        content = self._read(self._root.parent / self._path_of(module))
+        content = self._read_module(module)
         if content is None:
             return set()
         try:
@@ -349,7 +341,7 @@ class Changes:
         if module in names:
             return {*outermost}
         affected = {name.removeprefix(f"{module}.").partition(".")[0] for name in names}
-        texts = {name: source.whole_text(f"{module}.{name}") for name in outermost}
+        texts = {name: source.text(f"{module}.{name}", of_classes=True) for name in outermost}
         while more := {name for name in texts.keys() - affected if affected & {*_NAME.findall(texts[name])}}:
             affected |= more
         return affected
@@ -364,12 +356,16 @@ class Changes:
     @functools.cached_property
     def _texts(self) -> Mapping[str, bytes]:
         """The installed files of the map's modules."""
-        files = {each: self._read(self._root.parent / self._path_of(each)) for each in self._map.modules}
+        files = {each: self._read_module(each) for each in self._map.modules}
         return {each: content for each, content in files.items() if content is not None}
 
 
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
 def _about(hunk: diffs.Hunk, module: str, content: bytes) -> set[str]:
-    """The functions and classes that a hunk which does not fit is about: those that it names, or that have the numbers
+    """The functions and classes that a hunk which does not fit is about: those that it names, and those at the numbers
     of its lines. If there are none, the module.
     """
     try:
@@ -401,7 +397,7 @@ _Region = tuple[int, int, str]  # the first and the last line, and the text on b
 
 
 def _regions(before: bytes, after: bytes) -> Iterator[_Region]:
-    """What differs. Lines that are added count to the line before which they are."""
+    """The regions that differ. Added lines count to the line before which they are added."""
     import difflib
 
     ours, theirs = (side.decode(errors="surrogateescape").split("\n") for side in (before, after))
@@ -416,10 +412,6 @@ class Code:
     def __init__(self, module: str, content: bytes) -> None:
         self._module, self._parts = module, functions_in(content, module)
         self._lines = content.decode(errors="surrogateescape").split("\n")
-
-    def whole(self, names: Iterable[str]) -> Iterator[Edit]:
-        for name in names:
-            yield Edit(name, around=self.text(name))
 
     def edits(self, regions: Iterable[_Region]) -> Iterator[Edit]:
         """An edit for each function, class or module in which something differs."""
@@ -447,8 +439,8 @@ class Code:
         return [name for name in names if "." not in name]
 
     def using(self, module: str, names: Collection[str]) -> set[str]:
-        """The functions that use something that is imported from a module by one of these names, or the module, or that
-        use an attribute of such a name, as those of ``torch.distributed`` are.
+        """The functions that use the module or one of these names of it, as they import them, or an attribute of such a
+        name, as in ``dist.NAME``.
         """
         package, _, own = module.rpartition(".")
         imported = set[str]()
@@ -461,14 +453,9 @@ class Code:
         attributes = {name: {*_ATTRIBUTE.findall(text)} for name, text in texts.items()}
         return {n for n in functions if imported.intersection(_NAME.findall(texts[n])) or attributes[n] & {*names}}
 
-    def whole_text(self, name: str) -> str:
-        """The source of a function or a class, with all that is inside."""
-        parts = (part for part in self._parts if part.name == name)
-        return "\n".join(line for part in parts for line in self._lines[part.first - 1 : part.last])
-
-    def text(self, name: str) -> str:
-        """The source of a function; nothing for a class or a module, whose functions are not its own."""
-        parts = (part for part in self._parts if part.name == name and part.body is not None)
+    def text(self, name: str, of_classes: bool = False) -> str:
+        """The source of a function, and with ``of_classes`` also that of a class. Otherwise nothing."""
+        parts = (part for part in self._parts if part.name == name and (of_classes or part.body is not None))
         return "\n".join(line for part in parts for line in self._lines[part.first - 1 : part.last])
 
 

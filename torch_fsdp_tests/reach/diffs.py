@@ -67,7 +67,7 @@ class Edited:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A file that is renamed, whether or not its lines change besides."""
+    """A file that is renamed, with or without changes of its lines."""
 
     old: str
     new: str
@@ -117,7 +117,7 @@ class _Section:
     hunks: list[Hunk] = dataclasses.field(default_factory=list)
 
     def is_about(self, paths: Sequence[str]) -> bool:
-        """Whether git's line does not name another file than these paths. Several diffs may be in one text."""
+        """Whether git's line can be about these paths. A text may have several diffs."""
         return self.named[:1] in ("", '"') or any(path in self.named.replace("\\", "/") for path in paths)
 
     def file(self) -> FileDiff | None:

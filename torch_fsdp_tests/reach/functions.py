@@ -18,7 +18,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
 
 # Fields that say nothing about what the code does, or only what its place says already.
 _LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores"}
-_END = ")"  # of a list and of a node; no word of the source is spelled so
+_END = ")"  # of a list or a node; no other word is spelled so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _body(function: _Function) -> int:
 def _spell(node: ast.AST, words: list[str]) -> None:
     """Add a node as text that is the same in every version of Python. Functions and classes inside it have only names.
 
-    The end of each list and node is marked, because otherwise a statement could leave its block unnoticed.
+    The end of each list and node is marked, so that the text changes when a statement leaves its block.
     """
     words.append(type(node).__name__)
     for field in node._fields:

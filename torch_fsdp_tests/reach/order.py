@@ -24,20 +24,20 @@ from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
 # How much a word of the change counts, by its place there, and by its place in the test.
 CHANGED, NAMED, AROUND = 1.0, 1.0, 0.25
 IN_NAME, IN_BODY = 2.0, 1.0
-RARITY = 1.5  # the power of the logarithm of how rare a word is
+RARITY = 1.5  # the exponent of the logarithm of how rare a word is
 
 # The relevance of a test. The words add up to 1 for a body that has them all.
 BASE = 0.1  # any test that runs what changes
-ERRORS = 0.5  # besides, a test of errors that has the words of the message
-SPECIFIC = 0.1  # besides, the most specific test
+ERRORS = 0.5  # added for a test of errors that has all words of the message
+SPECIFIC = 0.1  # added for the most specific test
 DETECTED = 10.0  # factor for a test that detected an earlier change of the function
 ELSEWHERE = 0.1  # factor for a test that enters the function, but does not run what changes in it
 AGAIN = 0.5  # factor for each earlier variant of the same test
 SAME_CLASS = 0.95  # factor for each earlier test of the same class
 
 START = 1.0  # seconds that a test costs in addition to its own
-COST = 0.7  # the power of the seconds by which the relevance is divided
-USUAL = 100  # words of a body; those of a longer one count less
+COST = 0.7  # the exponent of the seconds by which the relevance is divided
+USUAL = 100  # words of a body; the words of a longer body count less
 
 FIRST_BATCH = 2  # tests in the first process; each further process has up to twice as many, but no more than MAX_BATCH
 MAX_BATCH = 8
@@ -56,9 +56,9 @@ class Edit:
 
 
 def kills_in(*records: Path) -> dict[str, set[tuple[str, str]]]:
-    """The tests that killed mutants, with their files, by the changed function. A record that does not exist has none.
+    """The tests that killed mutants, as pairs of file and test, by the name of the mutated function.
 
-    The records are those of ``python -m torch_fsdp_tests.tools.mutants``.
+    ``python -m torch_fsdp_tests.tools.mutants`` writes the records. Those that do not exist are left out.
     """
     tests_of: dict[str, set[tuple[str, str]]] = {}
     texts = [record.read_text(encoding="utf-8") for record in records if record.is_file()]
@@ -191,7 +191,7 @@ class _File:
 
     @functools.cached_property
     def _parts(self) -> Mapping[str, str]:
-        """The text of each function, method and class header by its name. Those of one name are joined."""
+        """The text of each function, method and class header by its name. Texts of one name are joined."""
         lines_of: dict[str, list[str]] = {}
         part, decorators = list[str](), list[str]()
         for line in self._source.splitlines():

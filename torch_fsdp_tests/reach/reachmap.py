@@ -86,9 +86,9 @@ class ReachMap:
                 device=data["device"],
                 skipped={file: [*names] for file, names in data["skipped"].items()},
             )
+        except MalformedMap:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-            if isinstance(error, MalformedMap):
-                raise
             raise MalformedMap(f"{path} is not a map of what tests reach; {remedy}") from error
 
     def as_text(self) -> str:
@@ -131,7 +131,7 @@ class ReachMap:
     def bits_of(self, name: str) -> int:
         """The tests that enter a function or one inside of it, or any function of a class, module or package."""
         bits = self.reached.get(name, 0)
-        start, end = (bisect.bisect_left(self._names, name + after) for after in (".", "/"))  # "/" comes next to "."
+        start, end = (bisect.bisect_left(self._names, name + after) for after in (".", "/"))  # "/" follows "."
         for each in self._names[start:end]:
             bits |= self.reached[each]
         return bits
@@ -155,11 +155,11 @@ class ReachMap:
 
     def _around(self, name: str) -> list[Module]:
         """The modules in which something of this name could be."""
-        return [module for each in _enclosing(name) if (module := self.modules.get(each)) is not None]
+        return [module for each in scopes_around(name) if (module := self.modules.get(each)) is not None]
 
     def enclosing(self, name: str) -> str | None:
         """Of a name and the scopes around it, the innermost that tests reach, or None if there is none in the map."""
-        known = (each for each in _enclosing(name) if self._around(each))
+        known = (each for each in scopes_around(name) if self._around(each))
         return next((each for each in known if self.bits_of(each)), None)
 
     def keys(self) -> list[tuple[str, str]]:
@@ -167,24 +167,22 @@ class ReachMap:
         skipped = ((file, name) for file, names in self.skipped.items() for name in names)
         return [*((test.file, test.test) for test in self.tests), *skipped]
 
-    def unknown(self, declared: Mapping[str, Iterable[str]], with_skipped: bool = False) -> list[Reached]:
+    def unknown(self, declared: Mapping[str, Collection[str]], with_skipped: bool = False) -> list[Reached]:
         """The declared tests that the map does not have, each with zero seconds and no functions.
 
         A declared name means the tests that begin with it. ``with_skipped`` also returns those that were skipped.
         """
-        names: dict[str, list[str]] = {}
-        for file, test in ((test.file, test.test) for test in self.tests) if with_skipped else self.keys():
-            names.setdefault(file, []).append(test)
-        return [
-            Reached(file, name, 0.0, 0)
-            for file, stems in declared.items()
-            for name in _without_test(stems, names.get(file, ()))
-        ]
+        names = by_file(((test.file, test.test) for test in self.tests) if with_skipped else self.keys())
+        unknown = []
+        for file, stems in declared.items():
+            made = {declared_as(test, stems) for test in names.get(file, ())}
+            unknown += [Reached(file, name, 0.0, 0) for name in stems if name not in made]
+        return unknown
 
     def merged(self, newer: ReachMap, gone: Collection[tuple[str, str]] = ()) -> ReachMap:
-        """This map without the tests that are gone, and with those of a newer one, which replace its own.
+        """This map without the tests that are ``gone``, and with those of a newer map, which replace its own.
 
-        Both are of the same sources.
+        Both maps are of the same sources.
         """
         replaced = {(test.file, test.test) for test in newer.tests} | {*gone}
         kept = [(test, 0, n) for n, test in enumerate(self.tests) if (test.file, test.test) not in replaced]
@@ -275,13 +273,7 @@ def declared_as(test: str, stems: Iterable[str]) -> str | None:
     return max(fitting)[2] if fitting else None
 
 
-def _without_test(stems: Iterable[str], tests: Iterable[str]) -> list[str]:
-    stems = [*stems]
-    made = {declared_as(test, stems) for test in tests}
-    return [stem for stem in stems if stem not in made]
-
-
-def _enclosing(name: str) -> Iterator[str]:
+def scopes_around(name: str) -> Iterator[str]:
     """A qualified name and the scopes around it: ``a.b.c``, ``a.b``, ``a``."""
     while name:
         yield name

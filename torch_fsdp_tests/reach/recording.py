@@ -6,14 +6,14 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests.reach.functions import Function, Statement, functions_in, module_name, owners, statements_in
+from torch_fsdp_tests.reach.functions import Statement, functions_in, module_name, owners, statements_in
 from torch_fsdp_tests.reach.reachmap import Executed, Module, ReachMap, build
 
 SEPARATOR = "::"  # in a context, between a file and a test
-# Folders of torch whose functions are in the map, and of these the ones that it has whole: of the others it has only
-# modules that some test enters, since the rest is not what FSDP uses.
+# The folders of torch whose functions are in the map. Of WHOLE it has every module, and also statements. Of the others
+# it has the modules that some test enters, because FSDP does not use the rest.
 FOLDERS = tuple(f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor"))
-WHOLE = FOLDERS[:2]  # of these it also has statements
+WHOLE = FOLDERS[:2]
 
 
 def context(file: str, test: str) -> str:
@@ -33,8 +33,7 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
     ``root`` is the folder of the installed torch. Raises ``OSError`` for a data file that cannot be read.
     """
     contents = {path: path.read_bytes() for path in sources(root)}
-    functions: dict[Path, list[Function]] = {}
-    lines_of: dict[Path, dict[int, str]] = {}
+    owners_in: dict[Path, dict[int, str]] = {}
     statements: dict[Path, list[Statement]] = {
         path: [each for _, each in statements_in(ast.parse(contents[path]), module_name(path, root))]
         for path in sources(root, WHOLE)
@@ -47,15 +46,14 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
         test = file, name
         if path not in contents or test not in seconds:
             continue
-        if path not in lines_of:
-            functions[path] = functions_in(contents[path], module_name(path, root))
-            lines_of[path] = owners(functions[path])
-        owner = lines_of[path]
+        if path not in owners_in:
+            owners_in[path] = owners(functions_in(contents[path], module_name(path, root)))
+        owner = owners_in[path]
         entered[test] |= {owner[line] for line in lines if line in owner}
         known, numbers = statements.get(path, ()), {*lines}
         ran[test] |= {each for each in known if not numbers.isdisjoint(range(each.first, each.last + 1))}
     all_entered = set[str]().union(*entered.values())
-    kept = {*sources(root, WHOLE), *(p for p, its in functions.items() if any(f.name in all_entered for f in its))}
+    kept = {*sources(root, WHOLE), *(p for p, owner in owners_in.items() if not all_entered.isdisjoint(owner.values()))}
     names = {path: module_name(path, root) for path in kept}
     return build(
         torch,
@@ -67,7 +65,7 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
 
 def _lines(data: Path) -> Iterator[tuple[str, str, list[int]]]:
     """File, context and lines, by the schema of data files that coverage.py documents."""
-    import sqlite3  # not at import: a plan needs neither
+    import sqlite3  # imported late, because a plan needs neither
 
     from coverage.numbits import numbits_to_nums
 

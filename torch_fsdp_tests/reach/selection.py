@@ -27,9 +27,9 @@ def select(
 ) -> Selection:
     """The tests that reach any of these functions, classes and modules.
 
-    First come those that enter a function that is named, then those that only reach the class or the module of code
-    that belongs to no function, or that the map does not know. ``sort`` gives the order of each of the two; without it
-    the most specific tests come first. Tests of the files ``also`` count as those that enter a function.
+    First come the tests that enter a named function. Then come those that only enter some function of a named class or
+    module, or of the scope around a name that the map does not know. ``sort`` gives the order in both groups; without
+    it the most specific tests come first. The tests of the files ``also`` belong to the first group.
     """
     entering = sum(1 << number for number, test in enumerate(known.tests) if test.file in also)
     around = 0
