@@ -57,6 +57,9 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
         if launch is not None and launched:
             site = _workers(launch)
         status = _guarded(argv, root, launch, site)
+    except LaunchFailure as error:
+        _remark(str(error))
+        status = ExitStatus.USAGE_ERROR
     except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were wrong, or --help was given
         status = ExitStatus(host.exit_status(left) if isinstance(left, SystemExit) else ExitStatus.INTERRUPTED)
         if status.is_from_signal:
@@ -80,7 +83,7 @@ def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site)
     try:
         with _with_numbers(options.parse(argv, os.environ, root, launch)) as run:
             return _checked(run, site)
-    except (UnknownTest, expectations.MalformedList, ConfigurationError, LaunchFailure, numbers.NoNumbers) as error:
+    except (UnknownTest, expectations.MalformedList, ConfigurationError, numbers.NoNumbers) as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
     except BrokenPipeError:  # as with "run_test.py --list | head"
