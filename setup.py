@@ -43,7 +43,7 @@ class BuildWithTests(build_py):
 
 
 class SourcesWithCommit(sdist):
-    """Writes down the commit, since the repository stays behind."""
+    """Writes the commit into the source distribution, which has no repository."""
 
     def make_release_tree(self, base_dir: str, files: Sequence[str]) -> None:
         super().make_release_tree(base_dir, list(files))

@@ -1,5 +1,4 @@
-"""Finds out whether ``torch.compile`` can really compile here. It does so once, when a name of this module is first
-used.
+"""Finds out whether ``torch.compile`` can really compile here, once, when a name of this module is first used.
 
 An installed compiler is useless to inductor if it cannot build an extension of this Python, so this module lets it
 build one. Upstream asks torch for any GPU. Here the device under test decides.
@@ -17,19 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.common_utils.flags import TEST_WITH_SLOW, device_under_test, has_devices
+from torch_fsdp_tests.common_utils.flags import TEST_WITH_SLOW, has_devices
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.verdict import Reason, SkipKind
 
 COMPILE_LIMIT = 60  # seconds; a cold compiler on a loaded machine takes a few
 
-# Inductor's kernels for the host include Python's header, and OpenMP's.
+# Inductor's kernels for the CPU include Python's header, and OpenMP's.
 _SOURCE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 
 
 @functools.cache
 def why_no_host_compiler() -> str | None:
-    """The reason why inductor cannot compile for the host, or None if a small extension could be built."""
+    """The reason why inductor cannot compile for the CPU, or None if a small extension could be built."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
@@ -41,17 +40,15 @@ def why_no_host_compiler() -> str | None:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"the C++ compiler does not run: {error}"
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or [
-                f"exit status {done.returncode}"
-            ]
-            return f"the C++ compiler cannot build an extension: {errors[0]}"
+            errors = (line for line in done.stderr.splitlines() if "error" in line)
+            return f"the C++ compiler cannot build an extension: {next(errors, f'exit status {done.returncode}')}"
     return None
 
 
 @functools.cache
 def why_no_device_compiler() -> str | None:
     """The reason why inductor cannot compile for the device under test, or None if it can."""
-    device = device_under_test()
+    device = accelerator.current_or_none()
     if device is None or device.is_cpu:
         return "the device under test is not an accelerator"
     if importlib.util.find_spec("triton") is None:

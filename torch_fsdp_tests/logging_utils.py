@@ -1,7 +1,7 @@
 """Helpers for tests of torch's logs, with settings as in ``TORCH_LOGS``.
 
-torch keeps its log settings in ``torch._logging._internal``, which has no public way to save and restore
-them; everything here goes through its functions ``_get_log_state``, ``_set_log_state`` and ``_init_logs``.
+torch has no public way to save and restore its log settings. This module uses the functions ``_get_log_state``,
+``_set_log_state`` and ``_init_logs`` of ``torch._logging._internal``.
 """
 
 from __future__ import annotations

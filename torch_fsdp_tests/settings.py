@@ -1,7 +1,6 @@
 """All environment variables that a user may set, in one table, and the values of those that more than one part reads.
 
-This module does not import torch. The dispatcher and ``run_tests()`` check the variables before any test. The harness
-checks them when it reads them.
+Does not import torch. The dispatcher and ``run_tests()`` check the variables at the start, the harness those it reads.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
 SLOW_VARIABLE = "PYTORCH_TEST_WITH_SLOW"
 MAX_RANKS = 65536  # of one test; more than any launcher makes
-# Of a test that does not set its own number, on the CPU. On other devices it is lent at most as many devices.
+# Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
 USUAL_RANKS = 4
-FEW_RANKS = 2  # of a test for which a few are enough, on the CPU
+FEW_RANKS = 2  # on the CPU, of a test for which a few ranks are enough
 
 
 # Each kind of perturbation, with what it inserts into training loops. ``perturb.kinds`` has a function for each.
@@ -76,7 +75,7 @@ class Variable:
     says: str = ""  # what it does, if no option does the same
     option: str = ""  # the option of run_test.py that does the same
     default: str = ""
-    is_upstreams: bool = False  # PyTorch's run_test.py or harness has it, too
+    is_upstreams: bool = False  # PyTorch's run_test.py or harness also has it
     is_repeated: bool = False  # whether it belongs in front of a command that repeats a test
 
 

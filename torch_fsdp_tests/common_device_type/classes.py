@@ -14,14 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch_fsdp_tests.common_utils.flags import device_type_under_test, privateuse1_name
-from torch_fsdp_tests.common_utils.parametrization import (
-    RECIPE,
-    Test,
-    Variant,
-    add_test,
-    bound_test,
-    no_decorators,
-)
+from torch_fsdp_tests.common_utils.parametrization import RECIPE, Test, add_test, bound_test, no_decorators
 from torch_fsdp_tests.device import accelerator
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
@@ -45,17 +38,14 @@ def instantiate_device_type_tests(
     """Replace a generic test class in ``scope`` by one for the device under test.
 
     ``TestX.test_y`` becomes ``TestXCPU.test_y_cpu`` on the CPU and ``TestXFOO.test_y_foo`` on a device type ``foo``,
-    with the suffixes of parameters before the device's. A test with a parameter ``device`` gets the device as text
-    (``cpu``, ``foo:0``).
+    with the suffixes of parameters before the device's. A test with a parameter ``device`` gets ``cpu`` or ``foo:0``.
 
     Differs from upstream's. One class is made and not several. In a rank ``device`` is the device of that rank;
     upstream gives the first one to all. Where ``except_for``, ``only_for`` or the environment variables
     ``PYTORCH_TESTING_DEVICE_*`` leave the device out, the tests are made and skip with that reason; upstream lets them
-    vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing: one asks for a device by
-    name.
+    vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing.
 
-    The generic class stays as it is, so that a class derived from it earlier keeps what it inherits; upstream deletes
-    the tests from it.
+    The generic class keeps its tests, which a class derived from it earlier inherits. Upstream deletes them.
 
     Raises ``AssertionError`` for a device type both in ``except_for`` and ``only_for``.
     """
@@ -115,7 +105,7 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
 
 def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tuple[str, Test]]:
     """The tests of one generic method, under their new names."""
-    recipe = getattr(test, RECIPE, _unchanged)
+    recipe: Any = getattr(test, RECIPE, lambda test, **classes: [(test, "", {}, no_decorators)])
     device_type = made.device_type  # type: ignore[attr-defined]
     for variant, suffix, arguments, decorators in recipe(test, generic_cls=generic, device_cls=made):
         takes_device = "device" in inspect.signature(variant).parameters
@@ -131,10 +121,6 @@ def _dtype_suffix(arguments: Mapping[str, Any]) -> str:
     dtypes = arguments.get("dtypes", arguments.get("dtype"))
     dtypes = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
     return "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None)
-
-
-def _unchanged(test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
-    yield test, "", {}, no_decorators
 
 
 def _with_device(test: Test) -> Test:

@@ -41,8 +41,7 @@ class ops(_TestParametrizer):
     rule or a list; ``allowed_dtypes`` leaves out all others. ``skip_if_dynamo`` is accepted and changes nothing.
 
     When tests are made, it raises ``ValueError`` for an empty list and ``RuntimeError`` outside of
-    ``instantiate_device_type_tests``. Differs from upstream's: if no operator has a data type left, the test skips and
-    does not disappear.
+    ``instantiate_device_type_tests``. Unlike upstream's, the test skips if no operator has a data type left.
     """
 
     def __init__(

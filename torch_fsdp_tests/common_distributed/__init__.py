@@ -1,17 +1,10 @@
-"""Test cases with ranks, decorators for what a test needs, and subtests that share their ranks. This package replaces
-``torch/testing/_internal/common_distributed.py``.
-"""
+"""Test cases with ranks, decorators and subtests. Replaces ``torch/testing/_internal/common_distributed.py``."""
 
 from __future__ import annotations
 
 import torch.distributed as c10d
 
-from torch_fsdp_tests.common_distributed.case import (
-    TIMEOUT_DEFAULT,
-    TIMEOUT_OVERRIDE,
-    RankTestCase,
-    get_timeout,
-)
+from torch_fsdp_tests.common_distributed.case import TIMEOUT_DEFAULT, TIMEOUT_OVERRIDE, RankTestCase, get_timeout
 from torch_fsdp_tests.common_distributed.continuous import DeviceContinuousTest, MultiProcContinuousTest
 from torch_fsdp_tests.common_distributed.environment import (
     cleanup_temp_dir,

@@ -1,8 +1,7 @@
 """What the three kinds of test cases with ranks have in common.
 
-In the parent, the test method of the instance is replaced by one that waits for the ranks and turns their reports into
-one outcome. In a rank it is the test itself. ``setUp``, ``tearDown``, cleanups and class fixtures run once, in the
-parent.
+In the parent, the test method is replaced by one that waits for the ranks and turns their reports into one outcome. A
+rank runs the test itself. ``setUp``, ``tearDown``, cleanups and class fixtures run once, in the parent.
 """
 
 from __future__ import annotations
@@ -50,27 +49,23 @@ from torch_fsdp_tests.verdict.events import Skipped
 __unittest = True
 
 try:
-    TIMEOUT_DEFAULT = settings.timeout(os.environ)  # seconds a test
+    TIMEOUT_DEFAULT = settings.timeout(os.environ)  # seconds per test
 except ConfigurationError:  # run_tests() reports a bad value in a sentence; an import could only raise
     TIMEOUT_DEFAULT = settings.DEFAULT_TIMEOUT
 TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that need more
 
 
 def get_timeout(test_id: str) -> int:
-    """The time limit for a test's ranks in seconds, counted from their fork. ``test_id`` is what ``TestCase.id()``
-    returns.
+    """The time limit for a test's ranks in seconds, counted from their fork. ``test_id`` is that of the test case.
 
     Differs from upstream's: the default is 120 and not 300, and the environment is read at each call. Raises
-    :class:`~torch_fsdp_tests.settings.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
-    number.
+    :class:`~torch_fsdp_tests.settings.ConfigurationError` for an invalid ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``.
     """
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))
 
 
 class _Tally(threading.local):
-    """Counts the subtests of the test that runs in this rank: how many ran, and which skipped and why. A rank may be a
-    thread.
-    """
+    """How many subtests of the running test ran in this rank, and why the others skipped. A rank may be a thread."""
 
     def __init__(self) -> None:
         self.ran = 0
@@ -107,9 +102,9 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Take every step of a test, also after one has raised, and then raise what counts.
+    """Take every step of a test, even after one has raised. Then raise the first failure, or else the first skip.
 
-    That is the first that is no skip, or else the first skip. Its ``THEN_RAISED`` has the later failures.
+    Its attribute ``THEN_RAISED`` has the later failures.
     """
     raised: list[BaseException] = []
     for step in steps:
@@ -191,8 +186,7 @@ def _perturbed(test: Any, name: str) -> contextlib.AbstractContextManager[Any]:
 class RankTestCase(TestCase):
     """The base class of all test cases whose tests run in ranks. The module's docstring says what runs where.
 
-    ``rank`` is -1 in the parent. Upstream has no such base class. The constructor raises ``ValueError`` if the class
-    does not have the method.
+    ``rank`` is -1 in the parent. The constructor raises ``ValueError`` if the class does not have the method.
     """
 
     MAIN_RANK = -1
@@ -225,9 +219,7 @@ class RankTestCase(TestCase):
             raise ValueError(f"{type(self).__qualname__} has no test method {name!r}")
 
     def join_or_run(self, fn: Callable) -> types.MethodType:
-        """Return the method that replaces the test ``fn``. In the parent it waits for the ranks, and in a rank it is
-        ``fn``.
-        """
+        """Return what replaces the test ``fn``: it waits for the ranks in the parent, and calls ``fn`` in a rank."""
 
         @functools.wraps(fn)
         @enters_test
@@ -317,9 +309,7 @@ class RankTestCase(TestCase):
         state.notes.add(self.id(), leaks)
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:
-        """In a rank, run the test method, and then all clean-ups that it registered. Upstream's harness never runs
-        those.
-        """
+        """In a rank, run the test method and then its clean-ups, which upstream's harness never runs."""
         returned = None
 
         def body() -> None:

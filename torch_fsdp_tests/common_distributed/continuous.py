@@ -135,9 +135,7 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _conclude_class(cls) -> None:
-        """Raise what went wrong in ranks after a test had passed. It is reported for the class, because the test has
-        ended.
-        """
+        """Raise, for the class, what went wrong in ranks after a test had passed and its outcome was reported."""
         cls._end_group()
         deaths = cls._late_deaths
         del cls._late_deaths

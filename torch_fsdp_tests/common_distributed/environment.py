@@ -20,7 +20,7 @@ _DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a test method once for each of these values of ``TORCH_DISTRIBUTED_DEBUG``, with a barrier after each run.
 
-    The method makes the default group. Differs from upstream's: the old level is in force again afterwards. Raises
+    The method makes the default group. Differs from upstream's: the previous level is restored afterwards. Raises
     ``ValueError`` if there is no level, because the test would not run.
     """
     if not levels:

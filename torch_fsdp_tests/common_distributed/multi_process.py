@@ -25,16 +25,10 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed.case import (
-    RankTestCase,
-    get_timeout,
-    named_leaks,
-    raise_verdict,
-    run_in_rank,
-)
+from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, ranks_of
-from torch_fsdp_tests.common_utils import set_rng_seed, state
+from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed, state
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
@@ -76,8 +70,7 @@ class MultiProcessTestCase(RankTestCase):
     """Every test runs in ``world_size`` rank processes, and passes when it passes in all of them.
 
     A subclass calls ``self._spawn_processes()`` in its ``setUp``. Each rank gets a fresh instance with ``rank`` and
-    ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method. The test
-    makes its process group itself.
+    ``file_name`` (an empty file for a rendezvous, shared by the ranks) and runs the test, which makes its group itself.
 
     In the parent a test raises ``unittest.SkipTest`` if every rank skipped. A failed one raises an exception that
     describes every rank: :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: an assertion of the test
@@ -87,8 +80,7 @@ class MultiProcessTestCase(RankTestCase):
     Differs from upstream's: ranks are forked from a prepared server, and not started as interpreters. The verdict
     counts every rank, and not only the first. A test that starts no rank fails. Two attributes keep their meaning, but
     apply to all ranks. ``special_return_code_checks`` maps the function of a test to the exit code that its ranks must
-    have (negative for a signal). ``skip_return_code_checks`` has the functions of tests whose ranks may exit or die in
-    any way.
+    have (negative for a signal). ``skip_return_code_checks`` has functions of tests whose ranks may end in any way.
     """
 
     class Event(enum.Enum):
@@ -109,17 +101,15 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks. The default is that of the device under test (4 on the CPU). Upstream's is always 4. A
-        subclass sets a fixed number as a class attribute, ``world_size = 2``. If the number depends on the test, the
-        subclass defines a property.
+        """The number of ranks. The default is that of the device under test (4 on the CPU). Upstream's is always 4.
+
+        A subclass sets a class attribute, ``world_size = 2``, or a property if the number depends on the test.
         """
         return ranks_of(self)
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """Whether a process group that the test leaves open is destroyed silently, as upstream does. Otherwise it is
-        reported as a leak.
-        """
+        """Whether a group that the test leaves open is destroyed without a report, as upstream does, or is a leak."""
         return True
 
     @property
@@ -188,9 +178,8 @@ class MultiProcessTestCase(RankTestCase):
             is_ours = type(self)._start_processes is MultiProcessTestCase._start_processes
             if is_launched() and not is_ours:
                 self._reject(
-                    "_start_processes",
                     "cannot start the ranks of a launcher: run this file without the launcher, or set "
-                    f"{settings.LAUNCHED_VARIABLE}=0",
+                    f"{settings.LAUNCHED_VARIABLE}=0"
                 )
             group = start_ranks(type(self), self._current_test_name(), world_size, at_once=False)
             self._take_ranks(group)
@@ -200,9 +189,8 @@ class MultiProcessTestCase(RankTestCase):
 
             def popen(process: BaseProcess) -> RankPopen:
                 del process._Popen  # type: ignore[attr-defined]  # it cannot be sent to the rank
-                if is_launched():
-                    return RankPopen(group, next(launched), limit)
-                return RankPopen.started(group, process, limit)
+                member = next(launched) if is_launched() else group.start(calls.pack(process))
+                return RankPopen(group, member, limit)
 
             def make(*args: Any, **kwargs: Any) -> BaseProcess:
                 process = proc(*args, **kwargs)
@@ -213,16 +201,15 @@ class MultiProcessTestCase(RankTestCase):
             started = sum(process.is_there for process in group.processes)
             if not is_launched() and started < world_size:
                 self._reject(
-                    "_start_processes",
                     f"started {started} of {world_size} ranks: call start() of one process that `proc` makes for "
-                    "each rank",
+                    "each rank"
                 )
 
         return start
 
-    def _reject(self, hook: str, words: str) -> None:
-        owner = next(cls.__qualname__ for cls in type(self).__mro__ if hook in vars(cls))
-        raise RanksErred(Verdict(State.ERROR, f"{owner}.{hook} {words}", Phase.FIXTURE))
+    def _reject(self, words: str) -> None:
+        owner = next(cls.__qualname__ for cls in type(self).__mro__ if "_start_processes" in vars(cls))
+        raise RanksErred(Verdict(State.ERROR, f"{owner}._start_processes {words}", Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
         self._join_processes(fn)
@@ -250,8 +237,7 @@ class MultiProcessTestCase(RankTestCase):
     def _check_return_codes(self, fn: Callable, elapsed_time: float) -> None:
         """Raise the verdict on the ranks; return if the test passed. ``fn`` is the function of the test.
 
-        An override that does not call this judges alone, by the ``exitcode`` of ``self.processes``. What it accepts is
-        then in the test's notes.
+        An override that does not call this method decides alone. Failures that it accepts are in the test's notes.
         """
         raise_verdict(self._judge(fn))
         self._is_judged = True
@@ -281,8 +267,14 @@ class MultiProcessTestCase(RankTestCase):
             return dataclasses.replace(report, stacks=f"{report.stacks}\n{answer}".strip())
         return report
 
+    def _init_default_group(self, backend: str | None, **options: Any) -> None:
+        """Make the default group of a rank. ``options`` are others of ``init_process_group``."""
+        options = {"init_method": f"{FILE_SCHEMA}{self.file_name}", **options}
+        timeout = timedelta(seconds=self.collective_timeout)
+        dist.init_process_group(backend, rank=self.rank, world_size=int(self.world_size), timeout=timeout, **options)
+
     def _get_timedout_process_traceback(self) -> None:
-        """Ask the ranks that still run for tracebacks, through their pipes. Their answers stand in the report.
+        """Ask the ranks that still run for tracebacks, through their pipes. Their answers are in the report.
 
         Only a ``run_test`` of a subclass may listen there. The stacks of all ranks are in the report anyway.
         """
@@ -340,11 +332,9 @@ class MultiProcessTestCase(RankTestCase):
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
-        """Run one test in the current process as ``rank``. Subclasses override this method to build what every rank
-        needs.
+        """Run one test in the current process as ``rank``. Subclasses override this to build what every rank needs.
 
-        ``parent_pipe`` leads to the test process, as upstream (see :meth:`run_test`). What the test raises is reported
-        from here.
+        ``parent_pipe`` leads to the test process, as upstream (see :meth:`run_test`). Raises what the test raises.
         """
         self = cls(test_name)
         self.rank = rank
@@ -355,7 +345,7 @@ class MultiProcessTestCase(RankTestCase):
         """Seed, run the test method, report its leaks, and close the process group if the test left it open.
 
         After a failure the group stays open, because the other ranks may be in a collective that would never end. A
-        group that existed before the test stays open too.
+        group that existed before the test also stays open.
 
         As upstream, the traceback of a failure goes through ``parent_pipe``. A subclass that runs the test itself may
         send one and exit with :attr:`TEST_ERROR_EXIT_CODE`: this is an error of the test, with that text.
@@ -395,8 +385,7 @@ class DistributedTestBase(MultiProcessTestCase):
         self._spawn_processes()
 
     def backend(self, device: str) -> str:
-        """The backend for a device such as ``cuda:0``. For the device under test it is the backend under test, else
-        torch's default.
+        """The backend for a device such as ``cuda:0``: that under test if the device is, else torch's default.
 
         Upstream's knows three accelerators by name. Raises ``RuntimeError`` if torch does not know the device, and
         ``ValueError`` if the device has no backend.
@@ -409,8 +398,7 @@ class DistributedTestBase(MultiProcessTestCase):
         """Make the default group of all ranks (or of ``world_size``), bind the rank to its device, return the group.
 
         Differs from upstream's: its collectives time out before the test does, the rank is bound to the device that the
-        harness gives it, and torch's default device is restored after the test. Raises what ``init_process_group``
-        raises.
+        harness gives it, and torch's default device is restored. Raises what ``init_process_group`` raises.
         """
         world_size = self.world_size if world_size is None else world_size
         store = dist.FileStore(self.file_name, world_size)
@@ -426,8 +414,7 @@ class DistributedTestBase(MultiProcessTestCase):
     def rank_to_device(self, device: str) -> dict[int, list[int]]:
         """The device indices of each rank. If there are more ranks than devices, ranks share them in turn.
 
-        Differs from upstream's if no device is visible: every rank has index 0, where upstream raises
-        ``ZeroDivisionError``.
+        If no device is visible, every rank has index 0, where upstream raises ``ZeroDivisionError``.
         """
         count = max(torch.get_device_module(device).device_count(), 1)
         return {rank: [rank % count] for rank in range(self.world_size)}

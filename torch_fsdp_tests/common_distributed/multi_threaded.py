@@ -35,11 +35,7 @@ from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, Outcome, RankGroup
 from torch_fsdp_tests.ranks.outcome import enters_test, raised
-from torch_fsdp_tests.ranks.threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
+from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
 from torch_fsdp_tests.verdict import Reason, SkipKind, State, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
@@ -80,7 +76,7 @@ def run_threads(
 
     Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
     their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
-    a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too.
+    a limit that follows from it. A thread that hangs elsewhere is waited for, because its process also has a limit.
     ``report`` is called in each thread with its rank's outcome, as soon as there is one, and again if that changes.
     """
     outcomes: dict[int, Outcome] = {}
@@ -141,11 +137,9 @@ class MultiThreadedTestCase(RankTestCase):
 
     A subclass calls ``self._spawn_threads()`` in its ``setUp``, and overrides :meth:`perThreadSetUp` and
     :meth:`perThreadTearDown` with what each rank needs before and after the test. All ranks of a test share global
-    state, including the random generator. The runner's process raises the same exceptions as with
-    :class:`MultiProcessTestCase`.
+    state, including the random generator. In the parent a test raises what :class:`MultiProcessTestCase` raises.
 
-    Differs from upstream's: the threads run in a separate process, ``threads`` holds that process, and clean-ups that a
-    rank registers are run.
+    Differs from upstream's: the threads run in a separate process, which ``threads`` has, and a rank's clean-ups run.
     """
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
@@ -171,9 +165,7 @@ class MultiThreadedTestCase(RankTestCase):
 
     @property
     def _current_test_name(self) -> str:
-        """The name of the test method. As upstream, this is a property here and a method in
-        :class:`MultiProcessTestCase`.
-        """
+        """The name of the test method. As upstream, a property here and a method in :class:`MultiProcessTestCase`."""
         return self._testMethodName
 
     def setUp(self) -> None:
@@ -187,9 +179,7 @@ class MultiThreadedTestCase(RankTestCase):
         """Runs in each rank after the test, even if the test failed."""
 
     def _spawn_threads(self) -> None:
-        """Start the ranks of the current test. Raises the same exceptions as
-        :meth:`MultiProcessTestCase._spawn_processes`.
-        """
+        """Start the ranks of the current test. Raises what :meth:`MultiProcessTestCase._spawn_processes` raises."""
         if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) and not accelerator.current().is_cpu:
             reason = "ranks are threads, and the race detector cannot tell to which of them a backward belongs"
             raise Skipped(Reason(reason, SkipKind.DEVICE))
@@ -232,9 +222,7 @@ class MultiThreadedTestCase(RankTestCase):
         run_all([between_fixtures, self._run_cleanups])
 
     def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """Like ``assertEqual``, but only in this rank, because the ranks share one random generator. As in upstream's,
-        the other ranks compare nothing.
-        """
+        """Like ``assertEqual``, but only in this rank: the ranks share one random generator. Others compare nothing."""
         if self.rank == rank:
             self.assertEqual(x, y, msg)
 

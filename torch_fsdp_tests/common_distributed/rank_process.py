@@ -6,10 +6,9 @@ import os
 import select
 import signal
 import time
-from multiprocessing.process import BaseProcess
 
 from torch_fsdp_tests.common_distributed.requirements import TEST_SKIPS
-from torch_fsdp_tests.ranks import RankGroup, calls
+from torch_fsdp_tests.ranks import RankGroup
 from torch_fsdp_tests.ranks.group import Process, active
 from torch_fsdp_tests.verdict import State
 
@@ -31,11 +30,6 @@ class RankPopen:
         self._group, self._process, self._limit = group, process, limit
         self.pid = process.pid
         self.sentinel = group.fileno()  # readable when there is news of any rank
-
-    @classmethod
-    def started(cls, group: RankGroup, process: BaseProcess, limit: float) -> RankPopen:
-        """Start a rank that runs the process object. Raises what pickle raises if it cannot be sent there."""
-        return cls(group, group.start(calls.pack(process)), limit)
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code, or None if there is none yet."""

@@ -138,8 +138,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
     The test then has at least ``x`` ranks, unless its class sets a fixed number (see :func:`ranks_of`).
 
-    Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and the check happens before any rank
-    starts.
+    Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and no rank starts before the check.
     """
 
     def reason() -> str | None:
@@ -186,7 +185,7 @@ def ranks_of(test: Any, most: int | None = None) -> int:
 
 
 def at_most(ranks: int) -> Any:
-    """A ``world_size`` for a class: so many ranks, or, with one rank per device, as many as there are devices.
+    """A ``world_size`` for a class: this many ranks, or one for each device if there are fewer devices.
 
     A test that needs more than two ranks says so with :func:`skip_if_lt_x_gpu`, and gets them where there is room.
     """
@@ -196,8 +195,7 @@ def at_most(ranks: int) -> Any:
 def get_required_world_size(obj: Any, default: int) -> int:
     """The world size that :func:`requires_world_size` requested for the current test of ``obj``, else ``default``.
 
-    ``obj`` is a test case. Upstream's returns ``default`` after any error. This one does so only if nothing was
-    requested.
+    ``obj`` is a test case. Upstream's also returns ``default`` after any error.
     """
     function = getattr(type(obj), getattr(obj, "_testMethodName", ""), None)
     requested = getattr(function, "_required_world_size", None)

@@ -22,8 +22,7 @@ def run_subtests(
     """Call ``test_fn`` once for every combination of the listed keyword values, each as a subtest of ``cls_inst``.
 
     ``subtest_config`` maps the names of keywords of ``test_fn`` to their values. ``test_args`` and ``test_kwargs`` are
-    passed on unchanged. After each subtest the ranks meet in a barrier of the default group. Compiled code is discarded
-    before and after each subtest.
+    passed on. After each subtest the ranks meet in a barrier of the default group. Each subtest compiles its own code.
 
     Raises ``ValueError`` if there is no combination to run, because such a test would pass without testing anything. In
     a rank, it raises the first failure of a subtest, and runs no other subtest. Upstream's passes without a

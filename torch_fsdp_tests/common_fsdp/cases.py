@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.common_distributed import (
-    DeviceContinuousTest,
-    MultiProcessTestCase,
-    MultiThreadedTestCase,
-    ranks_of,
-)
+from torch_fsdp_tests.common_distributed import DeviceContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
 from torch_fsdp_tests.common_fsdp import substitutes
 from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin, moderate_steps
 from torch_fsdp_tests.common_utils import FILE_SCHEMA
@@ -34,8 +28,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     ``world_size`` is that of the device under test (4 on the CPU), unless the class sets ``world_size = 2`` or the
     like. What a device such as the CPU lacks for FSDP1 or for offload is replaced by :mod:`.substitutes`. With a class
-    attribute ``fake_pg = True`` the group is fake. ``with_host = True`` adds collectives in host memory to a real
-    group.
+    attribute ``fake_pg = True`` the group is fake. ``with_host = True`` adds CPU collectives to a real group.
     """
 
     fake_pg = False
@@ -44,11 +37,6 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number."""
-        return ranks_of(self)
 
     def _ask_requirements(self, world_size: int) -> None:
         # A fake group moves no data, so its ranks can share a device with any backend.
@@ -80,13 +68,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         if kwargs.get("fake_pg"):
             dist.init_process_group("fake", rank=rank, world_size=int(self.world_size), store=FakeStore())
         else:
-            dist.init_process_group(
-                device.backend_with_host if self.with_host else device.backend,
-                init_method=self.init_method,
-                rank=rank,
-                world_size=int(self.world_size),
-                timeout=timedelta(seconds=self.collective_timeout),
-            )
+            backend = device.backend_with_host if self.with_host else device.backend
+            self._init_default_group(backend, init_method=self.init_method)
         # No rank starts the test while another one still connects, or closes its group while another one still uses it.
         _barrier(own_device)
         with moderate_steps():
@@ -97,9 +80,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
 
 class FSDPTestContinuous(FSDPTestMixin, DeviceContinuousTest):
-    """Like :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class. A failure ends the
-    ranks, and the next test gets new ones.
-    """
+    """Like :class:`FSDPTest`, but ranks and process group stay for all tests of the class. A failure replaces them."""
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:

@@ -28,9 +28,7 @@ _PATCHED_NAME = "fully_shard"
 def fully_shard_with_compiled_compute(
     module: nn.Module, *args: Any, compile_compute_on_module: type | None = None, **kwargs: Any
 ) -> Any:
-    """Call ``fully_shard(module, ...)``, and then ``module.compile()`` if the module has the given type or no type is
-    given.
-    """
+    """Call ``fully_shard(module, ...)``, and ``module.compile()`` if the module has the given type or none is given."""
     sharded = torch.distributed.fsdp.fully_shard(module, *args, **kwargs)
     if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
         module.compile()
@@ -56,11 +54,10 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
             events.check_returned(func(*args, **kwargs))
 
         def run_compiled(*args: Any, **kwargs: Any) -> None:
-            config = _inductor_config
             # A pool of compile processes would outlive the rank that started it.
-            single = functools.partial(setattr, config, "compile_threads")
+            single = functools.partial(setattr, _inductor_config, "compile_threads")
             put = functools.partial(names.__setitem__, _PATCHED_NAME)
-            with swapped(single, config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
+            with swapped(single, _inductor_config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
                 run(*args, **kwargs)
 
         @functools.wraps(func)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -27,24 +26,18 @@ def delay_device(milliseconds: float) -> None:
         device_sleep(device.type, int(milliseconds * get_cycles_per_ms(device.type)))
 
 
-def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., Any]:
-    """Return a function that keeps the device busy before each call."""
+def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context, ``owner.name`` first delays the device. Not for ranks in threads, which share the patch."""
+    if milliseconds <= 0:
+        return contextlib.nullcontext()
+    function = getattr(owner, name)
 
     @functools.wraps(function)
     def late(*args: Any, **kwargs: Any) -> Any:
         delay_device(milliseconds)
         return function(*args, **kwargs)
 
-    return late
-
-
-def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
-    """Inside the context, calls of ``owner.name`` are delayed. Only for ranks that are processes, because threads would
-    share the patch.
-    """
-    if milliseconds <= 0:
-        return contextlib.nullcontext()
-    return mock.patch.object(owner, name, delayed(getattr(owner, name), milliseconds))
+    return mock.patch.object(owner, name, late)
 
 
 def _delayed_reduce_scatter(milliseconds: float) -> AbstractContextManager[object]:

@@ -28,8 +28,7 @@ _composable = torch_names.module("torch.distributed._composable")
 
 
 class MLP(nn.Module):
-    """Two linear layers with a ReLU after each, from (..., dim) to (..., dim). The hidden size is ``dim_multiplier *
-    dim``.
+    """Two linear layers with a ReLU after each, (..., dim) to (..., dim). The hidden size is ``dim_multiplier * dim``.
 
     ``with_buffer`` adds a buffer of shape (dim,) to the output.
     """
@@ -58,16 +57,13 @@ class MLP(nn.Module):
         return out if self.buffer is None else out + self.buffer
 
     def reset_parameters(self) -> None:
-        """Initialize the buffer again, which is needed after materialization from the meta device. The layers reset
-        themselves.
-        """
+        """Initialize the buffer again after materialization from meta. The layers reset themselves."""
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 
 
 class MLPStack(nn.Sequential):
-    """Three MLPs, from (..., mlp_dim) to (..., mlp_dim). The hidden size of the outer two, 3 * mlp_dim, shards
-    unevenly.
+    """Three MLPs, (..., mlp_dim) to (..., mlp_dim). The hidden size of the outer two, 3 * mlp_dim, shards unevenly.
 
     ``with_seq_parallel`` adds a layer norm, and then the output of the last MLP is sharded along dimension 1.
     """
@@ -88,8 +84,7 @@ class MLPStack(nn.Sequential):
     ) -> MLPStack:
         """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh`` to each MLP and to the whole.
 
-        ``fsdp_kwargs`` go to ``fully_shard``, or to the ``api`` that takes its place. Works in place and returns the
-        stack.
+        ``fsdp_kwargs`` go to ``api``, by default ``fully_shard``. Works in place and returns the stack.
         """
         plan: dict[str, ParallelStyle] = {}
         for index in range(3):
@@ -156,7 +151,7 @@ class NestedLinear(nn.Module):
 class SkipModel(nn.Module):
     """Three 10 by 10 layers in sequence: a plain one, one to skip, and a nested one that ``enable_wrap`` wraps.
 
-    With ``double_nest`` the layer inside the nested one is wrapped too.
+    With ``double_nest`` the layer inside the nested one is also wrapped.
     """
 
     def __init__(self, double_nest: bool) -> None:

@@ -23,17 +23,11 @@ Layer = Callable[[int, int], nn.Module]
 Wrapper = Callable[..., nn.Module]
 
 
-def _group_of_this_rank() -> dist.ProcessGroup:
-    """Make a group with only the calling rank. Each rank makes its own, and the others need not take part."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
 class NestedWrappedModule(FSDPTestModel):
     """Five linear layers, (4, 8) to (4, 8), under the attribute ``module``.
 
     With ``wrap_fsdp`` the children 1 (two layers, the first of them wrapped again) and 2 are FSDP1 instances over
-    ``group``. The outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by
-    rank.
+    ``group``. The outer layers and the model are not. ``deterministic`` seeds with 0 first. Inputs differ by rank.
     """
 
     def __init__(
@@ -55,7 +49,9 @@ class NestedWrappedModule(FSDPTestModel):
         def _maybe_wrap(layer: nn.Module, alone: bool = False) -> nn.Module:
             if not wrap_fsdp:
                 return layer
-            return FSDP(layer, _group_of_this_rank() if alone else group, **fsdp_kwargs)
+            # A group with only this rank: each rank makes its own, and the others need not take part.
+            own = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else group
+            return FSDP(layer, own, **fsdp_kwargs)
 
         if deterministic:
             manual_seed(0)
@@ -213,9 +209,7 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
 
 
 class DummyDDP(nn.Module):
-    """Looks like DDP, with the model under ``module``, but reduces nothing. For models that reduce their gradients
-    themselves.
-    """
+    """Has the model under ``module``, like DDP, but reduces nothing: for models that reduce gradients themselves."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -230,8 +224,7 @@ class MixtureOfExperts(NestedWrappedModule):
 
     With ``wrap_fsdp`` the shared layer is an FSDP1 instance over ``group``, and the expert is one over a group with
     only its rank. Without it, ``run_backward`` averages all gradients except the expert's. ``deterministic`` seeds the
-    expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before resharding
-    in forward.
+    expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` delays each reshard in forward.
     """
 
     def __init__(

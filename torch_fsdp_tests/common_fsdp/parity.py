@@ -43,8 +43,7 @@ def local_parts(
 ) -> tuple[Parts, Parts]:
     """This rank's parts of an FSDP2 model's parameters and gradients, and the same parts of another model's.
 
-    Fails the test if the models differ in names, layouts or missing gradients. The other model is a plain one, or an
-    FSDP2 model too.
+    Fails the test if the models differ in names, layouts or missing gradients. The other one may be plain or FSDP2.
     """
     test.assertEqual(list(params), list(refs), "the models have different parameters")
     test.assertGreater(len(refs), 0, "neither model has a parameter, so nothing was compared")

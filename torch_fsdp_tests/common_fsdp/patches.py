@@ -103,14 +103,9 @@ def patch_register_post_backward_hook_backward(new_backward: Replacement) -> Abs
 
 
 def reduce_scatter_with_assert(
-    cls: Any,
-    orig_reduce_scatter: Replacement,
-    assert_fn: Callable[[torch.Tensor], object],
-    *args: Any,
-    **kwargs: Any,
+    cls: Any, orig_reduce_scatter: Replacement, assert_fn: Callable[[torch.Tensor], object], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``assert_fn`` on the output of a reduce-scatter, which has no values yet, and then the reduce-scatter
-    itself.
+    """Call ``assert_fn`` on the output of a reduce-scatter, which has no values yet, and then the reduce-scatter.
 
     To use it as a replacement, bind the first three arguments with ``functools.partial``. ``cls`` is the test, and is
     not used. Raises ``AssertionError`` if the call has no output argument, because then nothing was checked.

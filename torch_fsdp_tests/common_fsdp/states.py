@@ -41,10 +41,9 @@ def _assert_module_states(
 
 
 def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool = True) -> None:
-    """Fill the parameters with zeros, and the buffers too if ``zero_buffers``.
+    """Fill the parameters, and with ``zero_buffers`` also the buffers, with zeros.
 
-    With ``summon_full`` FSDP1's parameters are unsharded, filled and written back. Otherwise each rank clears its
-    shard.
+    With ``summon_full`` FSDP1's parameters are unsharded and written back. Otherwise each rank clears its shard.
     """
     with torch.no_grad(), FSDP.summon_full_params(model) if summon_full else contextlib.nullcontext():
         for tensor in (*model.parameters(), *(model.buffers() if zero_buffers else ())):
@@ -52,9 +51,7 @@ def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool 
 
 
 def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Any]:
-    """The model's state dict. Unless ``cpu_offload``, the model is moved to the device first; with ``half`` it is
-    converted to fp16.
-    """
+    """The model's state dict. The model first moves to the device unless ``cpu_offload``, and to fp16 with ``half``."""
     if not cpu_offload:
         model = model.to(get_devtype())
     if half:
@@ -63,9 +60,7 @@ def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = Fa
 
 
 def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
-    """The name of a parametrized test. Each argument contributes the mapping's entry for its ``str``, or "none" for
-    None.
-    """
+    """The name of a parametrized test: the mapping's entries for the ``str`` of each argument, or "none" for None."""
     return "_".join("none" if arg is None else test_name_mapping[str(arg)] for arg in args)
 
 

@@ -1,5 +1,6 @@
-"""Contexts that let FSDP1 tests run on a host without an accelerator. Every rank gets what is in
-:mod:`torch_fsdp_tests.device.substitutes`. What a test could observe is a context here.
+"""Contexts that let FSDP1 tests run without an accelerator.
+
+Every rank has the substitutes of :mod:`torch_fsdp_tests.device.substitutes`. One that a test may see is a context here.
 """
 
 from __future__ import annotations

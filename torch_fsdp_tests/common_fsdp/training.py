@@ -49,8 +49,8 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
 
 @contextlib.contextmanager
 def scale_arrives() -> Iterator[None]:
-    """Gradient scalers wait for what they copy to the CPU. By themselves they do not
-    (``fsdp1_scale_is_read_while_copied``), so a device may spoil any step with offloaded gradients.
+    """Let gradient scalers wait for the scale that they copy to the CPU. torch does not wait for it
+    (``fsdp1_scale_is_read_while_copied``), which may spoil any step with offloaded gradients.
     """
 
     def get(replicator: Any, device: torch.device) -> torch.Tensor:
@@ -63,8 +63,8 @@ def scale_arrives() -> Iterator[None]:
 def check_losses(losses: Iterable[torch.Tensor]) -> None:
     """Fail unless the losses of a reference, one for each step, are finite and moderate and differ from step to step.
 
-    Otherwise the reference proves nothing. A training that explodes ends in infinities, as any other that explodes
-    does, and a training that stands still does not show what a step did.
+    Otherwise the reference proves nothing: every training that explodes ends in infinities, and a training that stands
+    still does not show what a step does.
     """
     steps = [loss.detach().double().flatten() for loss in losses]
     text = f"the losses of the reference are {[step.tolist() for step in steps]}"
@@ -115,10 +115,6 @@ class FSDPTestMixin(RankTestCase):
     def _check_forward_prefetch(self, fsdp_model: FSDP, forward_prefetch: bool) -> None:
         self.assertEqual(forward_prefetch, fsdp_model.forward_prefetch)
 
-    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
-        """See :func:`.common_distributed.run_subtests`. Upstream has it here."""
-        super().run_subtests(*args, **kwargs)
-
     def _assert_on_host(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self.assertEqual(parameter.device, _HOST, msg=f"offloaded parameter {name}")
@@ -138,15 +134,14 @@ class FSDPTestMixin(RankTestCase):
     ) -> torch.Tensor:
         """Train ``model`` with SGD and momentum, and return the detached, scaled loss of its last step.
 
-        The model has an :class:`FSDPTestModel` under ``module``, which gives inputs, loss and backward. SGD, since Adam
-        forgives a wrong scale of the gradients. On the way this asserts the dtype of the loss, that offloaded
+        The model has an :class:`FSDPTestModel` under ``module``, which gives inputs, loss and backward. Adam would
+        hide a wrong scale of the gradients, SGD does not. On the way this asserts the dtype of the loss, that offloaded
         parameters are in host memory whenever FSDP has resharded, and that FSDP is idle at the end. ``save_model``
         saves, zeroes and reloads the model after each step.
 
-        Differs from upstream's: the loss from which backward starts is weighted by rank, by (rank + 1) / world size,
-        since some models have the same inputs on every rank, and with equal gradients a wrong average is not seen;
-        autocast uses the dtype of ``mixed_precision``; the gradient scaler works on the device under test, not only
-        on CUDA.
+        Differs from upstream's: backward starts from the loss times (rank + 1) / world size, because some models have
+        the same inputs on every rank, and equal gradients would hide a wrong average. Autocast uses the dtype of
+        ``mixed_precision``. The gradient scaler works on the device under test, not only on CUDA.
         """
         if num_steps < 1:
             raise ValueError(f"cannot train for {num_steps} steps, because nothing would be tested")
@@ -214,13 +209,12 @@ class FSDPTestMixin(RankTestCase):
     ) -> None:
         """Fail unless FSDP1 trains a model as a data parallel reference does.
 
-        Both are built by ``model_class.init`` with ``deterministic=True`` and ``init_kwargs``; what that does not
-        wrap at the top is wrapped with FSDP here. The reference is DDP, or what ``ref_init_fn`` makes of the plain
-        model. They train for ``num_iters`` steps; compared are the last loss, without its dtype, and all parameters,
-        by name, with device.
+        Both are built by ``model_class.init`` with ``deterministic=True`` and ``init_kwargs``. If it does not wrap the
+        root with FSDP, this method does. The reference is DDP, or what ``ref_init_fn`` makes of the plain model. Both
+        train for ``num_iters`` steps. Then the last losses (not their dtypes) and all parameters are compared.
 
-        Differs from upstream's: parameters are compared in low precision too, with a tolerance of one rounding a step;
-        and the pure fp16 reference is converted before DDP wraps it, since afterwards DDP averages nothing.
+        Differs from upstream's: parameters are also compared in low precision, with a tolerance of one rounding a step,
+        and the pure fp16 reference is converted before DDP wraps it, because afterwards DDP averages nothing.
 
         With parameter offload a model that is moved to the device after FSDP must raise, if the device
         has a memory of its own. Raises ``ValueError`` for an init mode without FSDP.
@@ -235,7 +229,7 @@ class FSDPTestMixin(RankTestCase):
             **(init_kwargs or {}),
         )
         if use_pure_fp16:
-            plain = plain.half()  # before DDP wraps it: if it is converted afterwards, DDP averages nothing
+            plain = plain.half()
         reference = (ref_init_fn or data_parallel)(plain)
         fsdp_kwargs = {
             "cpu_offload": cpu_offload,

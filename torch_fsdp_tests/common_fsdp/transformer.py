@@ -26,8 +26,7 @@ class TransformerWithSharedParams(FSDPTestModel):
 
     It has a shared parameter, a float buffer (``vocab_bias``), an integer one (``long_buffer``) and, with ``add_bn``, a
     batch norm over the batch dimension. ``deterministic`` seeds with 0 first and builds it in eval mode, so that
-    dropout is off and all instances are equal. ``get_input`` returns the same tokens on every rank. A test of averaging
-    over ranks uses its own.
+    dropout is off and all instances are equal. ``get_input`` returns the same tokens on every rank.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class TransformerWithSharedParams(FSDPTestModel):
         deterministic: bool = False,
         add_bn: bool = True,
     ) -> nn.Module:
-        """Build the model; ``RECURSIVE`` wraps its encoder and decoder layers and then the whole with FSDP1.
+        """Build the model. ``RECURSIVE`` wraps its encoder and decoder layers and then the whole with FSDP1.
 
         ``fsdp_kwargs`` go to FSDP, with another ``auto_wrap_policy`` if it is among them. ``group`` may be the pair of
-        sharding and replicating group; a hybrid strategy given a single group gets none, and FSDP makes its own.
+        sharding and replicating group. With a single group, FSDP makes its own groups for a hybrid strategy.
         Raises ``ValueError`` for another init mode. Differs from upstream's: ``fsdp_kwargs`` is not changed.
         """
         one_group = group[0] if isinstance(group, tuple) else group

@@ -1,8 +1,7 @@
 """What every test file uses: the base class, ``run_tests``, parametrization, flags and decorators.
 
 This package replaces ``torch/testing/_internal/common_utils.py``. Names that depend on the device under test
-(``TEST_CUDA`` and the like) and on the seed of the run (``SEED``) are computed when they are used, and not when this
-package is imported.
+(``TEST_CUDA`` and the like) and on the seed of the run (``SEED``) are computed when they are used, not at import.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ from torch_fsdp_tests.common_utils.parametrization import (
     parametrize,
     subtest,
 )
-from torch_fsdp_tests.common_utils.seed import (
-    manual_seed,
-    set_rng_seed,
-)
+from torch_fsdp_tests.common_utils.seed import manual_seed, set_rng_seed
 from torch_fsdp_tests.common_utils.skips import (
     skip_but_pass_in_sandcastle_if,
     skipIfHpu,
@@ -50,11 +46,7 @@ from torch_fsdp_tests.common_utils.skips import (
     wrapSwapTensorsTest,
     xfailIf,
 )
-from torch_fsdp_tests.common_utils.sleep import (
-    device_sleep,
-    get_cycles_per_ms,
-    host_time,
-)
+from torch_fsdp_tests.common_utils.sleep import device_sleep, get_cycles_per_ms, host_time
 from torch_fsdp_tests.common_utils.testcase import TestCase
 
 

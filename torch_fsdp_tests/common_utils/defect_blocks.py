@@ -19,7 +19,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[DefectBlock]]:
-    """Give the list to which this thread adds the blocks that it leaves."""
+    """Yield the list to which this thread adds each block that it leaves."""
     blocks: list[DefectBlock] = []
     before = _current.blocks, _current.subtests
     _current.blocks, _current.subtests = blocks, ()

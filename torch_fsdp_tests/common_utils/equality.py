@@ -2,8 +2,7 @@
 
 :func:`pairs` walks through two containers, and :func:`differences` compares every pair of leaves: numbers and tensors
 with the public :func:`torch.testing.assert_close`, text with unittest's comparison, and everything else with ``==``.
-Every difference is reported with its place, so that a failure in a state dict of a hundred tensors is as readable as
-one of two numbers.
+Every difference is reported with its place, so that a failure in a state dict of a hundred tensors can be read.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 @dataclasses.dataclass(frozen=True)
 class Closeness:
-    """The tolerances of a comparison. ``least_atol`` and ``least_rtol`` are lower bounds, which a test's ``precision``
-    sets.
-    """
+    """The tolerances of a comparison. ``least_atol`` and ``least_rtol`` are lower bounds, which a test class sets."""
 
     atol: float | None = None
     rtol: float | None = None

@@ -23,7 +23,6 @@ IS_LINUX = sys.platform == "linux"
 IS_WINDOWS = sys.platform == "win32"
 IS_MACOS = sys.platform == "darwin"
 
-
 IS_SANDCASTLE = settings.is_on("SANDCASTLE", os.environ)  # a CI of Meta
 TEST_WITH_ASAN = settings.is_on("PYTORCH_TEST_WITH_ASAN", os.environ)
 TEST_WITH_DEV_DBG_ASAN = settings.is_on("PYTORCH_TEST_WITH_DEV_DBG_ASAN", os.environ)
@@ -45,21 +44,9 @@ class HardwareClassification(enum.Enum):
     XPU = "xpu"
 
 
-def device_under_test() -> accelerator.Accelerator | None:
-    """The accelerator under test, or None if the requested one is not available.
-
-    Test files call this at import, where an exception would hide every test of the file. So the first test that needs
-    the device reports the problem instead.
-    """
-    try:
-        return accelerator.current()
-    except accelerator.ConfigurationError:
-        return None
-
-
 def device_type_under_test() -> str:
     """The device type in generated names, even if the requested device or its backend is not available."""
-    device = device_under_test()
+    device = accelerator.current_or_none()  # called at import, where an exception would hide every test of a file
     return device.type if device is not None else os.environ.get(accelerator.DEVICE_VARIABLE) or "cpu"
 
 
@@ -70,7 +57,7 @@ def privateuse1_name() -> str:
 
 def has_devices(device_type: str, at_least: int = 1) -> bool:
     """Whether the device under test has this type, and at least this many devices are visible."""
-    device = device_under_test()
+    device = accelerator.current_or_none()
     return device is not None and device.type == device_type and device.count >= at_least
 
 

@@ -16,8 +16,7 @@ def check_leaked_tensors(limit: int = 1, matched_type: type | tuple[type, ...] =
     """Put the tensors that the block leaves in reference cycles into the list that it gets, and warn if there are any.
 
     The list is filled when the block ends without an exception. ``limit`` is accepted and changes nothing: upstream
-    makes so many graphs. Differs from upstream's: the list has the only reference to the garbage, so that it is freed
-    with it.
+    makes this many graphs. Differs from upstream's: the garbage is freed with the list, which has the only reference.
     """
     in_cycles: list[Any] = []
     gc.collect()

@@ -23,8 +23,7 @@ from .seed import SEED_VARIABLE, set_rng_seed
 NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
 BAD_ARGUMENTS = 2
 
-# Options of upstream's run_tests that concern many files or other runners. They are rejected, because ignoring them
-# would mislead.
+# Options of upstream's run_tests for many files or other runners. They are rejected: ignoring them would mislead.
 _ELSEWHERE = {
     "--save-xml": "run_test.py writes JUnit: python run_test.py -i FILE --save-xml DIR",
     "--subprocess": "run_test.py runs each file in a process of its own",
@@ -111,15 +110,6 @@ class _Program(unittest.TestProgram):
         sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
 
 
-def _check_device() -> None:
-    """Raise :class:`ConfigurationError` if a device or backend is requested that cannot be had.
-
-    A dispatcher has checked this before it started the file.
-    """
-    if not stream.attached() and any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE))):
-        accelerator.current()
-
-
 def run_tests(argv: Sequence[str] | None = None) -> None:
     """Run the tests of the file that runs as a program, like :func:`unittest.main`, and exit.
 
@@ -153,8 +143,9 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         settings.check(os.environ)
         launcher.current()
         set_rng_seed()
-        if not options.discover_tests:
-            _check_device()
+        is_named = any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE)))
+        if is_named and not (options.discover_tests or stream.attached()):  # a dispatcher has checked it
+            accelerator.current()  # raises if it is not available
     except ValueError as error:
         print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)

@@ -13,8 +13,7 @@ from torch_fsdp_tests.processes import host
 def find_free_port() -> int:
     """Return a TCP port of the loopback interface that is free now.
 
-    Another process may take it before the caller does: retry, or let a store choose its own port with port 0, or
-    rendezvous over a file.
+    Another process may take it before the caller does: retry, let a store choose with port 0, or use a file.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -45,8 +45,7 @@ class _TestParametrizer:
 
 
 def compose_parametrize_fns(old_parametrize_fn: Recipe, new_parametrize_fn: Recipe) -> Recipe:
-    """Return a recipe for the product of two recipes. In names, the part of the new one (the upper decorator) comes
-    first.
+    """Return a recipe for the product of two. In names, the part of the new one (the upper decorator) comes first.
 
     When tests are made, it raises ``RuntimeError`` if both give the same argument.
     """
@@ -120,7 +119,7 @@ def instantiate_parametrized_tests(generic_cls: Class) -> Class:
     """Replace each parametrized method of a test class by its variants. Use it as a class decorator, or call it.
 
     Names are ``<method>_<suffix>``, as upstream makes them. Differs from upstream's: if a parametrized method is
-    inherited from a class that was not instantiated, this class gets its variants too. Upstream raises an error.
+    inherited from a class that was not instantiated, this class also gets its variants. Upstream raises an error.
     """
     for attribute in dir(generic_cls):
         generic = getattr(generic_cls, attribute)
@@ -191,9 +190,7 @@ class parametrize(_TestParametrizer):
 
     @staticmethod
     def _value_name(index: int, name: str, value: Any) -> str:
-        """Upstream's name for one value. A dtype or device stands alone. Other values follow their parameter's name, or
-        are replaced by their index.
-        """
+        """Upstream's name for one value: that of a dtype or device, or the parameter's name with the value or index."""
         match value:
             case torch.dtype():
                 return str(value).removeprefix("torch.")

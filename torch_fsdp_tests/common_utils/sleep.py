@@ -28,7 +28,7 @@ def _has_kernel(device_type: str) -> bool:
 
 
 def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
-    """Keep the device's current stream busy for ``cycles`` of its clock, and return at once on the CPU.
+    """Keep the device's current stream busy for ``cycles`` of its clock, while the calling thread continues.
 
     If the device has no sleep kernel (capability ``sleep_kernel``), the calling thread waits instead, and a cycle is
     one nanosecond. The rank's work is delayed by the same time, but nothing overlaps with it. Differs from upstream's:

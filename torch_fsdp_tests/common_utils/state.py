@@ -92,8 +92,7 @@ def _restore_dispatch_modes(depth: int) -> None:
         dispatch._pop_mode()
 
 
-# They are restored in this order. Restoring the default device removes a function mode from the stack, so the number of
-# function modes is checked after it.
+# In this order: restoring the default device removes a function mode, so the number of modes is compared after it.
 WATCHED: tuple[Watched, ...] = (
     Watched("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Watched("the default device", default_device, _restore_default_device),
@@ -207,8 +206,9 @@ def saved_state() -> Iterator[list[str]]:
 
 
 def undo_leaks(test: unittest.TestCase, before: SavedState, ended: list[str]) -> None:
-    """Undo and report what a test left changed, and the threads that exceptions ended. With the strict setting, fail
-    it. This is to be its last clean-up.
+    """The last clean-up of a test: undo and report what it left changed, and report threads that exceptions ended.
+
+    With the strict setting, a leak fails the test.
     """
     leaks = [*ended, *before.restore()]
     if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
@@ -220,7 +220,7 @@ def undo_leaks(test: unittest.TestCase, before: SavedState, ended: list[str]) ->
 
 
 def check_every_test() -> None:
-    """From now on, do this for every test, also for those of unittest's own class."""
+    """From now on, undo and report the leaks of every test, also those of unittest's own class."""
     original = unittest.TestCase.run
 
     def run(self: unittest.TestCase, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
@@ -239,9 +239,7 @@ class LeakNotes:
         self._owner = 0
 
     def add(self, test: str, leaks: list[str]) -> None:
-        """Keep a test's leak, and tell the dispatcher. The first note also makes sure that the interpreter prints at
-        its exit what no runner has printed.
-        """
+        """Keep a test's leaks, and report them to the dispatcher. What no runner prints is printed at exit."""
         if not leaks:
             return
         if self._owner != os.getpid():  # a forked rank has its own notes, not a copy of its parent's

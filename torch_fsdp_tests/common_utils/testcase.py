@@ -32,8 +32,7 @@ fixed: dict[str, list[str]] = {}  # the defects that were expected and did not s
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-# Private names that a test class may override: upstream's, because test files for upstream's classes do so, and the
-# last, which is meant to be extended.
+# Private names that a test class may override: upstream's, and the last one, which is meant to be extended.
 _OPEN_NAMES = frozenset(
     "_run _init_pg _run_test_given_id _current_test_name _spawn_processes _spawn_threads _fork_processes "
     "_start_processes _join_processes _check_return_codes _get_timedout_process_traceback _event_listener "
@@ -86,9 +85,7 @@ class TestCase(expecttest.TestCase):
     rel_tol: float = 0
 
     maxDiff = None
-    _known_defects: Sequence[
-        Any
-    ] = ()  # the defects that the installed PyTorch should have, and with which the test must fail
+    _known_defects: Sequence[Any] = ()  # defects of the installed PyTorch with which the test must fail
     _defect_blocks: list[DefectBlock]  # the blocks of the running test that must show a defect
     _diffThreshold = sys.maxsize  # unittest's switch: also explain differences in long texts
 
@@ -211,11 +208,9 @@ class TestCase(expecttest.TestCase):
         Tensors and numpy arrays must have the same shape and, unless ``exact_dtype=False``, the same dtype. Their
         values, and those of numbers, must be close: ``|x - y| <= atol + rtol * |y|``, with defaults for each dtype. A
         number can be compared with a tensor of one element, and a sequence with a tensor. DTensors must have the same
-        placements and mesh, and their local shards are compared without a collective. Everything else is compared with
-        ``==``.
+        placements and mesh, and their local shards are compared without a collective. For the rest, ``==`` must hold.
 
-        ``how`` has the tolerances ``atol`` and ``rtol``, and the switches ``equal_nan`` and ``exact_*``, of
-        :class:`.Closeness`.
+        ``how`` has the tolerances ``atol`` and ``rtol`` and the switches of :class:`.Closeness`.
 
         In this suite's tests of FSDP it also fails if this proves nothing: a pair of values is one object or shares
         memory ("same"), has an infinity or NaN ("nonfinite") or only numbers below the tolerance ("small"), or all are
@@ -253,16 +248,9 @@ class TestCase(expecttest.TestCase):
     # -- other assertions that upstream adds to unittest's
 
     def assertExpectedInline(
-        self,
-        actual: Any,
-        expect: str,
-        skip: int = 0,
-        ignore_comments: bool = False,
-        ignore_empty_lines: bool = False,
+        self, actual: Any, expect: str, skip: int = 0, ignore_comments: bool = False, ignore_empty_lines: bool = False
     ) -> None:
-        """expecttest's assertion for ``str(actual)``, without terminal colours. ``ignore_comments`` and
-        ``ignore_empty_lines`` remove such lines from both texts.
-        """
+        """expecttest's assertion for ``str(actual)`` without terminal colours. Ignored lines are removed from both."""
 
         def keep(line: str) -> bool:
             bare = line.strip()
@@ -281,8 +269,7 @@ class TestCase(expecttest.TestCase):
     def assertWarnsOnceRegex(self, category: type[Warning], regex: str = "") -> Iterator[None]:
         """Fail unless the block gives a warning of this category whose text begins with a match of ``regex``.
 
-        torch gives some warnings only once in a process; in the block it gives them each time. All warnings of the
-        block are hidden.
+        In the block, torch also gives those warnings again that it gives once in a process. All are hidden.
         """
         always = torch.is_warn_always_enabled()
         with warnings.catch_warnings(record=True) as caught:

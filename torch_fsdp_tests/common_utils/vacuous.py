@@ -1,8 +1,7 @@
 """Finds comparisons that pass and prove nothing, because of what is compared.
 
 Infinities, zeros and missing elements are equal to each other, whatever made them, and a tensor is always equal to
-itself. A test that compares such values fails in :meth:`.TestCase.assertEqual`, unless the call says by ``may_be`` that
-they are its subject.
+itself. A test that compares such values fails in :meth:`.TestCase.assertEqual`, unless ``may_be`` allows it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS = {
     "same": "both are one object or share their memory, so they cannot differ",
     "empty": "neither has an element",
     "zero": "both have only zeros, as if nothing had been computed",
-    "small": "both are smaller than the tolerance, so zeros would pass, too",
+    "small": "both are smaller than the tolerance, so zeros would also pass",
     "nonfinite": "both have an infinity or a NaN, which many mistakes lead to",
 }
 

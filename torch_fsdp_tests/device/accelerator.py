@@ -1,8 +1,7 @@
 """The device under test as a value, which is computed once, when it is first used.
 
-A test never names a device. It uses ``current()`` and asks for capabilities. A new accelerator is a new value here,
-which comes from :mod:`torch.accelerator` or from its vendor's package (see :mod:`.vendors`). No other module has to
-change.
+A test never names a device. It uses ``current()`` and asks for capabilities. A new accelerator is a new value here. It
+comes from :mod:`torch.accelerator` or from its vendor's package (see :mod:`.vendors`), and no other module changes.
 
 Nothing here initializes a device runtime in this process, because such a process must not fork (see torch's note on
 "poison fork"). If an answer needs a running device, :mod:`.accelerator_probe` finds it in a separate process.
@@ -75,13 +74,13 @@ class Accelerator:
 
     @property
     def backend_with_host(self) -> str:
-        """The backend, and gloo for tensors in host memory if the device is not the host."""
+        """The backend, and also gloo for CPU tensors if the device is not the CPU."""
         alone = self.is_cpu or self.backend == STAGED
         return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
     def few_ranks(self) -> int:
-        """The world size of a test for which a few ranks are enough: 2 on the host, where every rank costs time."""
+        """The world size of a test for which a few ranks are enough: 2 on the CPU, where every rank costs time."""
         return settings.FEW_RANKS if self.is_cpu else self.ranks
 
     @property
@@ -90,9 +89,7 @@ class Accelerator:
         return 0 < self.count < self.ranks and not _on_several_machines()
 
     def device(self, rank: int = 0) -> torch.device:
-        """The device of a rank. It has an index if devices have one. If there are more ranks than devices, they share
-        them.
-        """
+        """The device of a rank, with an index if devices have one. More ranks than devices share the devices."""
         if not self.has("device_index"):
             return torch.device(self.type)
         local = _local_ranks[rank] if rank < len(_local_ranks) else rank
@@ -124,7 +121,7 @@ class Accelerator:
     def ranks_up_to(self, most: int, least: int = 2) -> int:
         """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
 
-        On the host that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if
+        On the CPU that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if
         there are fewer devices than ``least`` or than the requested ranks.
         """
         limit = _asked_ranks() if self.is_cpu else max(self.count, self.ranks)
@@ -140,9 +137,8 @@ class Accelerator:
         if launch is not None:
             made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
             return made if world_size > launch.world_size else None
-        if self.is_cpu or world_size <= self.count or (self.count and self.has("shared_device")):
-            return None
-        if self.sharing is not None:
+        can_share = self.sharing is not None or (self.count > 0 and self.has("shared_device"))
+        if self.is_cpu or world_size <= self.count or can_share:
             return None
         return (
             f"needs {world_size} {self.name} devices, but sees only {self.count}; "
@@ -204,11 +200,10 @@ _OF_THE_CPU = _OF_GLOO | {"premul_sum"}
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
     """Another backend than the device's own over which ranks can share a device, or None."""
-    other = STAGED
-    if other == backend:
+    if backend == STAGED:
         return None
-    accelerator_probe.register(other)
-    return other if "shared_device" in _probe(device_type, other)["capabilities"] else None
+    accelerator_probe.register(STAGED)
+    return STAGED if "shared_device" in _probe(device_type, STAGED)["capabilities"] else None
 
 
 def _checked_backend(device_type: str, backend: str | None) -> str:
@@ -363,6 +358,14 @@ def current() -> Accelerator:
     ranks = _asked_ranks()
     device = _resolve(os.environ.get(DEVICE_VARIABLE) or None, os.environ.get(BACKEND_VARIABLE) or None, ranks)
     return device.for_ranks(_expected_ranks)
+
+
+def current_or_none() -> Accelerator | None:
+    """Like :func:`current`, but None if the requested device is not available. The first test then reports why."""
+    try:
+        return current()
+    except ConfigurationError:
+        return None
 
 
 def initialised() -> bool:

@@ -102,12 +102,7 @@ def describe(device_type: str, backend: str) -> dict:
     }
     capabilities = [name for name, attempt in attempts.items() if _works(attempt)]
     about = machine.of_device(device_type, backend) if device_type != machine.HOST else {}
-    return {
-        "count": count,
-        "capabilities": capabilities,
-        "variables": needed if shares else {},
-        "machine": about,
-    }
+    return {"count": count, "capabilities": capabilities, "variables": needed if shares else {}, "machine": about}
 
 
 def computes_after_fork(device_type: str) -> bool:
@@ -173,7 +168,7 @@ def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
 
 
 def _overlaps(backend: str) -> bool:
-    """Whether collectives leave the host free to give the device more work."""
+    """Whether collectives leave the CPU free to give the device more work."""
     return backend != STAGED
 
 

@@ -40,7 +40,7 @@ TITLES = {
     "device_memory": "free device memory",
 }
 _CHANGING = ("memory", "device_memory")  # these differ from minute to minute
-# Extensions with which libraries compute the same product in another way. torch's own name for the rest is coarser.
+# Extensions with which libraries compute products in another way. torch's own name of the instruction set lacks them.
 _EXTENSIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "sve2", "bf16", "i8mm")
 
 

@@ -39,12 +39,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.verdict import Reason, SkipKind
 from torch_fsdp_tests.verdict.events import Skipped
 
-_NEAREST = 16  # callers; beyond them, an operator is the user's, although FSDP runs the user's forward
+_NEAREST = 16  # callers; if FSDP is none of them, an operator is the user's, although FSDP runs the user's forward
 _SWEEP = 256  # operators, after which all memory that nothing refers to is forgotten
-STEPS = 3  # memory that one step frees belongs to the next
+STEPS = 3  # a step uses memory that the step before has freed
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
 HOST = -1  # instead of the number of a stream: the operator ran on the CPU
 COLLECTIVES = -2  # the stream of the backend, on which asynchronous collectives run
@@ -228,9 +227,7 @@ class Recording(TorchDispatchMode):
         """The number of a stream. The default is the current one."""
         stream = self._module.current_stream() if stream is None else stream
         if not isinstance(stream, self._kind):
-            raise Skipped(
-                Reason("the test has streams of its own, which the race detector does not know", SkipKind.OTHER)
-            )
+            raise Skipped("the test has streams of its own, which the race detector does not know")
         key = getattr(stream, "stream_id", id(stream))
         if key not in self._streams:
             self._names[key] = f"stream {len(self._streams)}"
@@ -343,8 +340,8 @@ class Recording(TorchDispatchMode):
     def _sides(self, call: _Call) -> set[_Side]:
         """Where the operands are.
 
-        On the CPU, nothing shows where a tensor was requested. What an operator gets together with host memory is in
-        host memory too, and what an operator gets that may be a copy is on the device.
+        On the CPU, nothing shows where a tensor would be. An operand that is used together with host memory counts as
+        host memory, and an operand of what may be a copy as device memory.
         """
         operands = [*call.read, *call.written]
         if call.may_move:
@@ -419,16 +416,13 @@ class Recording(TorchDispatchMode):
                 _merge(kept, self._clocks[user])
             left = (
                 access
-                for access in memory.accesses
-                if access.stream != COLLECTIVES
-                and kept.get(access.stream, 0) < access.number  # a backend keeps its own
+                for access in memory.accesses  # a backend keeps its own memory
+                if access.stream != COLLECTIVES and kept.get(access.stream, 0) < access.number
             )
             self._freed.setdefault(memory.stream, []).extend(left)
 
     def allocate(self, storage: torch.UntypedStorage, operator: str, stream: int | None = None) -> None:
-        """Allocate memory on a stream. It may be memory that was freed there since the last allocation. The default is
-        the current stream.
-        """
+        """Allocate on a stream (by default the current one): perhaps memory freed there since the last allocation."""
         stream = self.stream() if stream is None else stream
         self._of(storage, stream)
         if stream == HOST:
@@ -513,7 +507,7 @@ def part() -> contextlib.AbstractContextManager[Recording]:
 
 
 def mark() -> Callable[[], None]:
-    """The result is a function that forgets the races since now, and lets the host wait for everything.
+    """Return a function that forgets the races found since now, and lets the host wait for everything.
 
     An exception in the middle of a step leaves memory for which no stream has waited.
     """
@@ -600,7 +594,7 @@ def _patch(patches: contextlib.ExitStack) -> None:
 
     def compile_nothing(*args: Any, **kwargs: Any) -> Any:
         if _here.checking:
-            raise Skipped(Reason("the race detector does not see what compiled code does", SkipKind.OTHER))
+            raise Skipped("the race detector does not see what compiled code does")
         return original_compile(*args, **kwargs)
 
     def broadcast(*args: Any, **kwargs: Any) -> None:

@@ -156,10 +156,5 @@ for _name in dir(dist.ProcessGroup):
         setattr(StagedGroup, _name, _through_host(_name, has_outputs=_name != "send"))
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
-    return StagedGroup(store, rank, size, timeout)
-
-
-# The group takes tensors of every device. The list names devices that have a default backend, because any other device
-# would get this one as its default.
-dist.Backend.register_backend(STAGED, _create, devices=list(dist.Backend.default_device_backend_map))
+# The group supports every device. A type in this list without a default backend would get this one as its default.
+dist.Backend.register_backend(STAGED, StagedGroup, devices=list(dist.Backend.default_device_backend_map))

@@ -17,8 +17,7 @@ All substitutes are here, so that no test repeats them. Each one depends on a ca
   This proves what FSDP asks to pin, where it keeps parameters and gradients, and when it asks for copies. It does not
   prove that a copy between host and device is right, because they are the same memory here.
 - ``streams``: the end of FSDP1's backward waits for the offload's stream, and ``torch.cpu.Stream`` has no
-  ``synchronize``. It gets one that returns at once. This proves nothing about waiting: on the host every copy is
-  complete when it returns.
+  ``synchronize``. It gets one that returns at once. This proves nothing about waits: copies on the CPU are synchronous.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ _installed: contextlib.ExitStack | None = None
 
 
 def install(device: Accelerator) -> None:
-    """Install the substitutes that ``device`` needs, for the whole process. Does nothing if called again, or if not
-    needed.
+    """Install the substitutes that ``device`` needs, if any, for the whole process. Does nothing if called again.
 
     Meant for a rank, which ends with its test. :func:`uninstall` removes them. Several threads may call it.
     """

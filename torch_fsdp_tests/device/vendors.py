@@ -28,8 +28,7 @@ class Vendor:
     """A vendor's declaration of a device type. Its module must not import torch.
 
     ``visibility_variables`` are the environment variables that restrict which devices a process sees; the first one is
-    set if the caller has set none. ``count_devices`` returns the number of devices if no variable is set. Without it
-    the number is unknown.
+    set if the caller has set none. ``count_devices``, if given, returns the number of devices if no variable is set.
 
     ``describe`` names a function as ``package.module:function``. It is imported late, so it may import torch. It takes
     ``backend`` and ``ranks``, each of which may be None, and returns an

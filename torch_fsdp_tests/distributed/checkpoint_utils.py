@@ -22,9 +22,9 @@ def with_temp_dir(func: TestMethod) -> TestMethod:
     Decorate the method that the ranks run, with the default group made: rank 0 chooses and broadcasts the name, so the
     ranks must see one file system. Without a group each caller gets a directory of its own.
 
-    Unlike upstream's, where the first rank out removes the directory under the others, the last one out does, whether
-    the ranks pass or fail; no collective is needed for that, which a failed rank would not join. A rank that is
-    killed never leaves, and then the directory stays for the process that owns the temporary directory around it.
+    The last rank that leaves removes the directory, whether the ranks pass or fail (upstream: the first one does). This
+    needs no collective, which a failed rank would not join. If a rank is killed, the directory stays, and the owner of
+    the temporary directory around it removes it.
     """
 
     @functools.wraps(func)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -64,8 +61,7 @@ def whole_tree(state_dict: Any) -> Any:
 def copied(state_dict: Any) -> Any:
     """A deep copy of a state dict, value by value.
 
-    ``copy.deepcopy`` of the whole takes quadratic time if it has ShardedTensors: for each of them torch searches all
-    that was copied before.
+    ``copy.deepcopy`` of the whole takes quadratic time with ShardedTensors: for each, torch searches all copies.
     """
     return tree_map(copy.deepcopy, state_dict, is_leaf=is_sharded)
 
@@ -73,8 +69,7 @@ def copied(state_dict: Any) -> Any:
 def by_parameter(osd: StateDict) -> StateDict:
     """The entries of an optimizer's state dict for each parameter: ``state.NAME.KEY`` and ``param_groups.NAME.KEY``.
 
-    That is the form of a flattened state dict, which is returned unchanged. Raises ``ValueError`` for a parameter in
-    two groups.
+    A flattened state dict has this form, and is returned. Raises ``ValueError`` for a parameter in two groups.
     """
     if "state" not in osd:
         return osd
@@ -101,7 +96,7 @@ class VerifyStateDictMixin(TestCase):
     """Comparisons for a test case whose ranks all call them.
 
     Differs from upstream's: states of optimizers are gathered and compared with those of the plain model, while
-    upstream compares them with themselves. The parameter groups are compared too.
+    upstream compares them with themselves. The parameter groups are also compared.
     """
 
     def _compare_tensor(self, orig_tensor: Any, dist_tensor: Any, offload_to_cpu: bool = False, **kwargs: Any) -> None:
@@ -140,12 +135,7 @@ class VerifyStateDictMixin(TestCase):
         self._compare_dicts(msd, dist_msd, offload_to_cpu, **kwargs)
 
     def _verify_osd(
-        self,
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        osd: StateDict,
-        dist_osd: StateDict,
-        **kwargs: Any,
+        self, model: nn.Module, optim: torch.optim.Optimizer, osd: StateDict, dist_osd: StateDict, **kwargs: Any
     ) -> None:
         """Compare ``osd``, of a plain model's optimizer, with a distributed state dict, either nested or flattened."""
         kwargs = {**MOMENTS, **kwargs}
@@ -170,9 +160,7 @@ class VerifyStateDictMixin(TestCase):
 
 
 class FusionEmbeddingWithHook(nn.Module):
-    """Two embeddings. In the state dict the first has the name ``weight`` instead of ``embedding.weight``, and DSD does
-    not know it.
-    """
+    """Two embeddings. In the state dict, the first is ``weight``, not ``embedding.weight``. DSD does not know this."""
 
     def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
         super().__init__()

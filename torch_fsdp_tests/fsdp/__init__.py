@@ -5,5 +5,6 @@
 them that every pair of values occurs. ``collectives``: records FSDP's collectives. ``compiling``: backends of
 ``torch.compile``. ``training``: trains an FSDP2 model and a plain one side by side. ``optimizers``: steps on local
 shards. ``meshes``: device meshes of the ranks. ``seeded``: random numbers from a seed. ``sharded_states``: takes and
-loads sharded state dicts of FSDP1. Helpers that only one folder of tests needs lie beside these tests.
+loads sharded state dicts of FSDP1. ``checkpoints``: training that continues in another layout. ``launches``: tests that
+launch ranks several times. Helpers that only one folder of tests needs lie beside these tests.
 """

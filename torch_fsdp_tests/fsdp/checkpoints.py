@@ -1,7 +1,6 @@
 """Training that is saved in one layout and continues in another, and the plain run to compare it with.
 
-A layout says how a model is distributed over the first ranks of a test: with FSDP1, FSDP2 or tensor parallelism, and
-over how many ranks.
+A layout says how a model is distributed, and over how many of the first ranks: with FSDP1, FSDP2 or tensor parallelism.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class UnevenLayers(SimpleModel):
 class Layout(NamedTuple):
     """How a model is distributed over ranks. ``apply`` parallelizes a plain model over a mesh of this shape.
 
-    ``names`` has the names of the mesh's last dimensions. Ranks along "tensor" or "stage", which come last, share a
-    batch.
+    ``names`` names the mesh's last dimensions. Ranks along "tensor" or "stage", which come last, share a batch.
     """
 
     shape: tuple[int, ...]
@@ -218,11 +216,9 @@ class Run:
         if not self.takes_part:
             return {}
         state = self.state_dict()
-        values = {name: full(value).detach().cpu().clone() for name, value in self._tensors(state).items()}
+        tensors = {**state["model"], **moments(state["optim"])}
+        values = {name: full(value).detach().cpu().clone() for name, value in tensors.items()}
         return {**values, "steps": torch.tensor(step_counts(state["optim"]))}
-
-    def _tensors(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        return {**state["model"], **moments(state["optim"])}
 
     def save(self, path: str, **kwargs: Any) -> None:
         """Save to this directory. The ranks wait for each other."""
@@ -276,7 +272,7 @@ def from_first_rank(value: Any) -> Any:
 
 
 class HostBackendMixin(DTensorTestBase):
-    """A test case with collectives in host memory too, as for saving in a thread."""
+    """A test case that also has collectives in host memory, as for saving in a thread."""
 
     @property
     def backend(self) -> str:

@@ -31,9 +31,7 @@ def pairwise_cases(
     bits: dict[Any, int] = {}
 
     def pairs(indices: tuple[int, ...]) -> int:
-        """The pairs of values in a combination, as a bit set, because thousands of combinations are compared many
-        times.
-        """
+        """The pairs of values in a combination, as a bit set: thousands of combinations are compared many times."""
         pairs_of_values = itertools.combinations(enumerate(indices), 2)
         return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of_values)
 

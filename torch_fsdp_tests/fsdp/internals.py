@@ -1,6 +1,4 @@
-"""FSDP's private parts under plain names, as far as three or more files use them.
-
-A name that one or two files use stands there, in a call of :mod:`torch_fsdp_tests.installed_torch.torch_names`.
+"""FSDP's private parts under plain names.
 
 Each function looks up its private name when it is called. If the installed torch does not have the name, the test
 skips, and the reason names it. Then update this file.
@@ -82,7 +80,6 @@ unsharded_buffer = _reading("_full_param_padded")  # padded; its storage is empt
 full_precision_buffer = _reading("_full_prec_full_param_padded")  # for ``summon_full_params`` in mixed precision
 local_shard = _reading("_local_shard")  # this rank's shard, in the precision of the optimizer
 low_precision_shard = _reading("_mp_shard")  # the same in the dtype of mixed precision; AttributeError if there is none
-parameters_in = _reading("_params")  # with ``use_orig_params=True``
 names_in = _reading("_fqns")  # the names of its parameters, relative to its module
 shapes_in = _reading("_shapes")  # the shapes of its parameters
 shard_infos = _reading("_shard_param_infos")  # for each of its parameters, the elements that are in this rank's shard

@@ -1,4 +1,4 @@
-"""Device meshes and machines of the ranks of a test."""
+"""Device meshes of the ranks of a test."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The first DTensor operation of each kind and shape takes milliseconds, and in a test's process all operations are new.
 So the first step of Adam on DTensors takes a tenth of a second or more. An elementwise optimizer has the same result on
-the local shards. A test that needs the state as DTensors takes the fused kind, which is one operation.
+the local shards. A test that needs the state as DTensors takes the fused implementation, which is one operation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch_fsdp_tests.fsdp.shards import local_of
 
 
 def fused_on_host() -> dict[str, bool]:
-    """Keyword arguments for Adam and AdamW: their fused kind in host memory, and torch's default on an accelerator.
+    """Keyword arguments for Adam and AdamW: the fused implementation on the CPU, torch's default on an accelerator.
 
-    The first step of the fused kind takes a quarter of the default's time. Not every accelerator has it.
+    The first step of the fused one takes a quarter of the default's time. Not every accelerator has it.
     """
     return {"fused": True} if accelerator.current().is_cpu else {}
 

@@ -87,9 +87,7 @@ def replicate_in_place(model: nn.Module, **kwargs: Any) -> Any:
 
 
 def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Compute the mean gradient of ranks with these inputs in a plain model, without communication. The loss is the sum
-    of the squared outputs.
-    """
+    """Compute a plain model's mean gradient over ranks with these inputs. The loss is the sum of squared outputs."""
     for inp in inputs:
         (model(inp).square().sum() / len(inputs)).backward()
 

@@ -18,9 +18,7 @@ def uniform(*shape: int, seed: int) -> torch.Tensor:
 
 
 def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 42) -> AnyModule:
-    """Fill the module's parameters with numbers between ``low`` and ``high`` (by default mostly positive), and return
-    it.
-    """
+    """Fill the parameters with numbers from ``low`` to ``high`` (by default mostly positive). Returns the module."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in module.parameters():

@@ -47,9 +47,7 @@ class FourLayers(nn.Module):
 
 
 class SimpleModel(nn.Module):
-    """Linear layers ``net1`` to ``net3`` from 5 to 8, 4 and 12 elements, with tanh between. 2 and 4 ranks divide their
-    rows.
-    """
+    """Linear layers ``net1`` to ``net3`` from 5 to 8, 4 and 12 elements, with tanh between. 2 and 4 divide the rows."""
 
     sizes: tuple[int, ...] = (5, 8, 4, 12)
 
@@ -109,10 +107,7 @@ def use_sharded_state_dicts(model: nn.Module, offload_to_cpu: bool = False) -> N
 
 
 def sharded_state_dicts(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    offload_to_cpu: bool = False,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, optim: torch.optim.Optimizer, offload_to_cpu: bool = False, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Both state dicts, as "model" and "optim", for ``torch.distributed.checkpoint``. A collective.
 

@@ -23,7 +23,5 @@ def shard_largest_dim(param: nn.Parameter) -> Shard:
 
 
 def owners(numel: int, world_size: int, device: torch.device | None = None) -> torch.Tensor:
-    """The rank that has each element of an FSDP1 flat parameter. Chunks are equal, except that the last ones are
-    shorter.
-    """
+    """The rank that has each element of an FSDP1 flat parameter. Chunks are equal; the last ones may be shorter."""
     return torch.arange(numel, device=device) // math.ceil(numel / world_size)

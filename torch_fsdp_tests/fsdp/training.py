@@ -48,8 +48,7 @@ def replicate_each(modules: Iterable[Any], **kwargs: Any) -> Any:
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """A loss that pulls outputs towards one. With a plain sum, ReLUs would die, and biases would have the same gradient
-    on all ranks.
+    """A loss that pulls outputs towards one. With a sum, ReLUs would die, and ranks would have equal bias gradients.
 
     It is a mean, because the rounding of gradients in the hundreds would exceed the default tolerances.
     """
@@ -104,7 +103,7 @@ def check_parity(
 ) -> None:
     """Compare this rank's part of an FSDP2 model with the same shards of another model, all at once.
 
-    The other model is a plain one, or an FSDP2 model too. Compares parameters and gradients, unless ``what`` names only
+    The other model is a plain one or an FSDP2 model. Compares parameters and gradients, unless ``what`` names only
     one of them. A gradient may be missing from both. The check is like ``check_sharded_parity``, but one comparison of
     all parts takes as long as that of two.
     """

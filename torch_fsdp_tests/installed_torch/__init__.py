@@ -1,1 +1,1 @@
-"""What the installed torch is: facts that differ between its versions, and its private names."""
+"""Facts about the installed torch that differ between versions, its private names, and fixes of its defects."""

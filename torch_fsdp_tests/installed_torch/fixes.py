@@ -16,8 +16,7 @@ The lines that stay or go must occur exactly once, in this order, in the source 
 ``@@`` names none). ``@@ name [>=2.14]`` is only for these versions. ``tried`` has the versions with which the fix has
 made the defect disappear. A file without hunks says what a fix would take.
 
-The places of all hunks are found in torch's own source. So fixes can be combined unless they change the same lines in
-different ways.
+All hunks are found in torch's own source. So fixes can be combined unless they change the same lines differently.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import linecache
 import os
 import re
@@ -73,7 +73,7 @@ class Hunk:
         old = [line[1:] for line in self.lines if line[0] != "+"]
         starts = {
             start
-            for first, last in source.extents(self.name)
+            for first, last in source.extents.get(self.name, [])
             for start in range(first, last - len(old) + 1)
             if source.lines[start : start + len(old)] == old
         }
@@ -81,20 +81,12 @@ class Hunk:
             place = f"{self.name or 'the file'} in {self.path}"
             raise LookupError(f"{place} has the lines that begin with {old[0].strip()!r} {len(starts)} times")
         at = starts.pop()
-        rest = list(self.lines)
-        while rest:
-            while rest and rest[0][0] == " ":
-                rest.pop(0)
-                at += 1
-            begin, new = at, []
-            while rest and rest[0][0] != " ":
-                line = rest.pop(0)
-                if line[0] == "+":
-                    new.append(line[1:])
-                else:
-                    at += 1
-            if at > begin or new:
-                yield Change(begin, at, tuple(new))
+        for stays, group in itertools.groupby(self.lines, key=lambda line: line[0] == " "):
+            lines = list(group)
+            new = tuple(line[1:] for line in lines if line[0] == "+")
+            begin, at = at, at + len(lines) - len(new)
+            if not stays:
+                yield Change(begin, at, new)
 
 
 class Source:
@@ -102,7 +94,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
-        self._extents: dict[str, list[tuple[int, int]]] = {"": [(0, len(self.lines))]}
+        self.extents: dict[str, list[tuple[int, int]]] = {"": [(0, len(self.lines))]}
         self._visit(ast.parse(text), "")
 
     def _visit(self, node: ast.AST, prefix: str) -> None:
@@ -110,12 +102,9 @@ class Source:
             name = prefix
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 first = min([child.lineno, *(each.lineno for each in child.decorator_list)]) - 1
-                self._extents.setdefault(prefix + child.name, []).append((first, child.end_lineno or first))
+                self.extents.setdefault(prefix + child.name, []).append((first, child.end_lineno or first))
                 name = f"{prefix}{child.name}."
             self._visit(child, name)
-
-    def extents(self, name: str) -> list[tuple[int, int]]:
-        return self._extents.get(name, [])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,9 +147,6 @@ FINDS_TENSORS_IN_DATACLASSES = Fact(
 )
 ASSERTIONS_HAVE_MESSAGES = Fact((2, 10), "explains what is wrong when an assertion of FSDP or of checkpoints fails")
 
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
-
-
 # --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 
 HAS_MESH_PER_PARAMETER = Fact(
@@ -207,10 +204,7 @@ COMPLETES_PARTIAL_GROUPS = Fact(
     (2, 13),
     "completes a group of modules when only some of them ran",
     _has(_FSDP2 + "_fsdp_state", "FSDPState._force_complete_incomplete_states"),
-    fixes=(
-        "fsdp2_partial_group_loses_gradients",
-        "fsdp2_partial_group_stays_gathered",
-    ),
+    fixes=("fsdp2_partial_group_loses_gradients", "fsdp2_partial_group_stays_gathered"),
 )
 CAN_SHARE_COMM_CONTEXT = Fact((2, 10), "has share_comm_ctx", _has(_FSDP2 + "_fully_shard", "share_comm_ctx"))
 CAN_KEEP_UNSHARDED_STORAGE = _fsdp2_method("set_keep_unsharded_storage", (2, 15))
@@ -219,19 +213,14 @@ HAS_FINALIZE_BACKWARD = _fsdp2_method("finalize_backward", (2, 15))
 RESET_DROPS_ACCUMULATED_GRADIENTS = Fact(
     (2, 15),
     "drops unreduced gradients in reset_iter_state",
-    fixes=(
-        "fsdp2_reset_keeps_unreduced_gradients",
-        "fsdp2_reset_keeps_gradients_of_broken_backward",
-    ),
+    fixes=("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_reset_keeps_gradients_of_broken_backward"),
 )
 
 # --- FSDP2: reduction -------------------------------------------------------------------------------------------------
 
 LABELS_REDUCE_SCATTER_WAIT = Fact((2, 12), "labels FSDP2's wait for a reduce-scatter in the profiler's trace")
 HAS_MIXED_DTYPE_CHUNK_CAT = Fact(
-    (2, 15),
-    "has the operator fsdp::chunk_cat_mixed_dtype",
-    lambda: hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"),
+    (2, 15), "has the operator fsdp::chunk_cat_mixed_dtype", lambda: hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
 )
 LIMITS_REDUCE_SCATTER_INPUT_BUFFERS = _fsdp2_method("set_reduce_scatter_max_input_buffers", (2, 13))
 HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS = _fsdp2_method("set_reduce_scatter_unused_params", (2, 13))
@@ -300,9 +289,7 @@ REPLICATES_OVER_NAMED_DIMS = Fact(
 # --- What FSDP depends on ---------------------------------------------------------------------------------------------
 
 CONCATENATES_MESHES = Fact(
-    (2, 10),
-    "can concatenate device meshes",
-    _has("torch.distributed.device_mesh", "DeviceMesh._concatenate"),
+    (2, 10), "can concatenate device meshes", _has("torch.distributed.device_mesh", "DeviceMesh._concatenate")
 )
 FAKE_COLLECTIVES_CAN_RAISE = Fact(
     (2, 10),
@@ -320,9 +307,7 @@ LOCKS_FAKE_MODE = Fact(
     _has("torch.distributed.tensor._sharding_prop", "ShardingPropagator._fake_mode_lock"),
 )
 INSTALLS_CUDA_DEVICE_GUARD = Fact(
-    (2, 10),
-    "installs a CUDA device guard when it enters a fake mode",
-    _has("torch._C", "_ensureCUDADeviceGuardSet"),
+    (2, 10), "installs a CUDA device guard when it enters a fake mode", _has("torch._C", "_ensureCUDADeviceGuardSet")
 )
 TP_KEEPS_REQUIRES_GRAD = Fact(
     (2, 11),
@@ -355,9 +340,7 @@ _PIPELINING = "torch.distributed.pipelining."
 
 
 def _starts_pipelines_with_float32() -> bool:
-    """Whether the first messages of a pipeline are float32, as their receivers expect. A version without this
-    method sends no such messages.
-    """
+    """Whether a pipeline's first messages are float32, as receivers expect. Versions without the method send none."""
     start = getattr(_find(_PIPELINING + "stage", "PipelineStage"), "_get_init_p2p_neighbors_ops", None)
     return start is None or "float32" in start.__code__.co_names
 
@@ -376,9 +359,7 @@ PIPELINES_TRAIN_AFTER_EVAL = Fact(
     _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
 )
 REDUCES_GRADIENTS_BY_ACTION = Fact(
-    (2, 10),
-    "has the pipeline action REDUCE_GRAD",
-    _has(_PIPELINING + "schedules", "_ComputationType.REDUCE_GRAD"),
+    (2, 10), "has the pipeline action REDUCE_GRAD", _has(_PIPELINING + "schedules", "_ComputationType.REDUCE_GRAD")
 )
 WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
     (2, 15),
@@ -404,9 +385,8 @@ def _first_in_dist(*names: str) -> str:
     return present[0]
 
 
-# These modules are imported before the first rank is forked, so that no rank has to import them. ``fully_shard``
-# imports torch._dynamo (about 200 modules) at its first call. An optimizer imports parts of torch._dynamo and functorch
-# at its first step.
+# Imported before the first rank is forked, so that no rank has to. The first call of ``fully_shard`` would import
+# torch._dynamo (about 200 modules), and the first step of an optimizer parts of torch._dynamo and functorch.
 PRELOADED = (
     "torch",
     "torch.distributed",

@@ -1,8 +1,7 @@
 """Private names of torch, which are looked up when a test uses them.
 
 If a test file imports a private name and torch renames it, the whole file breaks. If the name is looked up here
-instead, only the tests that use it are affected: they skip, and the reason says which name is gone and which file to
-update.
+instead, only the tests that use it skip, and the reason says which name is gone and which file to update.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _SkippedNameIsGone(NameIsGone, Skipped):
 def module(name: str) -> Any:
     """Return an object that represents the module of that name. It imports the module when an attribute is used.
 
-    To read an attribute that the installed torch lacks raises :class:`NameIsGone`. To set one sets it in the module, so
+    Reading an attribute that torch lacks raises :class:`NameIsGone`. Attributes are set in the module itself, so
     ``mock.patch.object`` works.
     """
     return _LateModule(name, sys._getframe(1).f_code.co_filename)

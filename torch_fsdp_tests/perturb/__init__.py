@@ -25,8 +25,7 @@ _T = TypeVar("_T")
 class _Pauses(threading.local):
     """It is per thread: ranks may be threads, and the pause of another rank would make them decide differently."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    depth = 0
 
 
 _pauses = _Pauses()

@@ -6,8 +6,8 @@ mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a tr
 checkpointed forward, into a model that only some ranks have, and in a test that is declared as unperturbed. A kind that
 calls forward leaves out models whose forward a test may watch.
 
-All ranks of a test choose alike: the choice depends on the name of the test, on how many insertions were before, and on
-what is possible in every rank.
+All ranks of a test choose alike: the choice depends on the test's name, the number of earlier insertions, and what is
+possible in every rank.
 """
 
 from __future__ import annotations

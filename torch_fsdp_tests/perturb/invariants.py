@@ -45,7 +45,7 @@ class Snapshot:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._is_sharded = _is_sharded(subject.root)
-        # A weak reference would forbid to swap tensors, and the model holds them anyway.
+        # Not weak references: torch does not swap tensors that have some. The model holds the parameters anyway.
         self._objects = {name: id(param) for name, param in subject.params().items()}
         self._before = dict(_facts(subject))
 

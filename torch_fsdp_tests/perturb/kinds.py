@@ -70,7 +70,7 @@ class Subject:
     place: InsertionPoint
     number: int  # the same on all ranks of the test, and different at each insertion
     forwards: Forwards
-    # Whether the optimizer has a state of each parameter, on all ranks. Without them, DSD makes states by a step
+    # Whether the optimizer has all states on all ranks. If not, DSD takes a step to make them
     # (``dsd_asking_for_optim_state_is_a_step``).
     has_states: bool = dataclasses.field(init=False)
 
@@ -197,7 +197,7 @@ def copied(value: Any) -> Any:
 
 
 def _is_own(hook: Any) -> bool:
-    """Whether a function or an object is of torch."""
+    """Whether torch defines a function, or the class of an object."""
     function = getattr(hook, "__func__", getattr(hook, "func", hook))
     return str(getattr(function, "__module__", type(hook).__module__)).split(".")[0] == "torch"
 
@@ -361,8 +361,8 @@ def _full_type(root: nn.Module, offload: bool) -> Iterator[None]:
 
 
 def _gives_state_dicts(subject: Subject) -> bool:
-    """DSD raises for an empty state dict. FSDP1's functions need ranks that are no threads: they ask the process group
-    for its device, and note what runs in one set.
+    """DSD raises for an empty state dict. FSDP1's functions do not work in threads: they ask the process group for its
+    device, and their profiler records what runs in one set.
     """
     root: Any = subject.root
     return bool(subject.params()) and (subject.api != "fsdp1" or bool(root.process_group._device_types))
@@ -399,11 +399,9 @@ def dsd(subject: Subject) -> Taken:
 
 def _separate(value: Any) -> Any:
     """A state dict with copies of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return (
-        copy.deepcopy(value) if not isinstance(value, dict) else {key: _separate(each) for key, each in value.items()}
-    )
+    if isinstance(value, dict):
+        return {key: _separate(each) for key, each in value.items()}
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _can_load(subject: Subject) -> bool:

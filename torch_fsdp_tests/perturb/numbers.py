@@ -63,7 +63,7 @@ def recorded(folder: str, test: str, rank: int) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    """Once in a process."""
+    """Register the hooks, once in a process."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
     former = torch.Tensor.backward

@@ -1,8 +1,7 @@
 """The children of a program, in one thread: starts them, waits for their ends, and ends them.
 
-Each child leads a process group. Whatever it leaves behind becomes a child of this process, where the system has such a
-service, and is named and killed. If this process is killed, its :mod:`reaper <torch_fsdp_tests.processes.reaper>` does
-the rest.
+Each child leads a process group. On Linux, what a child leaves running becomes a child of this process, and is reported
+and killed. If this process is killed, its :mod:`reaper <torch_fsdp_tests.processes.reaper>` ends what is left.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Child:
         self.due = limit  # the time, as of time.monotonic(), at which it is asked to end, or is killed
         self.reached_limit = False
         self.is_gone = False
-        self.used: host.Used | None = None  # when it is gone
+        self.used: host.Used | None = None  # known when it is gone
         self._asked_to_end = False
 
     @property
@@ -60,7 +59,7 @@ class Child:
         host.kill_group(self.pid)
 
     def check(self) -> None:
-        """Do what is due."""
+        """At the time limit ask it to end, and after its grace period kill its group."""
         if time.monotonic() < self.due:
             return
         if self._asked_to_end:
@@ -76,7 +75,7 @@ class Children:
     def __init__(self, prefix: str, signals: Iterable[int] = ()) -> None:
         """``signals`` are noted in ``self.signals``, and end :meth:`wait`. :meth:`note` adds more."""
         self.directory = Path(tempfile.mkdtemp(prefix=prefix))
-        self._others = set(host.children())  # of the program that ran in this process before
+        self._others = set(host.children())  # children of the program that ran in this process before
         self._reaper = Reaper(self.directory)
         self._others.add(self._reaper.pid)
         self.adopts = host.adopt_orphans()
@@ -111,10 +110,10 @@ class Children:
         kept: Mapping[str, int] | None = None,
         may_fork: bool = True,
     ) -> Child:
-        """Start ``python PROGRAM ARGUMENTS``, as a fork if it may be one and a fork server is ready.
+        """Start ``python PROGRAM ARGUMENTS``: with ``may_fork`` as a fork of the fork server, if that is ready.
 
-        Its output is in ``output``. ``kept`` are descriptors that it keeps, by the variables with their
-        numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
+        Its output goes to the file ``output`` of its directory. ``kept`` has the descriptors that it keeps, by the
+        variables that pass their numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
         """
         kept = kept or {}
         environment = {**environment, "TMPDIR": str(directory / "tmp")}
@@ -143,7 +142,7 @@ class Children:
     def run(self, command: Sequence[str], output: IO[str]) -> int:
         """Run a command to its end, while there is no other child. Returns its exit code, negative for a signal.
 
-        Signals are handed on to it, and it ends in its own way.
+        It gets the signals that this process gets, and decides itself how to end.
         """
         process = subprocess.Popen(command, stdout=output, start_new_session=True)
         child = self._take(Child(process.pid, self.directory, math.inf, 0.0))
@@ -169,7 +168,7 @@ class Children:
         return [] if self._server is None else self._server.remarks
 
     def start_server(self, program: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
-        """From now on fork children, as soon as this program is ready, which serves as in :func:`.programs.serve`."""
+        """Start this program as the fork server (see :func:`.programs.serve`). Once it is ready, it forks children."""
         self._server = ProgramServer(program, environment, cwd, self.directory)
         self._others.add(self._server.pid)
 
@@ -183,7 +182,7 @@ class Children:
     # --- news ---
 
     def watch(self, source: Any, on_readable: Callable[[], bool]) -> None:
-        """Call ``on_readable`` in :meth:`wait` when this can be read. It returns False if nothing more will come."""
+        """Call ``on_readable`` in :meth:`wait` when ``source`` can be read. It returns False if no more will come."""
         self._selector.register(source, selectors.EVENT_READ, on_readable)
 
     def ignore(self, source: Any) -> None:
@@ -214,7 +213,7 @@ class Children:
     # --- ends ---
 
     def clean_up(self, child: Child) -> list[str]:
-        """A child has ended. Kill what it left running, also outside of its process group. Returns the commands."""
+        """Kill what a child that has ended left running, also outside of its group. Returns the command lines."""
         strays = end_strays(self._there.keys() | self._others, child.directory)
         child.kill()
         self._reaper.tell(child.pid, there=False)
@@ -234,7 +233,7 @@ class Children:
         self.end_all()
         if self._server is not None:
             self._server.close()
-            if not host.has_ended(self._server.pid):  # it may still import, and would see it only later
+            if not host.has_ended(self._server.pid):  # while it imports, it does not see that the connection is closed
                 host.kill_group(self._server.pid)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._server.pid, 0)

@@ -54,7 +54,7 @@ def forked(run: Callable[[], object]) -> int:
 def preload(modules: Iterable[str], if_present: Iterable[str] = ()) -> list[str]:
     """Import what the children need, and freeze it: a garbage collection in a child would copy every page.
 
-    Returns a sentence for each of ``modules`` that cannot be imported.
+    Returns a sentence for each of ``modules`` that cannot be imported. Those of ``if_present`` may be missing.
     """
     remarks = []
     for module in modules:
@@ -71,8 +71,7 @@ def preload(modules: Iterable[str], if_present: Iterable[str] = ()) -> list[str]
 
 
 class ForkServer:
-    """The server's end of the control connection. Create it before anything else, so that it cannot overlook the
-    requester's death.
+    """The server's end of the control connection. Create it first, so that it cannot overlook the requester's death.
 
     The server ends with its requester. It usually sees the requester's death because the connection closes. If a
     process that the requester forked still holds the connection, a signal from the kernel reports the death.
@@ -84,8 +83,8 @@ class ForkServer:
         self.control = Connection(control, self.requests)
         self._requester = os.getppid()
         self._brought: tuple[int, ...] = ()  # descriptors that were sent with the request
-        self.wakeup = Wakeup([signal.SIGHUP])  # no signal asks for anything
-        host.signal_on_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process id counts
+        self.wakeup = Wakeup([signal.SIGHUP])  # SIGHUP only wakes the server
+        host.signal_on_parents_death(signal.SIGHUP)  # at the end of the forking thread; see serve()
 
     def serve(self) -> Any:
         """Serve one request after the other. Returns None when the requester is gone.
@@ -108,11 +107,11 @@ class ForkServer:
         return None
 
     def obey(self, request: Any) -> Any:
-        """Carry out a request. Returns None in the server."""
+        """Carry out a request. Returns None in the server, and in a child what :meth:`serve` returns there."""
         raise NotImplementedError
 
     def collect(self) -> None:
-        """Note the children that have ended. All signals so far have been handled."""
+        """Handle the signals that have come. Subclasses collect the children that have ended."""
         self.wakeup.clear()
 
     def fork(self, keep: Iterable[int]) -> int:

@@ -40,9 +40,7 @@ def exit_if_unsupported() -> None:
 
 
 def flush_outputs() -> None:
-    """Write what is left in the buffers of stdout and stderr. A test may have closed, removed or replaced them, so
-    nothing that this raises counts.
-    """
+    """Write the buffers of stdout and stderr. Exceptions are ignored: a test may have closed or replaced them."""
     for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             output.flush()
@@ -89,19 +87,19 @@ def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def stacks_signal() -> signal.Signals:
-    """The signal that asks a rank for its stacks. Windows does not have it, so Windows is rejected here."""
+    """The signal that makes a rank write its stacks. Exits on Windows, which does not have it."""
     exit_if_unsupported()
     return signal.SIGUSR1
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals with which others end this program. ``nohup`` ignores SIGHUP, and that counts."""
+    """The signals by which others end this program: SIGTERM, and SIGHUP unless it is ignored, as under ``nohup``."""
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return (signal.SIGTERM, *hang_up)
 
 
 def exit_on_signals() -> None:
-    """Exit where others end this program with a signal, so that its processes end and its folders are removed."""
+    """Let :func:`ending_signals` raise ``SystemExit``, so that processes are ended and folders removed."""
     for ending in ending_signals():
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
 
@@ -112,7 +110,7 @@ def can_fork() -> bool:
 
 
 def allow_open_files(number: int) -> None:
-    """Let this process open so many files. Raises ``OSError`` if the system does not allow it."""
+    """Let this process open this many files. Raises ``OSError`` if the system does not allow it."""
     import resource  # Windows does not have it
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,12 +168,12 @@ def signal_on_parents_death(number: int) -> None:
 
 
 def favour_throughput() -> None:
-    """Let this thread and those that it starts wait for their turn when they are woken up, instead of interrupting
-    another one. Does nothing where the system has no such policy, or has given this process another one.
+    """Let this thread, and those that it starts, wait for their turn when they wake up, and not interrupt another one.
 
-    Otherwise gloo's network thread interrupts the thread that has woken it, and which holds a lock that it needs. Then
-    it asks for the lock until the kernel lets the other thread continue (pytorch/gloo#246): a million times in a test
-    with four ranks.
+    Does nothing if the system has no such policy, or if this process has another policy than the usual one.
+
+    With the usual policy, gloo's network thread interrupts the thread that woke it, which holds a lock that it needs.
+    It then asks for this lock a million times in a test with four ranks (pytorch/gloo#246).
     """
     with contextlib.suppress(OSError):
         if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
@@ -195,8 +193,8 @@ def shows_processes() -> bool:
 def children() -> list[int]:
     """The process ids of this process' living children, including adopted ones. Empty if they cannot be read.
 
-    The kernel lists children by the thread that forked them. When a thread ends, another one gets its children, and
-    that one's list may have been read before. So one reading may lack them, but two equal readings cannot.
+    The kernel lists children by the thread that forked them. When a thread ends, its children move to another thread,
+    whose list may have been read before. So one reading may lack them, but two equal readings cannot.
     """
     pids, before = _children_by_thread(), None
     while pids != before:
@@ -266,9 +264,7 @@ class Used:
 
 
 def ended_children(options: int = 0) -> Iterator[tuple[int, int, Used]]:
-    """The process id and wait status of every child that has ended, or with these options has stopped, and what it has
-    used.
-    """
+    """Yield the process id, wait status and used resources of each child that has ended, or stopped (``options``)."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status, used = os.wait4(-1, os.WNOHANG | options)

@@ -9,7 +9,7 @@ This module only has the rule. :mod:`torch_fsdp_tests.ranks.launched` has what s
 - if ``TORCH_FSDP_TESTS_LAUNCHED=1`` is set, for launchers that set the five and nothing of torchrun's;
 - and never with ``TORCH_FSDP_TESTS_LAUNCHED=0``.
 
-Anything less counts as left in the shell by an earlier program, and has no effect on tests.
+Any other set of variables counts as left in the shell by an earlier program, and has no effect on tests.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _from_slurm(environment: Mapping[str, str], is_meant: bool) -> dict[str, str]:
-    """Return what torchrun would have set in this srun task. Empty for a single task, unless ``is_meant``."""
+    """Return what torchrun would have set in this srun task. Empty for a single task, unless a launch ``is_meant``."""
     rank, tasks, local_rank, nodes, job = (environment.get(name, "") for name in _SLURM)
     if not (rank and nodes and tasks.isdecimal() and (is_meant or int(tasks) > 1)):
         return {}
@@ -129,8 +129,7 @@ def current() -> Launch | None:
 def forget_variables() -> None:
     """Remove the launcher's variables from the environment, after the launch is known.
 
-    They describe this process. A rank of a test with fewer ranks, or a program that a test starts, must not take them
-    for its own.
+    They describe this process, and not a rank of a test with fewer ranks, or a program that a test starts.
     """
     for name in (*_NEEDED, *_OTHERS, *_SLURM[:2], *(name for name in os.environ if name.startswith("TORCHELASTIC_"))):
         os.environ.pop(name, None)

@@ -1,7 +1,7 @@
-"""What a process leaves behind: other processes, threads, files, and shared memory. This is the one place that knows.
+"""Finds and removes what a process leaves behind: other processes, threads, files, and shared memory.
 
-A process looks for what is its own, because there the kernel knows it. When it has ended, the process that adopts
-its orphans ends them, and the owner of its directory removes its files.
+A process finds its own threads and children (:class:`Belongings`). After it has ended, the process that adopts its
+orphans kills them (:func:`end_strays`), and the owner of its directory removes its files (:func:`remove_files`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled cod
 
 
 def end_strays(spared: Collection[int], directory: Path | None = None) -> list[str]:
-    """Kill children of this process, including adopted ones, and what these leave to it.
+    """Kill children of this process, including adopted ones, and the orphans that these leave to it.
 
-    With a directory only those with temporary or open files in it. Returns the commands, except those of servants. A
-    resource tracker comes last: after the last process that it serves is gone, it removes shared memory, and ends.
+    With a directory only those with temporary or open files in it. Returns the command lines, except of ``_SERVANTS``.
+    A resource tracker comes last: after the last process that it serves is gone, it removes shared memory, and ends.
     """
     ended: list[str] = []
     spared = set(spared)
@@ -80,7 +80,7 @@ class Belongings:
         return [each for each in threading.enumerate() if each not in self._threads and not each.daemon]
 
     def end_new_children(self) -> list[str]:
-        """Kill new child processes, except servants, and return the command line of each."""
+        """Kill new child processes, except ``_SERVANTS``, and return the command line of each."""
         return end_strays(
             {pid for pid in host.children() if pid in self._children or _is_servant(host.command_of(pid))}
         )
@@ -88,7 +88,7 @@ class Belongings:
     def end_tracked_files(self) -> list[str]:
         """Let multiprocessing's resource tracker remove unused files, and return their names.
 
-        Does nothing if this process has no tracker. The tracker ends with this, and is started again when it is needed.
+        Does nothing if this process has no tracker. The tracker ends; Python starts a new one when it is needed.
         """
         tracker = sys.modules.get("multiprocessing.resource_tracker")
         before = _tracked_files()

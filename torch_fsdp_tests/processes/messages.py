@@ -1,4 +1,4 @@
-"""Messages between processes: frozen dataclasses over a socket, both ends and the standard library only.
+"""Messages between processes: frozen dataclasses over a socket. Has both ends, and imports the standard library only.
 
 A message is one line of JSON that names its type. Each end of a connection says which types it expects, and anything
 else is an error that says what arrived. A message with a field ``descriptors`` carries these open files (over a Unix
@@ -33,7 +33,7 @@ class MessageError(ValueError):
 
 
 def encode(message: Any) -> bytes:
-    """One line without its end."""
+    """The line of a message, without the newline."""
     return json.dumps([type(message).__name__, dataclasses.asdict(message)], default=_plain).encode()
 
 

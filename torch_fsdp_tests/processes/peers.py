@@ -3,12 +3,11 @@
 Rank 0 listens, and writes its address and a secret into the launcher's store, where the others read them. They connect,
 all at the same time, and send a :class:`Hello` with the secret. Then both sides use the connection freely. They see at
 once when it ends; a store would have to be polled. A peer that is silent for
-:data:`~torch_fsdp_tests.processes.messages.SILENCE_LIMIT` seconds counts as lost too.
+:data:`~torch_fsdp_tests.processes.messages.SILENCE_LIMIT` seconds also counts as lost.
 
 Any process can connect to the port. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
 :data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_STRANGERS` at a time. The messages are not encrypted,
-like the launcher's store and the traffic between ranks. The secret keeps strangers out, but hides nothing from those
-who can read the network.
+like the launcher's store and the traffic between ranks. The secret keeps strangers out, but does not hide anything.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """All is over. Leave with this exit status after rank 0's process is gone, because its report matters."""
+    """The run is over. Exit with this status, but not before rank 0's process is gone."""
 
     status: int
 
@@ -159,7 +158,7 @@ class Peers:
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
     def _receive(self, stranger: Connection) -> None:
-        """Read from a stranger. A sender of anything but the secret is rejected."""
+        """Read from a stranger. Close its connection unless it sends a valid :class:`Hello` with the secret."""
         if stranger not in self._strangers:
             return
         try:
@@ -209,9 +208,8 @@ def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:
 def own_address(launch: Launch) -> str:
     """Return the address at which the other processes of the launch reach this one.
 
-    If all processes are on one machine, that is the loopback address; the store's address shows this. Otherwise it is
-    the address of the interface that the user names for gloo, or that leads to the store, or that has the default
-    route.
+    If all processes are on one machine, it is the loopback address. Otherwise it is the address of the interface that
+    the user names for gloo, or that leads to the store, or that has the default route.
     """
     if launch.one_host or _is_loopback(launch.address):
         return "127.0.0.1"

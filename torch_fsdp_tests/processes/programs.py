@@ -1,8 +1,7 @@
-"""A fork server for programs: it has imported what they need, and each fork equals a fresh interpreter otherwise.
+"""A fork server for programs. It has imported what they need; otherwise each fork equals a fresh interpreter.
 
-A fork becomes a child of the requester, like any other: the process in between ends at once. For that the requester
-must adopt orphans. No process waits for the server: while it is not ready, or after it is gone, a fresh interpreter
-does the same.
+A fork becomes a child of the requester, which must adopt orphans: the process in between ends at once. The requester
+does not wait for the server: while it is not ready, or after it is gone, a fresh interpreter is started instead.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _GO = b"g"
 class Fork:
     """Run a program with these arguments.
 
-    The first two descriptors become stdout and stderr. The program keeps the others, whose numbers it finds in these
-    variables.
+    The first two descriptors become stdout and stderr. The program finds the numbers of the others in ``variables``.
     """
 
     arguments: tuple[str, ...]
@@ -50,7 +48,7 @@ class ProgramServer:
     """The requester's end. The server ends when this end closes or the requester is gone."""
 
     def __init__(self, program: Sequence[str], environment: Mapping[str, str], cwd: Path, directory: Path) -> None:
-        """``program`` has interpreter arguments for a program that calls :func:`serve` with the added arguments."""
+        """``program`` has interpreter arguments of a program that calls :func:`serve` with the arguments added here."""
         self._ready = directory / "forkserver"  # a file that the server makes after it has imported everything
         ours, theirs = socket.socketpair()
         ours.settimeout(ANSWER_LIMIT)

@@ -26,7 +26,7 @@ class Wakeup:
         self._before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
 
     def note(self, numbers: Iterable[int]) -> None:
-        """From now on, note these signals too."""
+        """From now on, also note these signals."""
         self._handlers |= {number: signal.signal(number, self._note) for number in numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -37,12 +37,12 @@ class Wakeup:
         return self._ends[0]
 
     def clear(self) -> None:
-        """All signals so far have been handled."""
+        """Let the descriptor be readable only after the next signal."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._ends[0], 1 << 12)
 
     def close(self) -> None:
-        """Handle the signals as before. A fork must call this too."""
+        """Restore the handlers of the signals. A fork must also call this."""
         signal.set_wakeup_fd(self._before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

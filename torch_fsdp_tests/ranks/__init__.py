@@ -51,7 +51,7 @@ def prepare() -> None:
         return
     _ready = True
     _launched.take_variables()
-    device = _device()  # computed here, so that the server and its ranks inherit the answer
+    device = accelerator.current_or_none()  # computed here, so that the server and its ranks inherit the answer
     if has_test_classes and device is not None:
         forks_work()  # tries it, before anything else happens in this process
     if has_test_classes:
@@ -61,14 +61,6 @@ def prepare() -> None:
     atexit.register(_close)
     _launched.begin()
     _take_sigterm()
-
-
-def _device() -> Accelerator | None:
-    """The device under test. If the requested one is not available, the first test reports it."""
-    try:
-        return accelerator.current()
-    except accelerator.ConfigurationError:
-        return None
 
 
 def _record_facts(device: Accelerator) -> None:

@@ -1,7 +1,7 @@
-"""What a rank process runs if its test case starts it: a process object of :mod:`multiprocessing`, pickled.
+"""Sends a pickled process object of :mod:`multiprocessing` to a rank, which runs it. Both ends are here.
 
-Open files of its arguments, such as the end of a pipe, travel beside the text, as they do to a process that
-multiprocessing spawns. Both ends of this are here.
+Open files among its arguments, such as the end of a pipe, are sent beside the text, as multiprocessing sends them to a
+process that it spawns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Call:
 
 
 class _File:
-    """The place of an open file among those that travel beside the text."""
+    """The place of an open file among those that are sent beside the text."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -37,7 +37,7 @@ class _File:
 
 
 class _Sender:
-    """What multiprocessing asks while it pickles for a new process."""
+    """The object by which multiprocessing passes open files while it pickles for a new process."""
 
     DupFd = _File
 
@@ -58,7 +58,7 @@ class _Pickler(reduction.ForkingPickler):
 
 
 def pack(process: process.BaseProcess) -> Call:
-    """Raises what pickle raises if the arguments cannot be sent to another process."""
+    """Pickle a process object. Raises what pickle raises if the arguments cannot be sent to another process."""
     sender = _Sender()
     context.set_spawning_popen(sender)  # type: ignore[arg-type]  # as the Popen of each start method
     try:

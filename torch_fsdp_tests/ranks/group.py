@@ -20,20 +20,14 @@ from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.outcome import (
-    COLLECTIVE_TIMEOUT_FRACTION,
-    Ending,
-    HarnessError,
-    Outcome,
-    RankReport,
-)
+from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, Ending, HarnessError, Outcome, RankReport
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
 from torch_fsdp_tests.verdict import Phase, State, Verdict, ranks_in_words
 
 __unittest = True
 
 GRACE = 3.0  # seconds for the other ranks to report after one failed, died or hung
-SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
+SKIP_GRACE = 10.0  # seconds for the other ranks to skip after one skipped
 START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
 LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit after the order to leave
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
@@ -48,9 +42,7 @@ class Transport(Protocol):
     selector: selectors.DefaultSelector  # readable when something may have arrived
 
     def start(self, task: protocol.Task, processes: Iterable[int], *, call: Call | None = None) -> None:
-        """Start the processes. ``call`` is for one process on this machine only. Raises :class:`HarnessError` if the
-        request cannot be sent.
-        """
+        """Start the processes; ``call`` is for one on this machine. Raises :class:`HarnessError` if that fails."""
 
     def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
@@ -190,7 +182,7 @@ class RankGroup:
         """Start one more test in ranks that stay. :meth:`wait` returns its reports."""
         self._receive_until(lambda: self._stage is not Stage.STARTING, self._start_began + START_LIMIT)
         self._check_started()
-        self.late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
+        self.late_deaths.clear()  # a rank that has died since :meth:`ready` fails this test
         self._enter(Stage.RUNNING)
         self._started = [time.monotonic()]
         for process in self.processes:
@@ -199,8 +191,7 @@ class RankGroup:
         self._transport.send(protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
-        """Wait until every rank has reported, or until ``limit`` seconds after the start. Returns reports in order of
-        rank.
+        """Wait until all ranks have reported, or ``limit`` seconds have passed. Returns reports in order of rank.
 
         Raises :class:`HarnessError` if the rank server dies or cannot start the ranks.
         """
@@ -285,7 +276,8 @@ class RankGroup:
         """Order ranks that stay to exit, and give them time for it."""
         self._enter(Stage.LEAVING)
         self._transport.send(protocol.Leave())
-        self._receive_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
+        give_up = time.monotonic() + LEAVE_LIMIT
+        self._receive_until(lambda: all(process.ending is not None for process in self.processes), give_up)
         for process in self.processes:
             if process.ending is None:
                 words = f"did not exit within {LEAVE_LIMIT:g} s, and was killed"
@@ -314,9 +306,6 @@ class RankGroup:
         ):
             deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
-
-    def _all_ended(self) -> bool:
-        return all(process.ending is not None for process in self.processes)
 
     def _is_done(self) -> bool:
         return all(process.ending is not None or (self._stays and process.reported) for process in self.processes)

@@ -6,9 +6,8 @@ rank 0's orders. It forks one rank process for each test, and forwards what happ
 the process of rank 0, as on a single machine: a rank that dies fails only its own test, and rank 0's report has its
 traceback. Only the death of a worker ends the file. That happens at once, and the report names the process.
 
-If the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first needs its
-rank. Without a dispatcher, the launcher has started them all. :mod:`torch_fsdp_tests.processes.peers` explains how they
-find rank 0.
+If the dispatcher runs the file, its processes at the other ranks start the workers, each when a test first needs its
+rank. Otherwise the launcher has started all. :mod:`torch_fsdp_tests.processes.peers` explains how they find rank 0.
 """
 
 from __future__ import annotations
@@ -290,7 +289,7 @@ def take_variables() -> None:
 
 
 def begin() -> None:
-    """In a launched process: wait for the other processes to connect, or if not rank 0, follow rank 0 and exit."""
+    """In a launched process: let the other processes connect, or, if this is not rank 0, follow rank 0 and exit."""
     global _workers
     launch = launcher.current()
     if launch is None:

@@ -57,7 +57,7 @@ class LocalRanks:
 
     def __init__(self, file_name: str | None = None) -> None:
         self.selector = selectors.DefaultSelector()
-        self._starts: set[int] = set()  # whose processes are not over
+        self._starts: set[int] = set()  # those with a process that is not over
         self._directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
         self.file_name = file_name or str(self._directory / "rendezvous")
         self._processes: dict[int, _Process] = {}
@@ -65,7 +65,7 @@ class LocalRanks:
 
     @property
     def over(self) -> bool:
-        """No process exists."""
+        """Whether no process exists any more."""
         return not self._starts
 
     def start(
@@ -117,9 +117,7 @@ class LocalRanks:
             self.selector.register(process.last_words, selectors.EVENT_READ, index)
 
     def arrived(self) -> list[protocol.Event]:
-        """Read the server's messages first, because they may report the first death. Before a death stand the
-        dead rank's own messages.
-        """
+        """Read the server's messages first: they may report the first death. A rank's own ones precede its death."""
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
         if not self.over:

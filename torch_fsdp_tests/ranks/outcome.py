@@ -43,9 +43,7 @@ THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A rank's report about itself: it passed, skipped, failed or erred. ``text`` is the reason of a skip, or the
-    traceback of an exception.
-    """
+    """A rank's report about itself. ``text`` is the reason of a skip, or the traceback of an exception."""
 
     rank: int
     state: State
@@ -182,7 +180,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _format_one(error: BaseException) -> str:
-    """Without the harness' frames above the test body."""
+    """Format an exception without the harness' frames above the test body."""
     frames = error.__traceback__
     while frames is not None and _is_harness(frames.tb_frame.f_globals):
         frames = frames.tb_next
@@ -229,10 +227,7 @@ def shorten(text: str) -> str:
 
 
 def judge(
-    reports: Sequence[RankReport],
-    limit: float,
-    skip_codes: Mapping[int, str],
-    expected_code: int = 0,
+    reports: Sequence[RankReport], limit: float, skip_codes: Mapping[int, str], expected_code: int = 0
 ) -> Verdict:
     """Return the verdict from all ranks. A test passes or skips only if all ranks do; otherwise it fails.
 
@@ -268,8 +263,7 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
 
     A collective times out before the test does. So a ``RuntimeError`` or SIGABRT after that time is a consequence, if
     another rank was still running or ended otherwise. So is an error of torch after another rank has skipped and left.
-    A rank that was still running counts as hung, unless another one raised or died, or skipped while this one had
-    reported nothing.
+    A rank that still ran counts as hung, unless another one raised or died, or skipped before this one had reported.
     """
     skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
     follows = {

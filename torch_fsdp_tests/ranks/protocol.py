@@ -1,7 +1,7 @@
 """The messages between the processes of a test, grouped by their sender.
 
 The *processes* of a group are numbered from 0. Each process runs the rank of the same number, or all ranks as threads.
-Times (``at``) are seconds of ``time.monotonic()`` on the machine of the receiver.
+Times (``at``) are seconds of ``time.monotonic()``. Rank 0 converts those of other machines to its own clock.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TO_RANK = (RunTest, Continue, Leave)
 
 @dataclasses.dataclass(frozen=True)
 class AskForStacks:
-    """Have the ranks of the process write their stacks. The receiver is what started the process."""
+    """Let the ranks of the process write their stacks. It is sent to what started the process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndRanks:
-    """Kill what is left of the process. The receiver is what started it."""
+    """Kill what is left of the process. It is sent to what started the process."""
 
 
 Order = RunTest | Continue | Leave | AskForStacks | EndRanks
@@ -143,7 +143,6 @@ class Broken:
 FROM_RANK = (Reported, Waits, Leaked)
 FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
 Event = Reported | Waits | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
-EVENTS = get_args(Event)
 
 
 # --- the test process to its rank server ------------------------------------------------------------------------------
@@ -234,4 +233,4 @@ class Collected:
 
 
 TO_WORKER = (*get_args(Order), StartRank, Collect, Dismiss)
-FROM_WORKER = (*EVENTS, Collected)
+FROM_WORKER = (*get_args(Event), Collected)

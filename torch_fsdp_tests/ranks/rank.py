@@ -34,7 +34,7 @@ from torch_fsdp_tests.verdict import events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
-STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into that pipe
+STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into the separate pipe
 LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class
 
 # Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
@@ -180,9 +180,7 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
 
 
 def _redirect(output: Path) -> None:
-    """Redirect standard input to nothing, and both outputs to the rank's file, even if they were replaced before the
-    fork.
-    """
+    """Redirect stdin to nothing, stdout and stderr to the rank's file, even if they were replaced before the fork."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((nowhere, 0), (file, 1), (file, 2)):

@@ -234,7 +234,7 @@ def fresh() -> None:
 
 
 def _run(control: socket.socket) -> None:
-    """Run the server in its process."""
+    """Run the server. Never returns."""
     stream.detach()
     host.adopt_orphans()
     server = Server(control)
@@ -268,10 +268,9 @@ def start_method() -> str:
 
 @functools.cache
 def forks_work() -> bool:
-    """Whether ranks that are forked from this process can use the device. It is tried at the first call, before a test
-    has run here.
+    """Whether ranks that are forked from this process can use the device. The first call, before any test, tries it.
 
-    On most devices that is so as long as their runtime has not been started here. What a test file imports may have
+    On most devices they can as long as the runtime has not been started here. An import of a test file may have
     started it: torch's inductor of 2.11 asks whether CUDA is available, for example.
     """
     device = accelerator.current()

@@ -208,13 +208,13 @@ class RankResult:
     seconds: float = 0.0  # the time of its test, as it reported
     at: float = 0.0  # the second of the test at which its outcome or its end became known
     exit_code: int | None = None
-    signal: str | None = None  # name of the one that ended it, unless the harness killed it
+    signal: str | None = None  # name of the signal that ended it, unless the harness sent it
     stopped: bool = False  # it was stopped, by SIGSTOP or the like
     killed: bool = False  # by the harness, because its test was over
     limit: float | None = None  # the time limit in seconds, if the rank reached it
     expected_code: int | None = None  # the expected exit code, if it had another one
     follows: bool = False  # it waited for another rank in vain, so that rank is the cause
-    may_follow: bool = False  # it ended in a way that another rank which is gone can cause
+    may_follow: bool = False  # its exception or signal may be a consequence of another rank's end
     host: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -254,8 +254,7 @@ class RankResult:
         return f"{headline} {self.exception}: {self.message}".rstrip(": ") if self.raised else headline
 
     def cause_key(self) -> tuple[bool, bool, bool, bool, float]:
-        """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains
-        little.
+        """The key that sorts causes. Ranks that only waited come last, and before them those that skipped.
 
         A death without a report precedes any exception, even an earlier one: other ranks may see it first.
         """

@@ -22,12 +22,12 @@ _MODULE_PREFIX = "__main__."
 
 _running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
-_devices: dict[str | None, int] = {}  # needed by a test, or by any test of the file
+_devices: dict[str | None, int] = {}  # the number that a test, or any test of the file (None), needs
 _watcher: Callable[[str | None], None] | None = None
 
 
 class Skipped(unittest.SkipTest):
-    """A skip whose kind matters. unittest passes on ``str(error)``, so that is the reason with its kind."""
+    """A skip whose reason has a kind. unittest passes on ``str(error)``, so that is the :class:`.Reason` itself."""
 
     def __str__(self) -> str:
         reason: str = self.args[0]
@@ -73,7 +73,7 @@ def watch(watcher: Callable[[str | None], None]) -> None:
 
 
 def enter(test_id: str | None) -> None:
-    """Report to the watching functions the unittest id of the test that this process runs from now on."""
+    """Report the unittest id of the test that this process runs from now on to the function of :func:`watch`."""
     if _watcher is not None:
         _watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
 
@@ -205,7 +205,7 @@ class Reporting(unittest.TestResult):
         global _running
         super().startTest(test)
         _running = test_name(test)
-        _devices.pop(_running, None)  # of another test with its id
+        _devices.pop(_running, None)  # of an earlier test with this id
         self._verdict: Verdict | None = None
         self._ranks: tuple[RankResult, ...] = ()
         self._text: list[str] = []
@@ -247,9 +247,7 @@ class Reporting(unittest.TestResult):
         return Verdict(State.PASSED)
 
     def _take(self, verdict: Verdict, text: str = "") -> None:
-        """Keep the worst outcome that unittest reports for one test, and all texts except those that the ranks report
-        too.
-        """
+        """Keep the worst outcome of a test that unittest reports, and all texts that are not in the ranks' reports."""
         if self._verdict is None or verdict.state.is_worse_than(self._verdict.state):
             self._verdict = verdict
         if verdict.ranks and not self._ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -33,13 +32,7 @@ class ShardedTensorTestBase(MultiProcessTestCase):
         device = accelerator.current()
         if backend == device.backend:
             device.bind(self.rank)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{self.file_name}",
-            world_size=int(self.world_size),
-            rank=self.rank,
-            timeout=timedelta(seconds=self.collective_timeout),
-        )
+        self._init_default_group(backend)
 
     def init_rpc(self) -> None:
         """Make RPC between all ranks, which are called ``worker0`` and so on. Each sends tensors of its device."""

@@ -1,14 +1,13 @@
 """A process group whose ranks are threads of one process, registered with torch.distributed as backend "threaded".
 
-Use it through `MultiThreadedTestCase`, or by hand: `_install_threaded_pg()`, then one thread a rank, each of which
+Use it through `MultiThreadedTestCase`, or by hand: `_install_threaded_pg()`, then one thread per rank, each of which
 calls `init_process_group("threaded", rank=r, world_size=n, store=a_store_for_all)`, then `_uninstall_threaded_pg()`.
 A thread that fails calls `ProcessLocalGroup.exception_handle(error)`, and all others stop at once.
 
-The same names as upstream's module, and the same place in torch.distributed: the group is a Python subclass of
-`ProcessGroup`, which torch reaches through PyProcessGroup.hpp, and c10d's tables are replaced by one set a thread. What
-differs, always in the direction of a real backend: every reduce operation is here; work is asynchronous until a rank
-waits; calls that do not match are an error, not a hang or nonsense; every wait ends. As upstream's, the group has no
-transfers between two ranks.
+Names are those of upstream's module. As there, the group is a Python subclass of `ProcessGroup`, which torch reaches
+through PyProcessGroup.hpp, each thread has its own set of c10d's tables, and there is no `send` and `recv`. Unlike
+upstream's, it behaves like a real backend: it has all reduce operations, work is asynchronous until a rank waits, calls
+that do not match raise an error, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -74,17 +73,14 @@ class ThreadedWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> Future:
-        """Block, and return a future that has the outputs already. If a callback ran in the thread that completes the
-        collective, it would see that thread's rank.
-        """
+        """Block, and return a future with the outputs: a callback in the thread of another rank would see that rank."""
         self.wait()
         future: Future = Future()
         future.set_result(self._outputs)
         return future
 
 
-# The methods of a group for collectives. `opts` has a default and need not be an options object. What it does not set
-# has the default.
+# Functions that make the methods for collectives. `opts` is an options object, or only a reduce operation.
 
 
 def _in_place(name: str) -> Callable[..., ThreadedWork]:
@@ -132,8 +128,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def __init__(self, rank: int, world_size: int, token: str, limit: float) -> None:
         """`token` is equal on all ranks of the group and on no other group. `limit` bounds every wait, in seconds.
 
-        From here on, backward runs in the thread that calls it, on every device: in autograd's own threads a hook would
-        not know its rank.
+        From here on, backward runs in the thread that calls it: in autograd's threads a hook would not know its rank.
         """
         super().__init__(rank, world_size)
         self._token, self._limit = token, limit
@@ -299,7 +294,7 @@ class ThreadLocalWorld(threading.local):
     """c10d's tables of groups, one set per thread. It replaces `torch.distributed.distributed_c10d._world`."""
 
     default_pg: dist.ProcessGroup | None = None
-    # It is derived from the tables, so c10d's own implementation works.
+    # c10d's own property works, because it only reads the tables.
     pg_config_info = c10d._World.pg_config_info
 
     def __getattr__(self, name: str) -> Any:
@@ -338,6 +333,5 @@ def _uninstall_threaded_pg() -> None:
         torch.autograd.set_multithreading_enabled(multithreading)
 
 
-# The group supports every device, so this list only has to satisfy torch's table. It names types that have a default
-# backend already, because any other type would get this one as its default.
+# The group supports every device. A type in this list without a default backend would get this one as its default.
 dist.Backend.register_backend("threaded", _create_threaded_pg, devices=list(dist.Backend.default_device_backend_map))

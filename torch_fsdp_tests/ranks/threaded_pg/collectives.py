@@ -1,8 +1,7 @@
 """What each collective does to tensors: a table, and one function that performs any entry of it.
 
 Nothing here depends on threads or process groups. The function gets one `Part` per rank, in order of rank, and writes
-the outputs. It runs once per collective, below autograd, in the thread that completes the collective (see
-`Meeting.perform`).
+the outputs. It runs once per collective, below autograd, in the thread of the last rank (see `Meeting.perform`).
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Collective(NamedTuple):
 
     @property
     def needs_equal_inputs(self) -> bool:
-        """Whether the inputs must have the same shapes and types on all ranks. In the other collectives they may differ
-        in size, as in nccl, but not in gloo.
+        """Whether the inputs must have the same shapes and types on all ranks. In the other collectives their sizes may
+        differ, which NCCL allows and gloo does not.
         """
         return self.outs is not Form.EACH and (self.reduces or self.ins is not Form.EACH)
 
@@ -76,7 +75,7 @@ BY_NAME = {
     "all_to_all": Collective(Form.EACH, Form.EACH),
     "all_to_all_single": Collective(Form.EACH, Form.EACH),
     "all_reduce": Collective(reduces=True),
-    "reduce": Collective(reduces=True, root=Root.TAKES),  # in gloo it spoils the tensors of the other ranks
+    "reduce": Collective(reduces=True, root=Root.TAKES),  # gloo also overwrites the tensors of the other ranks
     "reduce_scatter": Collective(Form.EACH, reduces=True),
     "reduce_scatter_tensor": Collective(Form.PIECES, reduces=True),
     "reduce_scatter_tensor_coalesced": Collective(Form.PIECES, reduces=True),
@@ -91,9 +90,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, op: Any) -> Reduction:
-        """Parse the caller's reduce operation. `ReduceOp.factor` is newer than torch 2.11, but the pickled state has
-        the factor in all versions.
-        """
+        """Parse the caller's reduce operation. torch 2.11 has no `ReduceOp.factor`, so the pickled state is read."""
         kind = getattr(op, "op", op)
         return cls(kind, op.__getstate__()[1] if kind == ReduceOp.PREMUL_SUM else None)
 
@@ -142,8 +139,6 @@ def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tenso
     device = tensors[0].device
 
     def term(tensor: Tensor, reduction: Reduction) -> Tensor:
-        # This copies the first one, because the total is updated in place, and any input with a factor, because it must
-        # not change.
         moved = tensor.reshape(-1).to(device=device, dtype=wide)
         if reduction.factor is None:
             return moved
@@ -151,13 +146,12 @@ def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tenso
         return moved * (factor.to(device=device, dtype=wide) if isinstance(factor, Tensor) else factor)
 
     terms: Iterator[Tensor] = itertools.starmap(term, zip(tensors, reductions, strict=True))
-    total = next(terms).clone()
+    total = next(terms).clone()  # it is updated in place, and the input must not change
     for other in terms:
         _STEPS[kind](total, other)
     if kind == ReduceOp.AVG:
-        total.div_(len(tensors)) if total.is_floating_point() or total.is_complex() else total.div_(
-            len(tensors), rounding_mode="trunc"
-        )
+        is_integral = not (total.is_floating_point() or total.is_complex())
+        total.div_(len(tensors), rounding_mode="trunc" if is_integral else None)
     return total
 
 

@@ -46,8 +46,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class Fence:
-    """Orders the device streams of threads. A thread that passes it runs after everything that was queued when the
-    fence was made.
+    """Orders the device streams of threads: work queued after :meth:`wait` follows what was queued before the fence.
 
     Each rank queues on its own streams, and the collective runs on the streams of the thread that completes it. On
     devices without streams, the CPU among them, a fence is empty.
@@ -64,7 +63,7 @@ class Fence:
 
 
 def _stream_devices(tensors: Sequence[Tensor]) -> set[torch.device]:
-    kinds = {tensor.device for tensor in tensors} - {torch.device("cpu")}  # the CPU is the subject: it has no streams
+    kinds = {tensor.device for tensor in tensors} - {torch.device("cpu")}  # which has no streams
     if not kinds or not accelerator.current().has("streams"):
         return set()
     return {device for device in kinds if device.type == accelerator.current().type}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -113,14 +112,8 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
         device = accelerator.current()
         own_device = device.bind(self.rank)
         substitutes.install(device)
-        dist.init_process_group(
-            self.backend if backend is None else backend,
-            init_method=f"file://{self.file_name}",
-            world_size=int(self.world_size),
-            rank=self.rank,
-            timeout=timedelta(seconds=self.collective_timeout),
-            device_id=own_device if eager_init and own_device.index is not None else None,
-        )
+        device_id = own_device if eager_init and own_device.index is not None else None
+        self._init_default_group(self.backend if backend is None else backend, device_id=device_id)
 
     def destroy_pg(self, device_id: int | None = None) -> None:
         """Wait for all ranks, over the given device or this rank's device, and destroy the default group."""
@@ -155,4 +148,4 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
 class DTensorContinuousTestBase(DTensorTestMixin, DeviceContinuousTest):
     """Like :class:`DTensorTestBase`, but the ranks and their process group stay for all tests of the class."""
 
-    device_type = DTensorTestMixin.device_type  # type: ignore[assignment]  # upstream's is a property here, too
+    device_type = DTensorTestMixin.device_type  # type: ignore[assignment]  # upstream's is also a property here

@@ -87,9 +87,7 @@ def _distribute(experts: nn.Module, mesh: DeviceMesh, *styles: str) -> None:
 
 
 class ExpertParallel(ParallelStyle):
-    """Distribute whole experts over the mesh. Each rank gets the tokens of all ranks, and the outputs of its own
-    tokens.
-    """
+    """Distribute whole experts over the mesh. Each rank gets all ranks' tokens, and the outputs of its own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, "expert")

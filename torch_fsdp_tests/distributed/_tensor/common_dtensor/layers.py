@@ -22,9 +22,7 @@ class RMSNormPython(nn.Module):
 
 
 class MLPModule(nn.Module):
-    """From (..., 10) to (..., 10), with 16 hidden units and a ReLU. Seeds with 5 first, so that all instances are
-    equal.
-    """
+    """From (..., 10) to (..., 10), with 16 hidden units and a ReLU. Seeds with 5, so that all instances are equal."""
 
     def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
         super().__init__()

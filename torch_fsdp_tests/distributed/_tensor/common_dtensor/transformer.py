@@ -30,8 +30,7 @@ class ModelArgs:
     """Sizes and switches of a :class:`Transformer`. Tests of parity set ``dropout_p=0.0``.
 
     ``use_attn_mask`` makes attention causal, ``weight_tying`` shares the token embedding with the output layer, and
-    ``checkpoint_activations`` recomputes each block in backward. With ``num_experts`` each block has an expert layer
-    in the place of its feed-forward.
+    ``checkpoint_activations`` recomputes each block in backward. ``num_experts`` replaces feed-forwards by experts.
     """
 
     n_layers: int = 2
@@ -60,9 +59,7 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **k
 
 
 class Attention(nn.Module):
-    """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless the width is divisible by the number of
-    heads.
-    """
+    """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless ``n_heads`` divides ``dim``."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
