@@ -33,10 +33,8 @@ COMMON = {
 def total(report: dict[str, Any]) -> str:
     """The machine and the time of a run, and its last lines."""
     about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
-    lines = [
-        f"{plural(len(report['known_defects']), 'known defect')} of torch hit (python -m torch_fsdp_tests.defects)"
-    ]
-    lines.append(closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])))
+    hit = f"{plural(len(report['known_defects']), 'known defect')} of torch hit (python -m torch_fsdp_tests.defects)"
+    lines = [hit, closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"]))]
     on = datetime.datetime.fromisoformat(report["date"])
     ended = f"On {on.day} {on:%B %Y} it ended after {seconds(report['seconds'])} ({about}) with"
     return "\n".join([ended, "", "```text", *lines, "```"])
@@ -55,13 +53,9 @@ def folders(report: dict[str, Any]) -> str:
         (f"`test/{name}`", *(str(round(found[name][column])) for column in ("files", "tests", "skipped", "seconds")))
         for name in sorted(found)
     ]
-    return "\n\n".join(
-        [
-            _table(("folder", "files", "tests", "skipped", "serial seconds"), rows),
-            "These tests skip:",
-            _table(("tests", "why"), [(str(tests), reason) for reason, tests in _reasons(report).most_common()]),
-        ]
-    )
+    reasons = [(str(tests), reason) for reason, tests in _reasons(report).most_common()]
+    parts = [_table(("folder", "files", "tests", "skipped", "serial seconds"), rows)]
+    return "\n\n".join([*parts, "These tests skip:", _table(("tests", "why"), reasons)])
 
 
 def _reasons(report: dict[str, Any]) -> collections.Counter[str]:

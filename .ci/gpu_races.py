@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Defects that only mocks show without a device, tried on one that is kept busy. Prints a line for each.
+"""Try defects on a busy device that only mocks show on the CPU. Prints a line for each defect.
 
-A line says "shown" if the device has computed something else than what is right. "not shown" proves nothing.
+"shown" means that the device has computed a wrong result. "not shown" proves nothing.
 """
 
 import sys
@@ -36,7 +36,7 @@ def linear(device: torch.device | None = None) -> nn.Linear:
 
 
 def staging(device: torch.device) -> tuple[float, float]:
-    """dcp_staging_does_not_wait_for_the_step: what a checkpoint has of a step that the device still computes."""
+    """dcp_staging_does_not_wait_for_the_step: a checkpoint is staged while the device still computes the step."""
     model = fully_shard(linear(device), mesh=init_device_mesh(device.type, (1,)))
     (weight,) = model.parameters()
     with torch.no_grad():
@@ -53,7 +53,7 @@ def staging(device: torch.device) -> tuple[float, float]:
 
 
 def offload(device: torch.device) -> tuple[float, float]:
-    """fsdp2_offloaded_parameters_change_while_copied: a forward whose parameters the host changes after it."""
+    """fsdp2_offloaded_parameters_change_while_copied: the CPU changes parameters that a forward still uses."""
     model = fully_shard(linear(), mesh=init_device_mesh(device.type, (1,)), offload_policy=CPUOffloadPolicy())
     (weight,) = model.parameters()
     inputs = torch.full((1, SIZE), 1 / SIZE, device=device)

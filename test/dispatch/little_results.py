@@ -1,4 +1,4 @@
-"""Results of runs that did not happen, for tests of what is made from results."""
+"""Invented results of runs, for tests of reports, pages and comparisons."""
 
 from pathlib import Path
 from typing import Any

@@ -59,7 +59,7 @@ def write_sources(folder: Path, **changed: tuple[str, str]) -> None:
 
 
 def modules_of(root: Path) -> dict[str, Module]:
-    """The modules in its map: all except the one that no test enters."""
+    """The modules of the fake torch that a map of it has: all except ``tensor.unused``, which no test enters."""
     found = {}
     for name in ("fsdp", "fsdp._core", "fsdp.api", "tensor", "tensor.used"):
         path = root / "distributed" / name.replace(".", "/")

@@ -1,30 +1,26 @@
-"""What differs between two reports, and which tests are slower, from numbers alone."""
+"""The differences between two reports, and which tests are slower. No tests run for them."""
 
 import contextlib
 import io
-import json
-import sys
-import tempfile
 import unittest
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from little_results import MACHINE, a_file, a_report, a_test, report_of
+from trees import FolderCase
 
 from torch_fsdp_tests.dispatch import compare, html_report
 from torch_fsdp_tests.verdict import State
 
 
 def test_of(median: float, width: float = 0.0, rounds: int = 0, name: str = "T.test_1") -> dict[str, Any]:
-    """A test that took so many seconds. Half of its rounds took at most ``width`` more or less."""
+    """A test whose rounds took ``median`` seconds. Half of the rounds differ from it by at most ``width``."""
     spread = {"least": 0.0, "low": median - width, "median": median, "high": median + width, "most": 99.0}
     record = {"rounds": rounds, "failed": 0, "outcomes": {}, "failures": [], "seconds": spread}
     return a_test(name, seconds=median, rounds=record if rounds else None)
 
 
 def kinds(was: dict[str, Any], now: dict[str, Any], *others: tuple[float, float]) -> list[str]:
-    """The kinds of differences of a test beside others, which took these seconds before and now."""
+    """The kinds of differences of a test. Other tests of the two reports took these seconds before and now."""
     sides = ([was], [now])
     for number, seconds in enumerate(others):
         for side, value in zip(sides, seconds, strict=True):
@@ -33,66 +29,44 @@ def kinds(was: dict[str, Any], now: dict[str, Any], *others: tuple[float, float]
     return [each.kind for each in differing if each.name == "T.test_1"]
 
 
-class TestComparison(unittest.TestCase):
+class TestComparison(FolderCase):
     """Without it, a test that newly fails could be missing from a comparison."""
 
     def test_kinds_of_differences(self):
-        ok, bad, skip, defect, known = (
-            {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
-        )
-        for was, now, expected in (
-            (ok, bad, "newly failing"),
-            (skip, bad, "newly failing"),
-            (defect, bad, "newly failing"),
-            (ok, skip, "newly skipped"),
-            (bad, skip, "newly skipped"),
-            (ok, {"outcome": State.NOT_RUN}, "newly not run"),
-            (ok, defect, "newly showing a known defect"),
-            (bad, ok, "newly passing"),
-            (bad, defect, "newly showing a known defect"),
-            (skip, defect, "newly executed"),
-            (defect, ok, "newly passing"),
-            (ok, known, "newly a known failure"),
-            (bad, known, "newly a known failure"),
-            (skip, known, "newly a known failure"),
-            (known, ok, "newly passing"),
-            (known, bad, "newly failing"),
-            (known, skip, "newly skipped"),
-            (known, known, None),
-            (skip, {"outcome": State.NOT_RUN}, None),
-            (skip, ok, "newly executed"),
-            ({"seconds": 1.0}, {"seconds": 2.1}, "slower"),
-            ({"seconds": 2.1}, {"seconds": 1.0}, "faster"),
-            ({"seconds": 0.1}, {"seconds": 1.0}, None),
-            ({"seconds": 10.0}, {"seconds": 12.0}, None),
-            (bad, bad, None),
-        ):
-            with self.subTest(f"{was} {now}"):
-                actual = kinds(a_test("T.test_1", **was), a_test("T.test_1", **now))
-                self.assertEqual(actual, [expected] if expected else [])
+        states = ("passed", "error", "skipped", "known defect", "known failure", "not run")
+        ok, bad, skip, defect, known, not_run = ({"outcome": State(name)} for name in states)
+        cases: dict[str | None, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+            "newly failing": [(ok, bad), (skip, bad), (defect, bad), (known, bad)],
+            "newly skipped": [(ok, skip), (bad, skip), (known, skip)],
+            "newly not run": [(ok, not_run)],
+            "newly showing a known defect": [(ok, defect), (bad, defect)],
+            "newly a known failure": [(ok, known), (bad, known), (skip, known)],
+            "newly passing": [(bad, ok), (defect, ok), (known, ok)],
+            "newly executed": [(skip, ok), (skip, defect)],
+            "slower": [({"seconds": 1.0}, {"seconds": 2.1})],
+            "faster": [({"seconds": 2.1}, {"seconds": 1.0})],
+            None: [(bad, bad), (known, known), (skip, not_run), ({"seconds": 0.1}, {"seconds": 1.0})],
+        }
+        cases[None].append(({"seconds": 10.0}, {"seconds": 12.0}))
+        for expected, pairs in cases.items():
+            for was, now in pairs:
+                with self.subTest(f"{was} {now}"):
+                    actual = kinds(a_test("T.test_1", **was), a_test("T.test_1", **now))
+                    self.assertEqual(actual, [expected] if expected else [])
 
     def test_tests_that_are_gone_or_new_are_named(self):
         reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))
-        self.assertEqual(
-            sorted(map(str, compare.differences(*reports))), ["gone: test_x::T.test_old", "new: test_x::T.test_2"]
-        )
+        actual = [str(each) for each in compare.differences(*reports)]
+        self.assertEqual(actual, ["gone: test_x::T.test_old", "new: test_x::T.test_2"])
 
     def test_files_that_are_gone_are_named_together(self):
-        """Files that only the earlier, larger run had are named together, and do not get a line each."""
-        both = a_file("distributed/fsdp/test_both", a_test("T.test_tp"))
-        gone = a_file("distributed/fsdp/test_gone", a_test("T.test_1"), a_test("T.test_tp"))
-        reports = (a_report(both, gone), a_report(both))
-        words = [
-            "compared with the earlier report:",
-            "only in the earlier report: 1 file, such as distributed/fsdp/test_gone",
-        ]
-        self.assertEqual(compare.lines(*reports), words)
-        self.assertEqual(
-            [str(each) for each in compare.differences(*reversed(reports))][0],
-            "new: distributed/fsdp/test_gone::T.test_1",
-        )
-        words = ["compared with the earlier report:", "only in this report: 1 file, such as distributed/fsdp/test_gone"]
-        self.assertEqual(compare.lines(*reversed(reports)), words)
+        """Files that only the larger of two runs had do not get a line each."""
+        both, more = (a_file(name, a_test("T.test_1"), a_test("T.test_2")) for name in ("test_both", "test_more"))
+        reports = (a_report(both, more), a_report(both))
+        head, words = "compared with the earlier report:", "1 file, such as test_more"
+        self.assertEqual(compare.lines(*reports), [head, f"only in the earlier report: {words}"])
+        self.assertEqual(str(compare.differences(*reversed(reports))[0]), "new: test_more::T.test_1")
+        self.assertEqual(compare.lines(*reversed(reports)), [head, f"only in this report: {words}"])
 
     def test_machines_that_differ_are_named(self):
         """Free memory may differ. An older report has no such facts."""
@@ -106,7 +80,7 @@ class TestComparison(unittest.TestCase):
                 self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
 
     def test_a_new_test_that_fails_is_newly_failing(self):
-        """This is so in a file that the earlier report does not have as well."""
+        """Even in a file that the earlier report does not have."""
         new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
         reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
         self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
@@ -114,25 +88,19 @@ class TestComparison(unittest.TestCase):
 
     def test_as_a_command(self):
         """A report of version 2 lacks many facts."""
-        file = a_file("test_x", a_test("T.test_1", State.CRASHED))
         old = {name: value for name, value in report_of(a_test("T.test_1")).items() if name in ("files", "torch")}
-        with tempfile.TemporaryDirectory() as folder:
-            for name, data in (
-                ("before", old | {"version": 2}),
-                ("after", a_report(file)),
-                ("other", {"version": 8, "files": [{}]}),
-            ):
-                Path(folder, f"{name}.json").write_text(json.dumps(data))
-            before, after, other = (f"{folder}/{name}.json" for name in ("before", "after", "other"))
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
-                with self.assertRaisesRegex(SystemExit, "2"):
-                    compare.main([before])
-            self.assertEqual(codes, [0, 2, 2])
-            self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
-            words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\nusage: .*"
-            self.assertRegex(err.getvalue(), rf"{words}(?s:.)*arguments are required: AFTER")
+        before = str(self.write_json("before.json", old | {"version": 2}))
+        after = str(self.write_json("after.json", report_of(a_test("T.test_1", State.CRASHED))))
+        other = str(self.write_json("other.json", {"version": 8, "files": [{}]}))
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
+            with self.assertRaisesRegex(SystemExit, "2"):
+                compare.main([before])
+        self.assertEqual(codes, [0, 2, 2])
+        self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
+        words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\nusage: .*"
+        self.assertRegex(err.getvalue(), rf"{words}(?s:.)*arguments are required: AFTER")
 
 
 class TestSlower(unittest.TestCase):
@@ -142,7 +110,7 @@ class TestSlower(unittest.TestCase):
         for was, now, expected in (
             (test_of(1.0, 0.01, 40), test_of(1.3, 0.01, 40), ["slower"]),
             (test_of(1.3, 0.01, 40), test_of(1.0, 0.01, 40), ["faster"]),
-            (test_of(1.0, 0.1, 40), test_of(1.3, 0.01, 40), []),  # it varied
+            (test_of(1.0, 0.1, 40), test_of(1.3, 0.01, 40), []),  # within the spread of the earlier rounds
             (test_of(1.0, 0.01, 40), test_of(1.3, 0.1, 40), []),
             (test_of(1.0, 0.0, 40), test_of(1.05, 0.0, 40), []),
             (test_of(0.1, 0.0, 40), test_of(0.14, 0.0, 40), []),
@@ -153,17 +121,16 @@ class TestSlower(unittest.TestCase):
                 self.assertEqual(kinds(was, now), expected)
 
     def test_a_machine_that_is_slower_as_a_whole(self):
-        """Tests are compared with the median of all, if there are many."""
+        """The seconds of a test are compared with the median change of all tests, if there are many."""
         twice = [(1.0, 2.0)] * 20
         self.assertEqual(kinds(test_of(2.0), test_of(4.0), *twice), [])
         self.assertEqual(kinds(test_of(2.0), test_of(4.0), *twice[:5]), ["slower"])
         self.assertEqual(kinds(test_of(2.0), test_of(8.0), *twice), ["slower"])
         self.assertEqual(kinds(test_of(4.0), test_of(4.0), *twice), ["faster"])
-        tests = [[test_of(seconds, name=f"T.test_{number}") for number in range(20)] for seconds in (1.0, 2.0)]
-        reports = [report_of(*side) for side in tests]
-        words = "the tests took 2.00 times as long as before (median)"
-        self.assertIn(words, compare.lines(*reports)[1])
-        self.assertEqual(compare.lines(reports[0], reports[0]), ["nothing differs from the earlier report"])
+        names = [f"T.test_{number}" for number in range(20)]
+        one, two = (report_of(*(test_of(seconds, name=name) for name in names)) for seconds in (1.0, 2.0))
+        self.assertIn("the tests took 2.00 times as long as before (median)", compare.lines(one, two)[1])
+        self.assertEqual(compare.lines(one, one), ["nothing differs from the earlier report"])
 
     def test_words_have_the_spread(self):
         sides = test_of(1.0, 0.02, 40), test_of(1.5, 0.03, 30)
@@ -174,7 +141,7 @@ class TestSlower(unittest.TestCase):
         self.assertIn("1.0s<div class='dim small'>0.8s to 1.2s</div>", page)
 
     def test_a_report_without_rounds(self):
-        """As those of earlier versions."""
+        """Reports of earlier versions have none."""
         old = {key: value for key, value in test_of(1.0).items() if key != "rounds"}
         self.assertEqual(kinds(old, test_of(1.0, 0.1, 40)), [])
 

@@ -1,4 +1,4 @@
-"""How diffs are read: their forms, the texts that are rejected, and how their hunks are applied."""
+"""Diffs: the forms that are read, the texts that are rejected, and how hunks are applied."""
 
 import unittest
 
@@ -15,7 +15,7 @@ def coloured(text: str) -> str:
 
 
 class TestParse(unittest.TestCase):
-    """Without it, a diff that is misread would look like one of other code, or of none."""
+    """Without it, a misread diff would look like a change of other code, or of no code."""
 
     def test_forms_of_one_change(self):
         for form, text in {
@@ -42,9 +42,7 @@ class TestParse(unittest.TestCase):
             f"{GIT}old mode 100644\nnew mode 100755\n": ModeOnly("torch/x.py"),
             f"{GIT}new file mode 100644\nindex 0000000..e69de29\n": Opaque("torch/x.py"),
             f"{GIT}index 1..2 100644\nBinary files a/torch/x.py and b/torch/x.py differ\n": Opaque("torch/x.py"),
-            "diff --git a/y.py b/z.py\nsimilarity index 100%\nrename from y.py\nrename to z.py\n": Moved(
-                "y.py", "z.py"
-            ),
+            "diff --git a/y b/z\nsimilarity index 100%\nrename from y\nrename to z\n": Moved("y", "z"),
             f"diff --git a/y b/z\nrename from y\nrename to z\n--- a/y\n+++ b/z\n{HUNK}": Moved("y", "z"),
             f"diff --git a/y b/z\ncopy from y\ncopy to z\n--- a/y\n+++ b/z\n{HUNK}": Opaque("z"),
             "Only in new/torch: y.py\n": Opaque("new/torch/y.py"),
@@ -97,6 +95,7 @@ class TestPatched(unittest.TestCase):
             self.assertEqual(made.distance, abs(start - 1 - place))
 
     def test_what_moved_one_hunk_moved_the_next(self):
+        """Of several places that fit, a hunk gets the one that is as far off as that of the hunk before it."""
         lines = ["first", *["same"] * 8]
         for longer in (0, 3):
             made = patched(["#"] * longer + lines, [Hunk(1, ("first",), ("a", "b")), Hunk(5, ("same",), ("new",))])

@@ -1,4 +1,4 @@
-"""Many small edits of torch's FSDP: one that changes the compiled code is never taken for a change of nothing."""
+"""Small edits of torch's FSDP: an edit that changes the compiled code is never reported as a change of nothing."""
 
 import ast
 import collections
@@ -32,7 +32,7 @@ def line_with(pattern: str, replacement: str) -> Callable[[Lines, int], Lines | 
 
 
 def entering(lines: Lines, at: int) -> Lines | None:
-    """A statement that comes after a block is in it."""
+    """An edit that moves a statement into the block before it."""
     space, deeper = (line[: len(line) - len(line.lstrip())] for line in (lines[at], lines[at - 1]))
     is_after = len(deeper) > len(space) and re.match(r" *(self\.\w+|\w+ =|\w+\(|return)", lines[at])
     return [*lines[:at], deeper + lines[at].lstrip(), *lines[at + 1 :]] if is_after else None
@@ -88,28 +88,21 @@ def code_of(source: str) -> types.CodeType:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body[0] = ast.Pass()
-        for field in ("lineno", "end_lineno"):
+        for field in ("lineno", "end_lineno", "col_offset", "end_col_offset"):
             if hasattr(node, field):
-                setattr(node, field, 1)
-        for field in ("col_offset", "end_col_offset"):
-            if hasattr(node, field):
-                setattr(node, field, 0)
+                setattr(node, field, int("line" in field))
     return compile(ast.fix_missing_locations(tree), "", "exec", dont_inherit=True)
 
 
-def sources() -> dict[Path, str]:
-    """The files of FSDP that are not too long."""
-    root = devices.torch_folder()
-    assert root is not None
-    paths = [
-        path for folder in ("fsdp", "_composable") for path in sorted((root / "distributed" / folder).rglob("*.py"))
-    ]
+def sources(root: Path) -> dict[Path, str]:
+    """The files of FSDP in a version of PyTorch that are neither too short nor too long."""
+    paths = [path for name in ("fsdp", "_composable") for path in sorted((root / "distributed" / name).rglob("*.py"))]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     return {path: text for path, text in texts.items() if 500 < len(text) < LONGEST}
 
 
 def edited(rng: random.Random, files: dict[Path, str]) -> Iterator[tuple[str, Path, str]]:
-    """Edits of each kind: the kind, the file, and its text afterwards, which is Python."""
+    """Edits of each kind: the kind, the file, and its text afterwards, which is still valid Python."""
     texts = {path: text.split("\n") for path, text in files.items()}
     places = [(path, at) for path, lines in texts.items() for at in range(1, len(lines) - 1)]
     for kind, edit in KINDS.items():
@@ -131,12 +124,12 @@ def edited(rng: random.Random, files: dict[Path, str]) -> Iterator[tuple[str, Pa
 
 @unittest.skipIf(devices.torch_folder() is None, "needs torch")
 class TestEdits(unittest.TestCase):
-    """Without it, ``--reaching`` could say of a change of code that nothing has changed."""
+    """Without it, ``--reaching`` could report for a change of code that nothing has changed."""
 
     def test_what_changes_the_compiled_code_is_a_change(self):
-        files = sources()
         root = devices.torch_folder()
         assert root is not None
+        files = sources(root)
         names = {path: module_name(path, root) for path in files}
         codes = {path: code_of(text) for path, text in files.items()}
         modules = {names[path]: Module.of(text.encode(), names[path]) for path, text in files.items()}
@@ -146,7 +139,7 @@ class TestEdits(unittest.TestCase):
         for kind, path, text in edited(rng, files):
             place = path.relative_to(root.parent).as_posix()
             sides = [files[path].split("\n"), text.split("\n")]
-            rng.shuffle(sides)  # the installed torch has the change, or not
+            rng.shuffle(sides)  # the installed torch has the file before or after the edit
             diff = "\n".join(difflib.unified_diff(sides[0], sides[1], f"a/{place}", f"b/{place}", lineterm=""))
             change = changes.of_diff(diff, "the edit")
             with self.subTest(kind=kind, diff=diff):

@@ -1,21 +1,19 @@
-"""Files whose processes are forked from one that has imported torch behave like files in fresh interpreters."""
+"""The fork server: a file in a fork of a process that has imported torch behaves like one in a fresh interpreter."""
 
 import json
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import unittest
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
 
 from torch_fsdp_tests.reach import Executed, build
 
-# The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.
+# The first file makes the dispatcher start the server, and waits until the server's file in the run's directory exists.
 FIRST = f"""
 import tempfile
 sys.path.insert(0, {str(CHECKOUT)!r})
@@ -29,7 +27,7 @@ class TestFirst(unittest.TestCase):
 """
 FORKED = "assert 'torch' in sys.modules\n"
 
-# What a process can observe about how it was started.
+# A file that writes everything that its process can observe about how it was started.
 SEES = """
 import __main__, gc, tempfile, threading
 FILE = {file!r}
@@ -59,30 +57,26 @@ class TestForkServer(TreeCase):
     """Without it, a file could pass or fail only because it was forked, or its processes could outlive the run."""
 
     def check_forked(self, files: dict[str, str], passed: int, **expected: Any) -> str:
-        """Like ``check``, for files that are forked, one after the other."""
+        """Like ``check``, for files that the server forks, one at a time."""
         named = {f"test_{number}_{name}": text for number, (name, text) in enumerate(files.items(), 1)}
         return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)
 
     def test_nothing_shows(self):
-        """A forked process inspects itself, and sees what a fresh interpreter sees. The torch is the installed one."""
+        """A forked process observes the same as a fresh interpreter. This uses the installed torch."""
         sight = self.root / "sight"
         look = SEES.format(file=str(sight)) + PASS
-        process_ids, sights = [], []
-        for torch in (False, True):
-            if torch:
-                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3)
-            else:
-                self.check({"test_1_look": look}, passed=1)
-            seen, parent, there = json.loads(sight.read_text())
-            self.assertIs(there, torch)
-            process_ids.append(parent)
-            sights.append(seen)
+        self.check({"test_1_look": look}, passed=1)
+        fresh, dispatcher, has_torch = json.loads(sight.read_text())
+        self.assertFalse(has_torch)
+        self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3)
+        forked, another_dispatcher, has_torch = json.loads(sight.read_text())
+        self.assertTrue(has_torch)
         self.maxDiff = None
-        self.assertEqual(*sights)
-        self.assertNotEqual(*process_ids)  # both are children of their dispatcher
+        self.assertEqual(fresh, forked)
+        self.assertNotEqual(dispatcher, another_dispatcher)  # the parent of a fork is its own run
 
     def test_bad_ends_and_processes_left_by_forked_files(self):
-        """The processes that are left are also outside of the file's process group: programs and forks."""
+        """The processes that a file leaves are a program and a fork, both outside of its process group."""
         program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
         fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
         ends = {
@@ -117,34 +111,31 @@ class TestForkServer(TreeCase):
         self.check_forked(files, passed=3, env=little_torch(self.root))
 
     def write_program(self) -> None:
-        """Make the tree that of a project, whose files are known to import torch."""
+        """Make the tree the project's own, whose files all import torch, so that they wait for the server."""
         self.program = self.root / "run_test.py"
-        start = (
-            f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r}); from torch_fsdp_tests.dispatch import main"
-        )
-        self.program.write_text(f"{start}\nsys.exit(main.main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
+        start = f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        start += "from torch_fsdp_tests.dispatch.main import main\n"
+        self.program.write_text(f"{start}sys.exit(main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
 
     def test_the_projects_own_files_wait_for_it(self):
-        """They all import torch."""
         self.write_program()
         files = {f"test_{number}": FORKED + PASS for number in range(3)}
         self.check(files, ["-j1"], passed=3, env=little_torch(self.root))
-        # With --reaching it starts before the number of files is known. What the map does not know runs last.
-        known = build("any", {("test_0", "TestP.test_p"): Executed({"torch.distributed.fsdp.f"}, 1.0)})
-        (self.root / "map.json").write_text(known.as_text())
-        reaching = ["--reaching", "torch.distributed.fsdp.f", "--map", self.root / "map.json"]
+        # With --reaching the server starts before the number of files is known. Tests that are not in the map run last.
+        function = "torch.distributed.fsdp.f"
+        known = build("any", {("test_0", "TestP.test_p"): Executed({function}, 1.0)})
+        reaching = ["--reaching", function, "--map", self.write_json("map.json", known.as_text())]
         self.check(files, ["-j1", *reaching], passed=3, env=little_torch(self.root))
 
     def test_it_goes_with_a_run_that_is_refused(self):
-        """Also while it imports torch, and would detect only later."""
+        """Even while the server still imports torch."""
         self.write_program()
         self.write({"test_0": PASS})
         environment, file = little_torch(self.root), self.root / "pid"
         text = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(1000)"
         (self.root / "torch/__init__.py").write_text(text)
-        (self.root / "map.json").write_text(build("any", {}).as_text())
-        options = ["--reaching", "-", "--map", self.root / "map.json"]
-        process = self.start(*options, env=environment, stdin=subprocess.PIPE)
+        known = self.write_json("map.json", build("any", {}).as_text())
+        process = self.start("--reaching", "-", "--map", known, env=environment, stdin=subprocess.PIPE)
         (server,) = self.wait_for(process, file)
         _, err = process.communicate("no diff")
         self.assertEqual((process.returncode, alive(server)), (2, False), err)

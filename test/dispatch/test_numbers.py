@@ -1,19 +1,15 @@
-"""Numbers of training loops are written, compared with those of another run, and between rounds."""
+"""The numbers of training loops are recorded, compared with those of another run, and compared between rounds."""
 
 import json
-import sys
-import tempfile
 import unittest
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import TreeCase, body
+from trees import FolderCase, TreeCase, body
 
 from torch_fsdp_tests.dispatch import numbers
 
 STEP = {"loss": [1, "float32", 1.0], "parameter 0 of group 0": [2, "float32", 4.0]}
-# A test that records one step with this checksum of its loss, as a rank does.
+# A test that records one step with this checksum of its loss, in the format of a rank.
 RECORDS = """
 import json
 class TestN(unittest.TestCase):
@@ -26,23 +22,22 @@ class TestN(unittest.TestCase):
 """
 
 
-class TestComparison(unittest.TestCase):
+class TestComparison(FolderCase):
     """Without it, different numbers could count as equal, or the difference be hard to find."""
 
     def conclude(self, *lines: dict[str, Any], against: Any = None) -> tuple[list[str], bool]:
-        with tempfile.TemporaryDirectory() as folder:
-            defaults = {"test": "t", "rank": 0, "at": 0.0, "steps": [STEP], "limits": {}}
-            text = "\n".join(json.dumps({**defaults, **line}) for line in lines)
-            Path(folder, "1.jsonl").write_text(text, encoding="utf-8")
-            return numbers.conclude(Path(folder), None, against)
+        """The conclusion from these lines of ranks, and whether all numbers are equal."""
+        defaults = {"test": "t", "rank": 0, "at": 0.0, "steps": [STEP], "limits": {}}
+        self.write_json("1.jsonl", "\n".join(json.dumps({**defaults, **line}) for line in lines))
+        return numbers.conclude(self.root, None, against)
 
     def test_first_difference(self):
         other = {**STEP, "parameter 0 of group 0": [3, "float32", 4.5]}
         against = {"t": {"0": [STEP, STEP], "1": [STEP, STEP]}, "u": {"0": [STEP]}}
         lines: list[dict[str, Any]] = [{"steps": [STEP, STEP]}, {"steps": [STEP, other], "rank": 1}]
-        words, equal = self.conclude(*lines, against=against)
         differs = "t, rank 1, step 2: parameter 0 of group 0 differs (norm 4.0, now 4.5)"
-        self.assertEqual((words, equal), (["numbers of 1 test compared, 1 different", differs], False))
+        expected = ["numbers of 1 test compared, 1 different", differs], False
+        self.assertEqual(self.conclude(*lines, against=against), expected)
         self.assertTrue(self.conclude(lines[0], against=against)[1])
 
     def test_what_is_missing_is_a_difference(self):
@@ -61,10 +56,10 @@ class TestComparison(unittest.TestCase):
             self.assertIs(self.conclude({"steps": other, "limits": limits}, against={"t": {"0": [STEP]}})[1], equal)
 
     def test_repetitions(self):
-        words, equal = self.conclude({}, {"at": 1.0}, {"at": 2.0})
-        self.assertEqual((words, equal), (["the numbers repeat bit by bit: 2 repetitions of a test in a rank"], True))
-        words, equal = self.conclude({}, {"at": 1.0, "steps": [{**STEP, "loss": [9, "float32", 1.0]}]})
-        self.assertEqual((words, equal), (["t, rank 0, step 1: loss differs (norm 1.0, now 1.0)"], False))
+        words = "the numbers repeat bit by bit: 2 repetitions of a test in a rank"
+        self.assertEqual(self.conclude({}, {"at": 1.0}, {"at": 2.0}), ([words], True))
+        actual = self.conclude({}, {"at": 1.0, "steps": [{**STEP, "loss": [9, "float32", 1.0]}]})
+        self.assertEqual(actual, (["t, rank 0, step 1: loss differs (norm 1.0, now 1.0)"], False))
 
 
 class TestCommand(TreeCase):
@@ -81,12 +76,9 @@ class TestCommand(TreeCase):
 
     def test_wrong_files(self):
         self.write({"test_p": body("pass")})
-        for text, says in ((None, "cannot be read: No such file"), ("[]", "was not written by --record-numbers")):
-            if text is not None:
-                (self.root / "x.json").write_text(text)
-            self.run_command("--against-numbers", self.root / "x.json")
-            self.assertEqual(self.code, 2)
-            self.assertIn(says, self.err)
+        cases = [(self.root / "gone", "cannot be read: No such file")]
+        cases += [(self.write_json("x.json", []), "was not written by --record-numbers")]
+        self.check_errors([(["--against-numbers", path], says) for path, says in cases])
 
 
 if __name__ == "__main__":

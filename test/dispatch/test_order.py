@@ -1,4 +1,4 @@
-"""The order of tests for a change: what their words, their kind, and their cost tell."""
+"""The order in which the tests of a change run: by their words, their kind, and their seconds."""
 
 import json
 import random
@@ -36,13 +36,10 @@ class OrderCase(unittest.TestCase):
         also: Mapping[str, Iterable[str]] | None = None,
         kills: Iterable[str] = (),
     ) -> list[str]:
-        """The names of the tests in their order. All enter the function, and what ``also`` says."""
-        known = make_map(
-            {
-                f"T.{test}": Executed([FUNCTION, *(also or {}).get(test, ())], (seconds or {}).get(test, 1.0))
-                for test in tests
-            }
-        )
+        """The names of the tests in their order. All enter the function, and the functions in ``also``."""
+        also, seconds = also or {}, seconds or {}
+        entered = {test: Executed([FUNCTION, *also.get(test, ())], seconds.get(test, 1.0)) for test in tests}
+        known = make_map({f"T.{test}": executed for test, executed in entered.items()})
         order = Order(known, {"f": source}, {FUNCTION: [("f", f"T.{test}") for test in kills]})
         return [test.test.removeprefix("T.") for test in order.sort(known.tests, edits)]
 
@@ -52,9 +49,8 @@ class TestWords(OrderCase):
 
     def test_of_a_name_before_those_of_a_body_before_none(self):
         source = test_file(test_a="pass", test_b="self.reshard(x)", test_c_reshard="pass")
-        edit = Edit(FUNCTION, "if reshard: return")
-        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c_reshard"])[::-1],
-                         ["test_a", "test_b", "test_c_reshard"])  # fmt: skip
+        tests = ["test_a", "test_b", "test_c_reshard"]
+        self.assertEqual(self.names(source, Edit(FUNCTION, "if reshard: return"), tests=tests), tests[::-1])
 
     def test_which_words_tell_most(self):
         helpers = {"test_a": "self._other()", "test_b": "self._check()", "_check": "x.prefetch = 1", "_other": "pass"}
@@ -69,18 +65,17 @@ class TestWords(OrderCase):
             with self.subTest(why):
                 tests = [name for name in bodies if name.startswith("test")]
                 self.assertEqual(self.names(test_file(**bodies), edit, tests=tests)[0], "test_b")
-        source = test_file(test_a="use(offload)", test_a_long="pass")  # generated tests have those of their definition
+        source = test_file(test_a="use(offload)", test_a_long="pass")  # generated tests have the words of the method
         tests = ["test_a_long_x_1", "test_a_x_1"]
         self.assertEqual(self.names(source, Edit(FUNCTION, "offload"), tests=tests)[0], "test_a_x_1")
 
     def test_those_of_all_tests_tell_nothing(self):
         tests = dict.fromkeys(["test_a", "test_b"], Executed([FUNCTION], 1.0))
         source = test_file(test_a="use(common, rare_one)", test_b="use(common)")
-        order = Order(known := make_map({f"T.{name}": each for name, each in tests.items()}), {"f": source})
-        with_it, without = (
-            order.scores(known.tests, [Edit(FUNCTION, text)]) for text in ("rare_one(common)", "rare_one")
-        )
-        self.assertEqual(with_it, without)
+        known = make_map({f"T.{name}": each for name, each in tests.items()})
+        order = Order(known, {"f": source})
+        scores = [order.scores(known.tests, [Edit(FUNCTION, text)]) for text in ("rare_one(common)", "rare_one")]
+        self.assertEqual(*scores)
 
 
 class TestKinds(OrderCase):
@@ -100,9 +95,9 @@ class TestKinds(OrderCase):
             self.assertEqual(actual[0], killer)
 
     def test_the_specific_come_first_and_then_the_fast(self):
-        source = test_file(test_a="pass", test_b="pass", test_c="pass")
-        also = {"test_a": [f"torch.m.g{n}" for n in range(9)]}
         tests = ["test_a", "test_b", "test_c"]
+        also = {"test_a": [f"torch.m.g{n}" for n in range(9)]}
+        source = test_file(**dict.fromkeys(tests, "pass"))
         actual = self.names(source, Edit(FUNCTION), tests=tests, also=also, seconds={"test_b": 1.1})
         self.assertEqual(actual, ["test_c", "test_b", "test_a"])
 
@@ -141,11 +136,8 @@ class TestKinds(OrderCase):
 class TestOrder(OrderCase):
     """Without it, a test could be lost while the tests are ordered, or two runs could have different orders."""
 
-    def known(self) -> ReachMap:
-        return make_map({f"T.test_{n % 7}_{n}": Executed([FUNCTION], 1.0 + n % 3) for n in range(30)})
-
     def test_it_has_every_test_once_and_depends_on_nothing_else(self):
-        known = self.known()
+        known = make_map({f"T.test_{n % 7}_{n}": Executed([FUNCTION], 1.0 + n % 3) for n in range(30)})
         order = Order(known, {})
         found = order.sort(known.tests, [Edit(FUNCTION)])
         self.assertEqual(sorted(found), sorted(known.tests))

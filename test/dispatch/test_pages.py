@@ -2,18 +2,17 @@
 
 import functools
 import html
+import itertools
 import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import unittest
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from little_results import a_file, a_report, a_test, report_of, two_hosts
 from trees import Balanced, fits, schema
 
@@ -30,7 +29,7 @@ QUIET = (
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 LIMIT = 120  # seconds for one start of Chromium on a busy machine
-PROBE = Path(__file__).parent / "inputs" / "probe.html"  # looks at pages in frames, and says in its title what it sees
+PROBE = Path(__file__).parent / "inputs" / "probe.html"  # inspects pages in frames; its title has the results as JSON
 LONG = "x" * 300  # without a place for a line break
 
 
@@ -54,18 +53,11 @@ def varied() -> dict[str, Any]:
         a_test("TestOffload.test_cpu_offload", State.SKIPPED, reason=f"needs graphs {LONG}"),
         a_test("TestOffload.test_defect", State.KNOWN_DEFECT),
         a_test("TestOffload.test_flaky", flaky=True, notes=[f"left a file {LONG}"]),
-        a_test(
-            "TestOffload.test_later", State.NOT_RUN, reason="not run: the process was stopped with the run before it"
-        ),
+        a_test("TestOffload.test_later", State.NOT_RUN, reason="not run: the process was stopped before it"),
     )
-    defect = {
-        "id": "fsdp2_defect",
-        "title": f"A ``call`` {LONG}",
-        "consequence": "cost",
-        "severity": 5,
-        "upstream": ["https://github.com/pytorch/pytorch/issues/1"],
-        "tests": ["distributed/_composable/fsdp/test_fully_shard_memory::TestOffload.test_defect"],
-    }
+    defect = {"id": "fsdp2_defect", "title": f"A ``call`` {LONG}", "consequence": "cost", "severity": 5}
+    defect["tests"] = ["distributed/_composable/fsdp/test_fully_shard_memory::TestOffload.test_defect"]
+    defect["upstream"] = ["https://github.com/pytorch/pytorch/issues/1"]
     worse = defect | {"id": "fsdp2_worse", "title": "Data are lost", "consequence": "lost data", "severity": 1}
     skips = [{"kind": "device", "reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
     more = {"known_defects": [defect, worse], "skips": skips, "list_remarks": [f"a remark {LONG}"]}
@@ -75,14 +67,8 @@ def varied() -> dict[str, Any]:
 def page_of_mutants() -> str:
     row: dict[str, Any] = {"name": "all", "share": 0.5, "words": "a condition negated"}
     row |= {outcome.value: 1 for outcome in MutantOutcome}
-    survived: dict[str, Any] = {
-        "id": f"module:{LONG}:1",
-        "outcome": "survived",
-        "operator": "negate",
-        "module": "m",
-        "line": 1,
-    }
-    survived |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}"}
+    survived: dict[str, Any] = {"id": f"module:{LONG}:1", "outcome": "survived", "operator": "negate", "module": "m"}
+    survived |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}", "line": 1}
     killed = survived | {"outcome": "killed", "by": f"test::{LONG}", "how": "failed", "seconds": 1.0}
     about = {"torch": "2.13.0", "python": "3.11", "device": "cpu", "package": "torch.distributed.fsdp", "selected": 3}
     tables = {"families": [row], "modules": [row], "kinds": [row], "ways": {"failed": 1}, "excluded": {LONG: 2}}
@@ -91,20 +77,14 @@ def page_of_mutants() -> str:
 
 @functools.cache
 def pages() -> dict[str, str]:
-    return {
-        "report": html_report.render(varied()),
-        "mutants": page_of_mutants(),
-        "defects": versions_page.render(),
-    }
+    return {"report": html_report.render(varied()), "mutants": page_of_mutants(), "defects": versions_page.render()}
 
 
 class TestContent(unittest.TestCase):
     """Without it, a page could say something else than report.json, or load something from elsewhere."""
 
-    def test_the_data_are_a_report(self):
-        fits(self, varied(), schema("report"))
-
     def test_pages_are_complete_and_load_nothing(self):
+        fits(self, varied(), schema("report"))
         for name, page in pages().items():
             with self.subTest(name):
                 Balanced(self).feed(page)
@@ -112,27 +92,19 @@ class TestContent(unittest.TestCase):
                 self.assertRegex(page, r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^']{44}'")
                 self.assertEqual(page.count("<script"), 1)
                 self.assertIn("<div class=filter role=search data-things=", page)
-                self.assertEqual(
-                    len(re.findall(r"<[^>]* hidden[ >]", page)), 2, "without scripts all but the filter shows"
-                )
+                hidden = re.findall(r"<[^>]* hidden[ >]", page)
+                self.assertEqual(len(hidden), 2, "without scripts everything except the filter is visible")
 
     def test_page_names_what_was_tested_and_the_results(self):
         page = pages()["report"]
         for words in (
             "FSDP of torch 2.13.0 on cpu: <span class=bad>failed</span>",
-            "2 of the 5 tests that ran failed, in 1 file.",
-            "1 test showed 2 known defects, as expected.",
-            "1 test passed only when run again.",
-            "1 test was skipped; its reason is given below.",
+            *("2 of the 5 tests that ran failed, in 1 file.", "1 test showed 2 known defects, as expected."),
+            *("1 test passed only when run again.", "1 test was skipped; its reason is given below."),
             "1 test did not run, because the file or the run ended first.",
-            "0.1.0 (abc1234)",
-            "machine-1",
-            "2026-01-02 03:04:05 UTC",
-            "2, 4 by default",
-            "<dt>CPU</dt><dd>Abacus 9</dd>",
-            "<dt>free memory</dt><dd>5.5 GiB</dd>",
-            "Traceback &lt;b&gt;&amp;xxx",
-            "A <code>call</code>",
+            *("0.1.0 (abc1234)", "machine-1", "2026-01-02 03:04:05 UTC", "2, 4 by default"),
+            *("<dt>CPU</dt><dd>Abacus 9</dd>", "<dt>free memory</dt><dd>5.5 GiB</dd>"),
+            *("Traceback &lt;b&gt;&amp;xxx", "A <code>call</code>"),
             "was killed by SIGKILL (out of memory?) before reporting anything",
         ):
             self.assertTrue(words in page, words)
@@ -141,7 +113,7 @@ class TestContent(unittest.TestCase):
         self.assertLess(page.index("fsdp2_worse"), page.index("fsdp2_defect"), "the worst first")
 
     def test_features_are_counted(self):
-        """The table counts the tests that passed, failed, showed a defect, or skipped, with the reasons."""
+        """The table has the numbers of tests that passed, failed, showed a defect, or skipped, and why they skipped."""
         page = pages()["report"]
         expected = {"Hybrid sharding": ["1", "2", "", ""], "Memory": ["1", "", "1", "1"]}
         for name, counts in expected.items():
@@ -151,16 +123,13 @@ class TestContent(unittest.TestCase):
         self.assertIn("needs streams <span class=dim>(2 subtests)</span>", page)
 
     def test_sentences_about_the_results_of_a_run(self):
+        one, two = a_test("T.test_1"), a_test("T.test_2")
+        skip, defect = a_test("T.test_2", State.SKIPPED), a_test("T.t", State.KNOWN_DEFECT)
+        skipped = "The test that ran passed. 1 test was skipped; its reason is given below."
         for data, words in (
-            (report_of(a_test("T.test_1"), a_test("T.test_2")), "All 2 tests passed."),
-            (
-                report_of(a_test("T.test_1"), a_test("T.test_2", State.SKIPPED)),
-                "The test that ran passed. 1 test was skipped; its reason is given below.",
-            ),
-            (
-                report_of(*map(a_test, ("T.test_1", "T.test_2")), a_test("T.t", State.KNOWN_DEFECT)),
-                "All 2 tests that should pass passed. 1 test showed ",
-            ),
+            (report_of(one, two), "All 2 tests passed."),
+            (report_of(one, skip), skipped),
+            (report_of(one, two, defect), "All 2 tests that should pass passed. 1 test showed "),
             (a_report(exit_code=5), "No test was executed, so this run proves nothing."),
             (a_report(exit_code=130), ": <span class=bad>interrupted</span>"),
             (a_report(torch=None), "FSDP of an unknown torch on "),
@@ -179,12 +148,10 @@ class TestContent(unittest.TestCase):
         fixture = a_test("T.tearDownClass", State.ERROR) | {"scope": "class"}
         file = a_file("test_x", a_test("T.test_1"), a_test("T.test_2"), fixture)
         page = html_report.render(a_report(file))
-        words = (
-            "1 failure happened outside of tests: in a fixture, or in a file that could not run. All 2 tests passed."
-        )
-        self.assertIn(words, page)
-        self.assertIn('<span class="n small">2 tests</span>', page)
-        self.assertIn("Tests<span class=count> 2</span>", page)
+        outside = "1 failure happened outside of tests: in a fixture, or in a file that could not run."
+        counts = ('<span class="n small">2 tests</span>', "Tests<span class=count> 2</span>")
+        for words in (f"{outside} All 2 tests passed.", *counts):
+            self.assertIn(words, page)
         file["tests"].append(a_test("T.test_3", State.FAILED))
         page = html_report.render(a_report(file))
         self.assertIn("1 of the 3 tests that ran failed, in 1 file. 1 failure happened outside", page)
@@ -195,15 +162,11 @@ class TestContent(unittest.TestCase):
         data = a_report(a_file("distributed/fsdp/test_x", a_test("T.test_passes"), known), known_failures=listed)
         fits(self, data, schema("report"))
         page = html_report.render(data)
-        text = html.unescape(re.sub("<[^>]+>", " ", page))
-        for words in (
-            "passed with 1 known failure",
-            "The test that should pass passed. 1 test failed, as the list of known failures says.",
-            "1 known to fail",
-            "the driver lacks it",
-            "RuntimeError: no such kernel",
-        ):
-            self.assertIn(words, " ".join(text.split()))
+        text = " ".join(html.unescape(re.sub("<[^>]+>", " ", page)).split())
+        summary = "The test that should pass passed. 1 test failed, as the list of known failures says."
+        details = ("1 known to fail", "the driver lacks it", "RuntimeError: no such kernel")
+        for words in ("passed with 1 known failure", summary, *details):
+            self.assertIn(words, text)
         self.assertNotIn("All 2 tests", page)
         self.assertRegex(page, r'title="known failure">~</span><span class=what><code>T.test_cpu_offload')
         self.assertRegex(page, r'title="known failure">~</span><div class=what>.*?<b>FSDP1</b>')
@@ -220,23 +183,15 @@ class TestContent(unittest.TestCase):
 
     def test_a_large_run_is_a_small_page(self):
         """2,500 tests with names of the usual length."""
-        files = [
-            a_file(
-                f"distributed/_composable/fsdp/test_fully_shard_number_{number}",
-                *(
-                    a_test(f"TestFullyShardTrainingCore.test_train_parity_multi_group_cpu_offload_{n}")
-                    for n in range(25)
-                ),
-            )
-            for number in range(100)
-        ]
+        name, file = "TestFullyShardTrainingCore.test_train_parity_multi_group_cpu_offload_", "test_fully_shard_number_"
+        tests = [a_test(f"{name}{number}") for number in range(25)]
+        files = [a_file(f"distributed/_composable/fsdp/{file}{number}", *tests) for number in range(100)]
         self.assertLess(len(html_report.render(a_report(*files)).encode()), 1_500_000)
 
     def test_colours_are_set_for_light_dark_and_paper(self):
         text = Path(html_report.__file__).parent.joinpath("data/page.css").read_text()
         light, dark, paper = (set(re.findall(r"(--\w+):", part)) for part in re.findall(r":root \{(.*?)\}", text, re.S))
-        self.assertEqual(light, dark)
-        self.assertEqual(light, paper)
+        self.assertEqual((dark, paper), (light, light))
         self.assertLessEqual(set(re.findall(r"var\((--\w+)\)", text)), light)
 
 
@@ -256,7 +211,7 @@ class TestInChromium(unittest.TestCase):
             return done.stdout
 
     def look(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What a script sees on pages in frames of some width. A window itself cannot be as narrow as a phone."""
+        """What the probe's script sees on pages in frames of these widths. A window cannot be as narrow as a phone."""
         data = json.dumps(asked).replace("</", "<\\/")
         title = re.search("<title>(.*?)</title>", self.dump(PROBE.read_text().replace("ASKED", data)), re.S)
         results = json.loads(html.unescape(title[1])) if title else None
@@ -264,18 +219,12 @@ class TestInChromium(unittest.TestCase):
         return results or []
 
     def test_nothing_is_wider_than_the_page_and_words_stay_whole(self):
-        asked: list[dict[str, Any]] = [
-            {"page": page, "width": width, "wanted": [], "name": name}
-            for name, page in pages().items()
-            for width in (1300, 400)
-        ]
-        for each, actual in zip(asked, self.look(asked), strict=True):
-            with self.subTest(page=each["name"], width=each["width"]):
-                self.assertEqual(
-                    (actual["width"], actual["scrolls"], actual["wide"]), (each["width"], each["width"], [])
-                )
-                self.assertTrue(actual["filter"])
-                self.assertEqual(actual["broken"], [])
+        cases = list(itertools.product(pages(), (1300, 400)))
+        asked: list[dict[str, Any]] = [{"page": pages()[name], "width": width, "wanted": []} for name, width in cases]
+        for (name, width), actual in zip(cases, self.look(asked), strict=True):
+            with self.subTest(page=name, width=width):
+                seen = [actual[what] for what in ("width", "scrolls", "wide", "filter", "broken")]
+                self.assertEqual(seen, [width, width, [], True, []])
 
     def test_filter(self):
         crash, long = "TestHybrid.test_crashes", f"TestHybrid.test_{LONG}"[:40]
@@ -299,13 +248,11 @@ class TestInChromium(unittest.TestCase):
         self.assertEqual(actual["cleared"], "7 tests")
 
     def test_address_of_a_defect_opens_it(self):
-        opened = re.findall(
-            r'<details[^>]* id="(\w+)"[^>]* open', self.dump(pages()["defects"], "#fsdp2_divides_twice")
-        )
-        self.assertEqual(opened, ["fsdp2_divides_twice"])
+        page = self.dump(pages()["defects"], "#fsdp2_divides_twice")
+        self.assertEqual(re.findall(r'<details[^>]* id="(\w+)"[^>]* open', page), ["fsdp2_divides_twice"])
 
     def test_address_of_the_report_selects_tests(self):
-        """This works under the page's own rule for scripts, and with links from the table of features."""
+        """The page's own content policy allows its script, and the table of features has links to such addresses."""
         page = self.dump(pages()["report"], "#feature=Hybrid+sharding&state=failed")
         self.assertIn(">2 of 7 tests</output>", page)
         self.assertIn('<a href="#feature=Hybrid+sharding&amp;state=failed">', page)

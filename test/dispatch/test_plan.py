@@ -1,19 +1,18 @@
-"""Tests of planning, selecting and lending that only use numbers and names."""
+"""Planning, selecting, options and devices, as functions of numbers and names. No test file runs."""
 
 import contextlib
 import dataclasses
 import io
 import itertools
-import json
 import random
 import re
-import tempfile
-import unittest
 import unittest.mock
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from trees import FolderCase
 
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import Vendor
@@ -86,15 +85,11 @@ class TestShards(unittest.TestCase):
     def test_some_tests_of_a_class_take_their_share_of_its_time(self):
         times = {"f": {"ACPU": 8.0, "B": 7.0, "C": 5.0}}
         names = {"f": {"A": ["test_1", "test_2", "test_3", "test_4"], "B": []}}  # B inherits its tests
-        for included, seconds in (
-            (["A*.test_1"], 2.0),
-            (["A*.test_1_some", "A*.test_1_other", "A*.test_[34]"], 6.0),
-            (["A*"], 8.0),
-            (["A*.test_1", "A*"], 8.0),
-            (["A*.test_9"], 8.0),  # it is not in the source, so its share is not known
-            (["A*.test_1", "B.test_1", "C.test_1"], 14.0),
-            (["A*.test_1", "D"], None),
-        ):
+        expected: dict[tuple[str, ...], float | None] = {("A*",): 8.0, ("A*.test_1",): 2.0, ("A*.test_1", "A*"): 8.0}
+        expected |= {("A*.test_1_some", "A*.test_1_other", "A*.test_[34]"): 6.0, ("A*.test_1", "D"): None}
+        expected |= {("A*.test_1", "B.test_1", "C.test_1"): 14.0}
+        expected |= {("A*.test_9",): 8.0}  # it is not in the source, so its share is not known
+        for included, seconds in expected.items():
             with self.subTest(included):
                 self.assertEqual(plan.estimate(TestRun("f", frozenset(included)), {}, times, names), seconds)
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A*.test_1"])), {}, times), 8.0)
@@ -120,6 +115,7 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(start[wide.key], 3.0)
 
     def test_a_gap_is_filled_but_not_past_the_promise(self):
+        """The promise is the time at which the wide job starts."""
         for seconds, began in ((10.0, 0.0), (11.0, 15.0)):
             first, wide, filler = jobs_of((3, 10.0), (4, 5.0), (1, seconds))
             start = {p.job.key: p.start for p in plan.simulate([first, wide, filler], 4, 60)}
@@ -142,7 +138,7 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(plan.make_jobs([part], {"f": 8}, 0), [Job(part, 8, 1)])
 
 
-class TestDevices(unittest.TestCase):
+class TestDevices(FolderCase):
     """Without it, a run could test the CPU instead of the device, or ignore a mistake in a vendor's package."""
 
     def test_names(self):
@@ -152,7 +148,7 @@ class TestDevices(unittest.TestCase):
                 parse_names(text)
 
     def test_every_vendors_variables(self):
-        """The caller's own variable has the devices, is what jobs see, and shows that the vendor's extension exists."""
+        """The variable that the caller has set names the devices, is passed to jobs, and selects the vendor."""
         for vendor in vendors.BUILT_IN:
             for variable in vendor.visibility_variables:
                 with self.subTest(vendor.device_type, variable=variable), self.built_for(vendor.torch_build):
@@ -166,42 +162,46 @@ class TestDevices(unittest.TestCase):
 
     @staticmethod
     def built_for(name: str | None) -> AbstractContextManager[object]:
-        """A version of PyTorch that was built for a device. Extensions need nothing from torch itself."""
+        """A version of PyTorch that was built for a device. Without a name, an extension adds the device."""
         versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
         return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
 
     @staticmethod
-    def nodes(count: int) -> AbstractContextManager[object]:
-        """A machine on which each vendor counts so many devices."""
-        return unittest.mock.patch.object(Vendor, "devices_there", lambda self: count)
-
-    @staticmethod
     @contextlib.contextmanager
-    def declared(entries: dict[str, Any], autoload: str = "1") -> Iterator[None]:
-        """Packages that declare these values, by device type. Torch imports their extensions under ``autoload``."""
+    def declared(entries: dict[str, Any], autoload: bool = True, build: str | None = None) -> Iterator[None]:
+        """Packages that declare these values, by device type, and a version of PyTorch that is built for ``build``.
+
+        ``autoload`` says whether torch imports the packages' extensions.
+        """
         points = {name: unittest.mock.Mock(value=f"{name}:VENDOR") for name in entries}
         for name, value in entries.items():
             points[name].load = unittest.mock.Mock(side_effect=[value] * 9)
         with (
+            TestDevices.built_for(build),
             unittest.mock.patch.object(vendors, "installed", lambda: points),
-            unittest.mock.patch.object(devices, "loads_extensions", lambda environment: autoload == "1"),
+            unittest.mock.patch.object(devices, "loads_extensions", lambda environment: autoload),
         ):
             yield
 
+    def asked(self, found: DeviceSet, device: str | None, backend: str | None = None, ranks: int | None = None) -> bool:
+        """Whether the check of a device asks torch, once, and for all that was requested."""
+        with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
+            devices.check(found, device, backend, ranks)
+        self.assertIn(ask_torch.mock_calls, ([], [unittest.mock.call(device, backend, ranks)]))
+        return ask_torch.called
+
     def test_a_package_declares_its_devices(self):
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 3, "fooccl")
-        with self.declared({"foo": foo}), self.built_for(None):
+        with self.declared({"foo": foo}):
             for requested in ("foo", None):
-                device_set = find(requested, None, {})
-                self.assertEqual(
-                    (device_set.type, device_set.names, device_set.backend), ("foo", ("0", "1", "2"), "fooccl")
-                )
-                self.assertEqual(device_set.environment((0, 2)), {"FOO_VISIBLE": "0,2"})
+                found = find(requested, None, {})
+                self.assertEqual((found.type, found.names, found.backend), ("foo", ("0", "1", "2"), "fooccl"))
+                self.assertEqual(found.environment((0, 2)), {"FOO_VISIBLE": "0,2"})
             self.assertEqual(find("foo", ("7",), {}).names, ("7",))
             self.assertEqual(find(None, None, {"FOO_VISIBLE": "1,2"}).names, ("1", "2"))
-        with self.declared({"foo": foo}, autoload="0"), self.built_for(None):
+        with self.declared({"foo": foo}, autoload=False):
             self.assertEqual(find(None, None, {}).type, "cpu")  # the CPU is the subject
-        with self.declared({"cuda": Vendor("cuda", ("FOO_VISIBLE",))}), self.built_for("cuda"):
+        with self.declared({"cuda": Vendor("cuda", ("FOO_VISIBLE",))}, build="cuda"):
             self.assertEqual(find("cuda", ("0",), {}).variable, "FOO_VISIBLE")  # a package overrides us
 
     def test_a_device_without_a_variable_is_lent_whole_or_not_at_all(self):
@@ -212,13 +212,13 @@ class TestDevices(unittest.TestCase):
             self.assertEqual(device_set.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* gets all of them or none"):
                 find("foo", ("0",), {})
-        with self.declared({}):  # torch imports extensions, and one of them may define it
+        with self.declared({}):  # an extension that torch imports may define this device
             unknown = find("foo", None, {})
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
 
     def test_variables_of_every_job(self):
-        """Those of the vendor, unless the caller has set them, whatever is lent."""
+        """A job gets the vendor's variables, unless the caller has set them, whatever is lent."""
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 2, environment={"FOO_QUIET": "1"})
         with self.declared({"foo": foo}):
             device_set = find("foo", None, {})
@@ -237,32 +237,24 @@ class TestDevices(unittest.TestCase):
             (ConfigurationError("a reason"), "is wrong: a reason"),
             (Vendor("bar"), "declares a Vendor of 'bar'; both must have the same name"),
         ):
-            for requested, autoload in (("foo", "1"), (None, "1"), (None, "0")):
-                with (
-                    self.subTest(words, requested=requested),
-                    self.declared({"foo": value}, autoload),
-                    self.built_for(None),
-                ):
+            for requested, autoload in (("foo", True), (None, True), (None, False)):
+                with self.subTest(words, requested=requested), self.declared({"foo": value}, autoload):
                     with self.assertRaisesRegex(ConfigurationError, f"^the entry point foo:VENDOR for 'foo' {words}"):
                         find(requested, None, {})
                     self.assertEqual(find("cpu", None, {}).type, "cpu")  # the CPU is the subject
 
     def test_a_declaration_that_is_wrong(self):
-        for name, value, expected in (
-            ("visibility_variables", 1, "with a comma"),
-            ("visibility_variables", ("FOO"), "with a comma"),
-            ("visibility_variables", ("",), "with a comma"),
-            ("device_type", "", "the name of a device type"),
-            ("device_type", None, "the name of a device type"),
-            ("count_devices", 2, "a function without arguments"),
-            ("backend", len, "a text"),
-            ("environment", ("FOO", "1"), "a dictionary of texts"),
-            ("environment", {"FOO": 1}, "a dictionary of texts"),
-            ("describe", "torch_foo.testing.describe", "'package.module:function'"),
+        for name, values, expected in (
+            ("visibility_variables", [1, "FOO", ("",)], "with a comma"),
+            ("device_type", ["", None], "the name of a device type"),
+            ("count_devices", [2], "a function without arguments"),
+            ("backend", [len], "a text"),
+            ("environment", [("FOO", "1"), {"FOO": 1}], "a dictionary of texts"),
+            ("describe", ["torch_foo.testing.describe"], "'package.module:function'"),
         ):
-            with self.subTest(name, value=value):
+            for value in values:
                 words = f"^{name} of the Vendor is {re.escape(repr(value))}; it must be .*{expected}"
-                with self.assertRaisesRegex(ConfigurationError, words):
+                with self.subTest(name, value=value), self.assertRaisesRegex(ConfigurationError, words):
                     fields: dict[str, Any] = {"device_type": "foo", name: value}
                     Vendor(**fields)
 
@@ -281,9 +273,7 @@ class TestDevices(unittest.TestCase):
                 with self.subTest(words), unittest.mock.patch.dict("os.environ", environment):
                     with self.assertRaisesRegex(ConfigurationError, words):
                         devices.check(find("foo", None, environment), "foo", None, None)
-            with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.built_for(None):
-                devices.check(find("bar", None, {}), "bar", None, None)  # its number is unknown
-        ask_torch.assert_called_once_with("bar", None, None)
+            self.assertTrue(self.asked(find("bar", None, {}), "bar"))  # only torch knows the number
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
@@ -291,62 +281,45 @@ class TestDevices(unittest.TestCase):
     def test_what_a_run_checks_of_a_device(self):
         """A run checks a device without torch if the answer is certain, and otherwise asks torch.
 
-        A variable that names devices, and a package that declares some, do not make it certain that they exist.
+        Neither a variable that names devices nor a package that declares some makes it certain that they exist.
         """
+
+        def nodes(count: int) -> AbstractContextManager[object]:
+            """A machine on which each vendor counts so many devices."""
+            return unittest.mock.patch.object(Vendor, "devices_there", lambda self: count)
+
         foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
         gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
-        for device_set, device, backend, asks in (
-            (host, None, None, False),
-            (host, "cpu", "gloo", False),  # the CPU is the subject
-            (host, "cpu", "mpi", True),  # the CPU is the subject
-            (host, None, "mpi", True),
-            (there, "xpu", None, False),
-            (there, "xpu", "gloo", False),
-            (there, "xpu", "nccl", True),
-            (gone, "xpu", None, True),
-            (foo, "foo", "foocl", True),
-            (foo, None, None, False),
-            (DeviceSet("npu", ("0",), "N", "hccl"), "npu", None, True),
-        ):
-            declared = self.declared({"foo": Vendor("foo")}, autoload="0")
-            with self.subTest(device=device, backend=backend), self.built_for("xpu"), declared:
-                with (
-                    unittest.mock.patch.object(devices, "_ask_torch") as ask_torch,
-                    self.nodes(int(device_set is not gone)),
-                ):
-                    devices.check(device_set, device, backend, None)
-                self.assertEqual(ask_torch.called, asks)
-        with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch, self.built_for("xpu"), self.nodes(0):
-            devices.check(there, "xpu", None, None)  # its variable names a device that does not exist
-        ask_torch.assert_called_once_with("xpu", None, None)
-        with (
-            self.built_for("cuda"),
-            self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'"),
-        ):
+        npu = DeviceSet("npu", ("0",), "N", "hccl")
+        certain = [(host, None, None), (there, "xpu", None), (there, "xpu", "gloo"), (foo, None, None)]
+        certain.append((host, "cpu", "gloo"))  # the CPU is the subject
+        uncertain = [(host, None, "mpi"), (there, "xpu", "nccl"), (gone, "xpu", None), (foo, "foo", "foocl")]
+        uncertain += [(npu, "npu", None), (host, "cpu", "mpi")]  # the CPU is the subject
+        for device_set, device, backend in (*certain, *uncertain):
+            declared = self.declared({"foo": Vendor("foo")}, autoload=False, build="xpu")
+            with self.subTest(device=device, backend=backend), declared, nodes(int(device_set is not gone)):
+                asks = (device_set, device, backend) in uncertain
+                self.assertIs(self.asked(device_set, device, backend), asks)
+        with self.built_for("xpu"), nodes(0):
+            self.assertTrue(self.asked(there, "xpu"))  # its variable names a device that does not exist
+        not_built = self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'")
+        with self.built_for("cuda"), not_built:
             devices.check(there, "xpu", None, None)
 
         described = Vendor("foo", describe="torch_foo.testing:describe")
-        for vendor, device, autoload in (
-            (described, "foo", "0"),
-            (described, None, "0"),
-            (Vendor("foo"), "foo", "1"),
-            (Vendor("foo"), None, "1"),
-        ):
-            with self.declared({"foo": vendor}, autoload), self.built_for(None):
-                with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
-                    devices.check(foo, device, "foocl", 3)
-                ask_torch.assert_called_once_with(device, "foocl", 3)
+        for vendor, autoload in ((described, False), (Vendor("foo"), True)):
+            for device in ("foo", None):
+                with self.declared({"foo": vendor}, autoload):
+                    self.assertTrue(self.asked(foo, device, "foocl", 3))
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
-        """An extension that ``import torch`` loads, and the description of a device."""
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "torch.py").write_text("raise OSError('libfoo.so: no such file')")
-            with unittest.mock.patch.object(devices.sys, "path", [folder, *devices.sys.path]):
-                with self.assertRaisesRegex(
-                    ConfigurationError, "^torch cannot be imported: OSError: libfoo.so: no such"
-                ):
-                    devices._ask_torch(None, None, None)
+        """The message names the error of an extension that ``import torch`` loads."""
+        (self.root / "torch.py").write_text("raise OSError('libfoo.so: no such file')")
+        words = "^torch cannot be imported: OSError: libfoo.so: no such"
+        with unittest.mock.patch.object(devices.sys, "path", [str(self.root), *devices.sys.path]):
+            with self.assertRaisesRegex(ConfigurationError, words):
+                devices._ask_torch(None, None, None)
 
     def test_an_extension_that_torch_imports_may_bring_a_device(self):
         with unittest.mock.patch("importlib.metadata.entry_points", lambda group: [group]):
@@ -356,15 +329,11 @@ class TestDevices(unittest.TestCase):
             self.assertFalse(loads_extensions({}))
 
 
-class TestSelect(unittest.TestCase):
+class TestSelect(FolderCase):
     """Without it, a name on the command line could select other tests, or a misspelt name could select none."""
 
-    names = (
-        "distributed/fsdp/test_core",
-        "distributed/fsdp/test_comm",
-        "distributed/_composable/fsdp/test_x",
-        "test_top",
-    )
+    names = [f"distributed/{name}" for name in ("fsdp/test_core", "fsdp/test_comm", "_composable/fsdp/test_x")]
+    names.append("test_top")
 
     def chosen(self, include: Sequence[str], exclude: Sequence[str] = ()) -> list[TestRun]:
         source = "class TestA(TestCase):\n def test_one(self): ...\nclass TestB(TestCase):\n def test_two(self): ...\n"
@@ -373,42 +342,32 @@ class TestSelect(unittest.TestCase):
             return select(files, include, exclude, Path("/somewhere/test"))
 
     def test_files_that_pytest_would_find(self):
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("test_a.py", "b/c_test.py", "testing.py", "b/latest.py", "b/._d_test.py", ".git/test_e.py"):
-                Path(folder, name).parent.mkdir(exist_ok=True)
-                Path(folder, name).touch()
-            found = discover(Path(folder))
-            self.assertEqual([*found], ["b/c_test", "test_a"])
-            for word in ("b/c_test", "b/c_test.py", "b", "b/*_test.py"):
-                self.assertEqual(select(found, [word], [], Path(folder)), [TestRun("b/c_test")])
+        for name in ("test_a.py", "b/c_test.py", "testing.py", "b/latest.py", "b/._d_test.py", ".git/test_e.py"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            (self.root / name).touch()
+        found = discover(self.root)
+        self.assertEqual([*found], ["b/c_test", "test_a"])
+        for word in ("b/c_test", "b/c_test.py", "b", "b/*_test.py"):
+            self.assertEqual(select(found, [word], [], self.root), [TestRun("b/c_test")])
 
     def test_ways_to_name(self):
-        for word in (
-            "distributed/fsdp/test_core",
-            "test/distributed/fsdp/test_core.py",
-            "./distributed/fsdp/test_core",
-            "/somewhere/test/distributed/fsdp/test_core.py",
-            "distributed/fsdp/*core",
-        ):
+        name = "distributed/fsdp/test_core"
+        for word in (name, f"./{name}", f"test/{name}.py", f"/somewhere/test/{name}.py", "distributed/fsdp/*core"):
             with self.subTest(word=word):
-                self.assertEqual(self.chosen([word]), [TestRun("distributed/fsdp/test_core")])
-        self.assertEqual(len(self.chosen(["distributed/fsdp/"])), 2)
-        self.assertEqual(len(self.chosen(["distributed/_composable/*"])), 1)
-        self.assertEqual(len(self.chosen(["test"])), 4)
-        self.assertEqual(len(self.chosen([])), 4)
+                self.assertEqual(self.chosen([word]), [TestRun(name)])
+        for words, number in ((["distributed/fsdp/"], 2), (["distributed/_composable/*"], 1), (["test"], 4), ([], 4)):
+            self.assertEqual(len(self.chosen(words)), number)
+        self.assertEqual([test.file for test in self.chosen([], ["distributed"])], ["test_top"])
 
     def test_inside(self):
-        one = self.chosen(["test_top::TestA::test_one"])
-        self.assertEqual(one, [TestRun("test_top", frozenset(["TestA.test_one"]))])
+        """A generated test is not in the source, and can still be named."""
+        for name in ("test_one", "test_one_generated"):
+            expected = [TestRun("test_top", frozenset([f"TestA.{name}"]))]
+            self.assertEqual(self.chosen([f"test_top::TestA::{name}"]), expected)
         self.assertEqual(self.chosen(["test_top::TestA", "test_top"]), [TestRun("test_top")])
-        self.assertEqual(self.chosen(["test_top::TestA::test_one_generated"])[0].included, {"TestA.test_one_generated"})
-
-    def test_exclude(self):
-        self.assertEqual([t.file for t in self.chosen([], ["distributed"])], ["test_top"])
-        self.assertEqual(self.chosen(["test_top"], ["test_top::TestB"])[0].excluded, {"TestB"})
 
     def test_what_is_included_and_not_excluded(self):
-        """For all pairs of a file, a class and some tests, on either side. No part is left without a test."""
+        """All pairs of a file, a class and some tests, included and excluded. No part is left without a test."""
         tests = ["TestA.test_one", "TestA.test_two", "TestB.test_one", "TestB.test_two"]
         names = ["", "::TestA", "::TestA::test_one", "::TestB::test_two"]
         sides = [[f"test_top{name}" for name in pair] for n in (1, 2) for pair in itertools.combinations(names, n)]
@@ -424,12 +383,8 @@ class TestSelect(unittest.TestCase):
                 self.assertEqual(parts, [left] if left else [])
 
     def test_unknown_names_its_neighbours(self):
-        for word, near in (
-            ("distributed/fsdp/test_cor", "test_core"),
-            ("test_comn", "test_comm"),
-            ("test_top::TestC", "TestA"),
-            ("distributed/fdsp", "distributed/fsdp"),
-        ):
+        folders = {"distributed/fsdp/test_cor": "test_core", "distributed/fdsp": "distributed/fsdp"}
+        for word, near in {**folders, "test_comn": "test_comm", "test_top::TestC": "TestA"}.items():
             with self.subTest(word=word), self.assertRaisesRegex(UnknownTest, f"nearest: .*{near}"):
                 self.chosen([word])
         for include, exclude in (([], ["nothing_like_it"]), ([""], []), ([" "], [])):
@@ -443,30 +398,21 @@ class TestKeywords(unittest.TestCase):
     names = ("TestOk.test_ok_1", "TestOk.test_ok_2", "TestBad.test_bad_1", "tests.more.TestMore.test_or_else")
 
     def test_what_an_expression_selects(self):
-        for text, numbers in {
-            "ok": "12",
-            "OK_1": "1",
-            "Ok.test_ok_1": "1",
-            "test_ok_*": "12",
-            "test_?k_[13]": "1",
-            "*_1": "13",
-            "TestB*": "3",
-            "*Bad": "3",
-            "TestOk.*_2": "2",
-            "_1 and not bad": "1",
-            "not ok": "34",
-            "ok or bad and nothing": "12",
-            "(ok or bad) and _1": "13",
-            "not (ok or bad)": "4",
-            "not(ok)and(_1)": "3",
-            "or_else": "4",
-            "w0 or _2": "2",
-            "__main__": "",
+        for numbers, texts in {
+            (1,): ("OK_1", "Ok.test_ok_1", "test_?k_[13]", "_1 and not bad"),
+            (2,): ("TestOk.*_2", "w0 or _2"),
+            (3,): ("TestB*", "*Bad", "not(ok)and(_1)"),
+            (4,): ("or_else", "not (ok or bad)"),
+            (1, 2): ("ok", "test_ok_*", "ok or bad and nothing"),
+            (1, 3): ("*_1", "(ok or bad) and _1"),
+            (3, 4): ("not ok",),
+            (): ("__main__",),
         }.items():
-            with self.subTest(text):
-                holds = keywords.parse(text)
-                selected = [str(place) for place, name in enumerate(self.names, 1) if holds(name)]
-                self.assertEqual("".join(selected), numbers)
+            for text in texts:
+                with self.subTest(text):
+                    holds = keywords.parse(text)
+                    selected = [number for number, name in enumerate(self.names, 1) if holds(name)]
+                    self.assertEqual(selected, [*numbers])
 
     def test_what_is_no_expression(self):
         deep = "(" * 999 + "a" + ")" * 999
@@ -598,15 +544,13 @@ class TestOutcomes(unittest.TestCase):
         self.assertEqual(worst_of_each(results), [kept, results[1]])
 
 
-class TestMemory(unittest.TestCase):
-    """Without it, ``--failed`` could leave out a test that still fails, or run one that has passed since.
-
-    What ``--failed`` remembers of a file after a run, by numbers.
-    """
+class TestMemory(FolderCase):
+    """Without it, ``--failed`` could leave out a test that still fails, or run one that has passed since."""
 
     def of_run(
         self, before: Failed, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
     ) -> Failed:
+        """The failures of a file that are remembered after a run with these outcomes, if ``before`` was known."""
         tests = tuple(TestResult(name, State(outcome)) for name, outcome in outcomes.items())
         job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
         ending = ProcessEnd(EndKind.STOPPED) if stopped else ProcessEnd(EndKind.EXITED, 0)
@@ -618,24 +562,19 @@ class TestMemory(unittest.TestCase):
             return Failed(tests)
 
         good, bad = {"T.a": "passed"}, {"T.a": "failed", "T.b": "passed"}
+        both, cut_off = failed("T.a", "T.b"), {"T.b": "not run"}
         for expected, run in {
             "what failed": (failed("T.a"), self.of_run(Failed(), bad)),
             "what passed is forgotten": (Failed(), self.of_run(failed("T.a"), good)),
             "what is gone is forgotten": (Failed(), self.of_run(failed("T.gone"), good)),
             "what was named and is gone is forgotten": (Failed(), self.of_run(failed("T.gone"), {}, "T.gone")),
-            "other tests are not": (failed("T.b"), self.of_run(failed("T.a", "T.b"), good, "T.a")),
+            "other tests are not": (failed("T.b"), self.of_run(both, good, "T.a")),
             "nor those of other parts": (failed("T.b"), self.of_run(failed("T.b"), good, parts=2)),
-            "nor those that a stop cut off": (
-                failed("T.b"),
-                self.of_run(failed("T.b"), good | {"T.b": "not run"}, stopped=True),
-            ),
+            "nor those that a stop cut off": (failed("T.b"), self.of_run(failed("T.b"), good | cut_off, stopped=True)),
             "nor a whole file by a part of it": (WHOLE_FILE, self.of_run(WHOLE_FILE, good, "T.a")),
             "but by all of it": (Failed(), self.of_run(WHOLE_FILE, good)),
             "a known failure is none": (Failed(), self.of_run(failed("T.a"), {"T.a": "known failure"})),
-            "what a failure cut off failed too": (
-                failed("T.a", "T.b"),
-                self.of_run(Failed(), bad | {"T.b": "not run"}),
-            ),
+            "what a failure cut off failed too": (both, self.of_run(Failed(), bad | cut_off)),
         }.items():
             with self.subTest(expected):
                 self.assertEqual(*run)
@@ -643,24 +582,20 @@ class TestMemory(unittest.TestCase):
     def test_a_selection_is_narrowed_to_what_failed(self):
         failed = {"f": Failed(("T.a", "T.b", "U.c")), "whole": WHOLE_FILE}
         everything = [TestRun("f"), TestRun("whole"), TestRun("passes")]
-        self.assertEqual(
-            last_failures.narrow(everything, failed), [TestRun("f", frozenset(failed["f"].tests)), TestRun("whole")]
-        )
+        expected = [TestRun("f", frozenset(failed["f"].tests)), TestRun("whole")]
+        self.assertEqual(last_failures.narrow(everything, failed), expected)
         some = [TestRun("f", frozenset({"T"}), frozenset({"T.b"})), TestRun("passes")]
         self.assertEqual(last_failures.narrow(some, failed), [TestRun("f", frozenset({"T.a"}))])
         self.assertEqual(last_failures.narrow([TestRun("f", frozenset({"T.x"}))], failed), [])
 
     def test_devices_have_separate_memories(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            (path / last_failures.FILE).write_text('{"cpu": {"f": ["T.a"]}, "foo": {"f": ["T.b"], "gone": []}}')
-            run = RunTests(path, path)
-            last_failures.save(path, "foo", ["f"], Results(run), [])
-            self.assertEqual([last_failures.load(path, each) for each in ("cpu", "foo", "bar")],
-                             [{"f": Failed(("T.a",))}, {"f": Failed(("T.b",))}, {}])  # fmt: skip
+        self.write_json(last_failures.FILE, {"cpu": {"f": ["T.a"]}, "foo": {"f": ["T.b"], "gone": []}})
+        last_failures.save(self.root, "foo", ["f"], Results(RunTests(self.root, self.root)), [])
+        loaded = [last_failures.load(self.root, device) for device in ("cpu", "foo", "bar")]
+        self.assertEqual(loaded, [{"f": Failed(("T.a",))}, {"f": Failed(("T.b",))}, {}])
 
 
-class TestLists(unittest.TestCase):
+class TestLists(FolderCase):
     """Without it, a list could excuse a failure on a device or a version for which it was not written."""
 
     def test_versions(self):
@@ -681,34 +616,26 @@ class TestLists(unittest.TestCase):
             self.assertFalse(entry.applies(other))
 
     def test_invalid_numbers_of_seconds_are_refused(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "list.json")
-            for text in ("NaN", "Infinity", "1e999", "1e308", "-1", "1" + "0" * 400, "true"):
-                for shape, read in (
-                    ('{"test_1 (__main__.T)": %s}', expectations.read_slow),
-                    ('{"default": {"default": {"test_x": %s}}}', lambda path: times.load([path], {})),
-                ):
-                    with self.subTest(text=text, shape=shape), self.assertRaisesRegex(MalformedList, str(path)):
-                        path.write_text(shape % text)
-                        read(path)
+        for text in ("NaN", "Infinity", "1e999", "1e308", "-1", "1" + "0" * 400, "true"):
+            for shape, read in (
+                ('{"test_1 (__main__.T)": %s}', expectations.read_slow),
+                ('{"default": {"default": {"test_x": %s}}}', lambda path: times.load([path], {})),
+            ):
+                with self.subTest(text=text, shape=shape), self.assertRaisesRegex(MalformedList, "/list.json"):
+                    read(self.write_json("list.json", shape % text))
 
     def test_needs_do_not_shrink(self):
         """A test that skips where the needs are recorded may not tell how many devices it needs elsewhere."""
-        with tempfile.TemporaryDirectory() as folder:
-            for ranks, devices in ((4, 4), (2, 1), (3, 5)):
-                times.save(Path(folder), {}, {}, {"test_x": times.Needs(ranks, devices)}, {})
-            self.assertEqual(times.load([Path(folder, times.NEEDS)], {}).needs["test_x"], times.Needs(4, 5))
+        for needs in ((4, 4), (2, 1), (3, 5)):
+            times.save(self.root, {}, {}, {"test_x": times.Needs(*needs)}, {})
+        self.assertEqual(times.load([self.root / times.NEEDS], {}).needs["test_x"], times.Needs(4, 5))
 
     def test_malformed_needs_are_refused(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, times.NEEDS)
-            for needs in (3, {}, {"ranks": 2}, {"ranks": 2, "devices": 0}, {"ranks": 2, "devices": True}):
-                path.write_text(json.dumps({"default": {"default": {"test_x": needs}}}))
-                with (
-                    self.subTest(needs=needs),
-                    self.assertRaisesRegex(MalformedList, f"{path}: the needs of test_x are"),
-                ):
-                    times.load([path], {})
+        for needs in (3, {}, {"ranks": 2}, {"ranks": 2, "devices": 0}, {"ranks": 2, "devices": True}):
+            path = self.write_json(times.NEEDS, {"default": {"default": {"test_x": needs}}})
+            words = f"{path}: the needs of test_x are"
+            with self.subTest(needs=needs), self.assertRaisesRegex(MalformedList, words):
+                times.load([path], {})
 
 
 if __name__ == "__main__":

@@ -6,13 +6,10 @@ import io
 import itertools
 import json
 import subprocess
-import sys
 import textwrap
-import unittest
 import unittest.mock
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from little_torch import API, CORE, modules_of, write_sources
 from trees import FolderCase
 
@@ -20,14 +17,15 @@ from torch_fsdp_tests.dispatch import reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.syntax import declared_tests
-from torch_fsdp_tests.reach import Executed, Function, MalformedMap, Reached, ReachMap, build, module_name, owners
+from torch_fsdp_tests.reach import Executed, MalformedMap, Reached, ReachMap, build, module_name, owners
 from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module, declared_as
 from torch_fsdp_tests.reach.selection import select
 from torch_fsdp_tests.verdict import first_few
 
-MAX_UNKNOWN = 0.02  # of the tests of ``distributed``, to the map that ships
+CORE_FILE = "torch/distributed/fsdp/_core.py"
+MAX_UNKNOWN = 0.02  # the share of the tests of ``distributed`` that a shipped map may lack
 
 SOURCE = '''\
 """What it is."""
@@ -67,14 +65,14 @@ if LIMIT:
 '''
 
 
-def named(source: str = SOURCE) -> dict[str, Function]:
-    return {function.name: function for function in functions_in(source.encode(), "m")}
+def digests(source: str = SOURCE) -> dict[str, str]:
+    """The digests of the functions of a module ``m``, by name."""
+    return {function.name: function.digest for function in functions_in(source.encode(), "m")}
 
 
 def differing(before: str, after: str) -> set[str]:
     """The names whose digest changes when the text changes."""
-    old, new = ({name: function.digest for name, function in named(text).items()} for text in (before, after))
-    return {name for name in {**old, **new} if old.get(name) != new.get(name)}
+    return {name for name, _ in digests(before).items() ^ digests(after).items()}
 
 
 class TestFunctions(FolderCase):
@@ -106,7 +104,7 @@ class TestFunctions(FolderCase):
     def test_lines_that_run_only_in_a_function(self):
         owner_of_line = owners(functions_in(SOURCE.encode(), "m"))
         self.assertEqual({line for line, name in owner_of_line.items() if name == "m.outer"}, {9, 10, 11, 13, 14})
-        self.assertEqual(owner_of_line[12], "m.outer.<locals>.inner")  # line 11, its header, runs in the outer one
+        self.assertEqual(owner_of_line[12], "m.outer.<locals>.inner")  # its header, line 11, runs in the outer function
         self.assertEqual({owner_of_line.get(line) for line in (4, 7, 8, 17, 18, 28, 32)}, {None})
 
     def test_layout_and_words_are_no_change(self):
@@ -122,7 +120,7 @@ class TestFunctions(FolderCase):
                 self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), set())
 
     def test_a_change_is_that_of_the_innermost(self):
-        for (old, new), names in {
+        expected = {
             ("return x", "return -x"): {"m.outer.<locals>.inner"},
             ("+ y", "- y"): {"m.outer"},
             ("y=LIMIT", "y=4"): {"m.outer"},
@@ -132,11 +130,11 @@ class TestFunctions(FolderCase):
             ("pass", "value()"): {"m.Unit.width"},
             ("if LIMIT", "if not LIMIT"): {"m"},
             ("rarely", "often"): {"m", "m.rarely", "m.often"},
-        }.items():
-            with self.subTest(old=old):
-                self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), names)
+        }
+        self.assertEqual({edit: differing(SOURCE, SOURCE.replace(*edit)) for edit in expected}, expected)
 
     def test_where_code_stands_counts(self):
+        """Indentation, the order of statements, parentheses and declarations also change a digest."""
         for before, after, names in (
             ("def f(x):\n    if x:\n        a()\n        b()\n", "def f(x):\n    if x:\n        a()\n    b()\n", "m.f"),
             ("if x:\n    a()\n    b()\n", "if x:\n    a()\nb()\n", "m"),
@@ -181,23 +179,14 @@ class TestStatements(FolderCase):
     """Without it, the map could name the wrong tests for a statement, and a change would run those first."""
 
     def test_numbers_and_lines(self):
-        spans = [(s.function, s.number, s.first, s.last) for _, s in statements_in(ast.parse(STATEMENTS), "m")]
-        self.assertEqual(
-            spans,
-            [
-                ("m.f", 0, 2, 3),
-                ("m.f", 1, 4, 5),
-                ("m.f", 2, 6, 6),
-                ("m.f", 3, 7, 7),
-                ("m.f", 4, 9, 9),
-                ("m.f", 5, 12, 12),
-                ("m.f.<locals>.inner", 0, 13, 13),
-                ("m.f", 6, 14, 14),
-                ("m.f.<locals>.C.g", 0, 16, 16),
-                ("m.f", 7, 17, 17),
-                ("m.f", 8, 20, 20),
-            ],
-        )
+        """A second function of the same name continues the numbers."""
+        spans: dict[str, list[tuple[int, int, int]]] = {}
+        for _, each in statements_in(ast.parse(STATEMENTS), "m"):
+            spans.setdefault(each.function, []).append((each.number, each.first, each.last))
+        lines = ((2, 3), (4, 5), (6, 6), (7, 7), (9, 9), (12, 12), (14, 14), (17, 17), (20, 20))
+        expected = {"m.f": [(number, *span) for number, span in enumerate(lines)]}
+        expected |= {"m.f.<locals>.inner": [(0, 13, 13)], "m.f.<locals>.C.g": [(0, 16, 16)]}
+        self.assertEqual(spans, expected)
 
     def test_the_map_has_their_tests(self):
         known = [Statement("p.f", number, 1, 1) for number in range(5)] + [Statement("p.unknown", 0, 1, 1)]
@@ -229,25 +218,17 @@ class TestMap(FolderCase):
             Reached("x/test_b", "TestB.test_one", 2.0, 1),
             Reached("x/test_b", "TestB.test_other", 2.5, 1),
         )
-        for name, expected in {
-            "p.m.f": [fast, one, all_],  # the specific ones first, and the fastest of these first
-            "p.m.C": [all_],
-            "p.m": [fast, one, all_],
-            "p": [fast, other, one, all_],
-            "p.m.C.g": [all_],
-            "p.m.C.other": [],
-            "p.mm": [other],
-            "p.mmm": [],
-        }.items():
-            with self.subTest(name=name):
-                self.assertEqual(a_map().tests_of(name), expected)
+        # The tests that enter the fewest functions come first, and the fastest of them first.
+        expected = {"p.m.f": [fast, one, all_], "p.m": [fast, one, all_], "p": [fast, other, one, all_]}
+        expected |= {"p.m.C": [all_], "p.m.C.g": [all_], "p.mm": [other], "p.m.C.other": [], "p.mmm": []}
+        self.assertEqual({name: a_map().tests_of(name) for name in expected}, expected)
 
     def test_what_is_written_is_what_is_read(self):
         made = dataclasses.replace(a_map(), modules={"p.m": Module.of(SOURCE.encode(), "p.m")}, device="foo")
         made = dataclasses.replace(made, skipped={"x/test_a": ["TestA.test_skipped"]})
         read = ReachMap.load(self.write_json("map.json", made.as_text()))
         self.assertEqual(read, made)
-        self.assertEqual(read.modules["p.m"].functions["p.m.outer"], named()["m.outer"].digest)
+        self.assertEqual(read.modules["p.m"].functions["p.m.outer"], digests()["m.outer"])
 
     def test_what_is_no_map(self):
         good = json.loads(a_map().as_text())
@@ -261,6 +242,11 @@ class TestMap(FolderCase):
         ):
             with self.subTest(bad=bad[:40]), self.assertRaisesRegex(MalformedMap, f"{words}.*--save-map"):
                 ReachMap.load(self.write_json("map.json", bad))
+
+
+def diff_of(path: str, hunk: str = "@@ -1 +1 @@\n-x\n+y\n") -> str:
+    """A diff of one file."""
+    return f"--- a/{path}\n+++ b/{path}\n{hunk}"
 
 
 DECLARED = """\
@@ -289,7 +275,7 @@ AB_TESTS = [f"TestAB.test_{name}" for name in ("all", "all_at_once", "base", "mo
 
 
 class TestUnknown(FolderCase):
-    """Without it, tests that are newer than the map would be left out without a word."""
+    """Without it, tests that are newer than the map would be left out without a message."""
 
     def test_what_a_file_declares(self):
         self.assertEqual(declared_tests(DECLARED), A_TESTS + AB_TESTS)
@@ -335,26 +321,20 @@ class TestUnknown(FolderCase):
         )
         both = {**old, **new}
         del both["b", "T.gone"]
-        expected = dataclasses.replace(
-            build("2.0", both, statements=statements),
-            modules=dict(sorted({**modules[0], **modules[1]}.items())),
-            skipped={"a": ["T.t8", "T.t9"]},
-        )
+        expected = build("2.0", both, dict(sorted({**modules[0], **modules[1]}.items())), statements)
+        expected = dataclasses.replace(expected, skipped={"a": ["T.t8", "T.t9"]})
         self.assertEqual(before.merged(newer, [("b", "T.gone")]), expected)
 
     def test_the_map_that_ships_is_up_to_date(self):
         """To refresh it, run the command in docs/changing-fsdp.md."""
-        directory = Path(__file__).parents[1]
-        declared = {
-            file: declared_tests(source_of(path))
-            for file, path in discover(directory).items()
-            if file.startswith("distributed/")
-        }
+        files = discover(Path(__file__).parents[1])
+        names = [file for file in files if file.startswith("distributed/")]
+        declared = {file: declared_tests(source_of(files[file])) for file in names}
         for path in reaching.SHIPPED.glob("map-*.json"):
             known = ReachMap.load(path)
             unknown = [f"{test.file}::{test.test}" for test in known.unknown(declared)]
             share = len(unknown) / sum(map(len, declared.values()))
-            self.assertLessEqual(share, MAX_UNKNOWN, f"{path.name} does not know {first_few(unknown)}: refresh it")
+            self.assertLessEqual(share, MAX_UNKNOWN, f"{path.name} lacks {first_few(unknown)}: refresh it")
 
 
 class SourcesCase(FolderCase):
@@ -362,7 +342,7 @@ class SourcesCase(FolderCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.torch = self.root / "site/torch"
+        self.torch, self.core = self.root / "site/torch", self.root / "site" / CORE_FILE
         write_sources(self.root / "site")
         executed = {
             ("test_a", "TestA.test_shard"): Executed([f"{CORE}.shard"], 1.0),
@@ -374,6 +354,9 @@ class SourcesCase(FolderCase):
     def change(self, what: str) -> Change:
         return Changes(self.map, self.torch).find(what)
 
+    def change_of_diff(self, text: str) -> Change:
+        return Changes(self.map, self.torch).of_diff(textwrap.dedent(text), "it")
+
     def other_tree(self, **changed: tuple[str, str]) -> Path:
         write_sources(self.root / "other", **changed)
         return self.root / "other"
@@ -382,9 +365,8 @@ class SourcesCase(FolderCase):
         """A file with the ``git diff`` of another tree."""
         trees = [str(self.torch.parent), str(self.other_tree(**changed))]
         command = ["git", "diff", "--no-index", *options, *(reversed(trees) if reverse else trees)]
-        path = self.root / "some.diff"
-        path.write_text(subprocess.run(command, capture_output=True, text=True, cwd="/").stdout)
-        return str(path)
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+        return str(self.write_json("some.diff", done.stdout))
 
 
 class TestChanges(SourcesCase):
@@ -392,51 +374,37 @@ class TestChanges(SourcesCase):
 
     def test_names(self):
         core = {f"{CORE}.{name}" for name in ("shard", "gather", "Unit.step", "Unit.back")}
+        modules = (CORE, "torch.distributed.fsdp", "torch/distributed/fsdp", CORE_FILE, "distributed/fsdp/_core.py")
+        paths = ("_core.py", str(self.core), str(self.core.parent), f"/elsewhere/{CORE_FILE}")
         for what, names in {
             f"{CORE}.Unit.step": {f"{CORE}.Unit.step"},
             "Unit.step": {f"{CORE}.Unit.step"},
             "torch.distributed.fsdp.shard": {f"{CORE}.shard"},  # as the package exports it
             "torch.distributed.fsdp.Unit.back": {f"{CORE}.Unit.back"},
             f"{CORE}.Unit": {f"{CORE}.Unit.step", f"{CORE}.Unit.back"},
-            CORE: core,
-            "torch.distributed.fsdp": core,
-            "torch/distributed/fsdp": core,
-            "torch/distributed/fsdp/_core.py": core,
-            "distributed/fsdp/_core.py": core,
-            "_core.py": core,
-            str(self.torch / "distributed/fsdp/_core.py"): core,
-            str(self.torch / "distributed/fsdp"): core,
-            "/elsewhere/torch/distributed/fsdp/_core.py": core,
-            "api.py": {API},  # this class has no functions
+            **dict.fromkeys((*modules, *paths), core),
+            "api.py": {API},  # its class has no functions
         }.items():
             with self.subTest(what=what):
                 self.assertEqual(self.change(what).names, names)
 
     def test_lines(self):
-        for lines, names in {
-            "7": {f"{CORE}.shard"},
-            "6": {f"{CORE}.shard"},
-            "6-12": {f"{CORE}.shard", f"{CORE}.gather"},  # the code between functions is blanked
-            "3": {CORE},
-            "16": {f"{CORE}.Unit"},
-            "16-19": {f"{CORE}.Unit", f"{CORE}.Unit.step"},
-            "4-5": set(),
-        }.items():
+        expected = {"7": {"shard"}, "6": {"shard"}, "16": {"Unit"}, "16-19": {"Unit", "Unit.step"}}
+        expected["6-12"] = {"shard", "gather"}  # only empty lines are between the functions
+        for lines, names in expected.items():
             with self.subTest(lines=lines):
-                change = self.change(f"_core.py:{lines}")
-                self.assertEqual(change.names, names)
-                self.assertEqual(change.without_code, [] if names else ["_core.py:4-5"])
+                self.assertEqual(self.change(f"_core.py:{lines}"), Change({f"{CORE}.{name}" for name in names}))
+        self.assertEqual(self.change("_core.py:3"), Change({CORE}))
+        self.assertEqual(self.change("_core.py:4-5"), Change(without_code=["_core.py:4-5"]))
 
     def test_lines_of_a_text_are_code(self):
-        file = self.torch / "distributed/fsdp/_core.py"
-        file.write_text(file.read_text().replace("return 2", 'return """\n# not a comment\n\n"""'))
+        self.core.write_text(self.core.read_text().replace("return 2", 'return """\n# not a comment\n\n"""'))
         for line in (22, 23):
             self.assertEqual(self.change(f"_core.py:{line}").names, {f"{CORE}.Unit.back"})
 
     def test_lines_of_another_tree_are_those_of_its_file(self):
         tree = self.other_tree(_core=("import threading", "import threading\n\n\ndef new():\n    pass\n"))
-        where = tree / "torch/distributed/fsdp/_core.py"
-        self.assertEqual(self.change(f"{where}:12").names, {f"{CORE}.shard"})
+        self.assertEqual(self.change(f"{tree / CORE_FILE}:12").names, {f"{CORE}.shard"})
 
     def test_a_diff_that_is_applied_or_not(self):
         replaced = ("return shard(self.size)", "return shard(-self.size)")
@@ -459,26 +427,19 @@ class TestChanges(SourcesCase):
         self.assertEqual((edit.text.strip(), edit.statements), ("return x", frozenset({1})))
 
     def test_a_module_outside_of_the_map_stands_for_what_uses_it(self):
-        places = {"distributed/_utils.py": "def _inner():\n    return 1\n\n\ndef outer():\n    return _inner()\n"}
-        places["distributed/_utils.py"] += "\n\nclass More:\n    def f(self):\n        return outer()\n"
-        places["distributed/fsdp/_core.py"] = (
+        """No test enters the user ``Unit.back``."""
+        utils = "def _inner():\n    return 1\n\n\ndef outer():\n    return _inner()\n"
+        utils += "\n\nclass More:\n    def f(self):\n        return outer()\n"
+        (self.torch / "distributed/_utils.py").write_text(utils)
+        self.core.write_text(
             "from torch.distributed._utils import outer as used, other\n\n\n"
             "def shard(x):\n    return used()\n\n\ndef gather(x):\n    return other()\n\n\n"
             "class Unit:\n    def step(self):\n        return torch.distributed.More()\n\n"
-            "    def back(self):\n        return used()\n"  # no test enters it
+            "    def back(self):\n        return used()\n"
         )
-        for path, text in places.items():
-            (self.torch / path).write_text(text)
         self.map = dataclasses.replace(self.map, modules=modules_of(self.torch))
-        text = """\
-            --- a/torch/distributed/_utils.py
-            +++ b/torch/distributed/_utils.py
-            @@ -1,2 +1,2 @@
-             def _inner():
-            -    return 1
-            +    return 2
-            """
-        change = Changes(self.map, self.torch).of_diff(textwrap.dedent(text), "it")
+        hunk = "@@ -1,2 +1,2 @@\n def _inner():\n-    return 1\n+    return 2\n"
+        change = self.change_of_diff(diff_of("torch/distributed/_utils.py", hunk))
         users = {f"{CORE}.shard", f"{CORE}.Unit.step"}
         self.assertEqual((change.names, change.used), (users, {"_inner", "outer", "More"}))
         self.assertEqual([edit.name for edit in change.edits], ["torch.distributed._utils._inner"])
@@ -487,6 +448,7 @@ class TestChanges(SourcesCase):
         self.assertEqual({test.test for test in selected}, {"TestA.test_shard", "TestA.test_step", "TestB.test_place"})
 
     def test_the_errors_on_which_a_change_decides(self):
+        """The texts of the errors that the changed statement raises, or for which it is the condition."""
         source = 'def f(x):\n    if x > 1:\n        raise ValueError(f"{x} is too large")\n    return g(x, "other")\n'
         for line, messages in ((2, " is too large"), (3, " is too large"), (4, "")):
             (edit,) = Code("m", source.encode()).edits([(line, line, "")])
@@ -494,14 +456,12 @@ class TestChanges(SourcesCase):
 
     def test_a_diff_in_a_file_that_has_moved_on(self):
         diff = self.diff(_core=("return 2", "return 3"))
-        file = self.torch / "distributed/fsdp/_core.py"
-        file.write_text("# more\n" * 20 + file.read_text())
+        self.core.write_text("# more\n" * 20 + self.core.read_text())
         self.assertEqual(self.change(diff), Change({f"{CORE}.Unit.back"}))
 
     def test_a_diff_that_does_not_fit_counts_by_its_lines(self):
         diff = self.diff("-U0", _core=("x += LIMIT", "x -= LIMIT"))
-        file = self.torch / "distributed/fsdp/_core.py"
-        file.write_text(file.read_text().replace("x += LIMIT", "x *= LIMIT"))
+        self.core.write_text(self.core.read_text().replace("x += LIMIT", "x *= LIMIT"))
         change = self.change(diff)
         self.assertEqual(change.names, {f"{CORE}.shard"})
         self.assertRegex(change.remarks[0], "do not fit the installed torch/distributed/fsdp/_core.py")
@@ -523,9 +483,7 @@ class TestChanges(SourcesCase):
             (6, " def back(self):", "x", {f"{CORE}.shard", f"{CORE}.Unit.back"}),
         ):
             with self.subTest(start=start, header=header, line=line):
-                text = "--- a/torch/distributed/fsdp/_core.py\n+++ b/torch/distributed/fsdp/_core.py\n"
-                text += hunk.format(start, start, header, line)
-                change = Changes(self.map, self.torch).of_diff(text, "it")
+                change = self.change_of_diff(diff_of(CORE_FILE, hunk.format(start, start, header, line)))
                 self.assertEqual((change.names, change.without_code), (names, []))
                 self.assertRegex(change.remarks[0], r"hunks do not fit the installed .*_core.py \(1 of 1\)")
 
@@ -533,41 +491,35 @@ class TestChanges(SourcesCase):
         """The code before the change is also that of another function, to which the diff fits less well."""
         diff = self.diff("-U0", _core=("    return shard(self.size)\n", "    return 2\n"))
         write_sources(self.torch.parent, _core=("    return shard(self.size)\n", "    return 2\n"))
-        file = self.torch / "distributed/fsdp/_core.py"
-        file.write_text(file.read_text() + "\n\nclass Other:\n    def step(self):\n        return shard(self.size)\n")
+        other = "\n\nclass Other:\n    def step(self):\n        return shard(self.size)\n"
+        self.core.write_text(self.core.read_text() + other)
         self.assertEqual(self.change(diff).names, {f"{CORE}.Unit.step"})
 
     def test_files_that_move(self):
         git = "diff --git a/{0} b/{1}\nsimilarity index 100%\nrename from {0}\nrename to {1}\n"
-        core, new = "torch/distributed/fsdp/_core.py", "torch/distributed/fsdp/_heart.py"
-        rename = git.format(core, new)
-        edit = "--- a/torch/distributed/fsdp/api.py\n+++ b/torch/distributed/fsdp/api.py\n"
-        edit += "@@ -1,2 +1,2 @@\n class Policy:\n-    keep = False\n+    keep = True\n"
-        mode = f"diff --git a/{core} b/{core}\nold mode 100644\nnew mode 100755\n"
+        new = "torch/distributed/fsdp/_heart.py"
+        rename = git.format(CORE_FILE, new)
+        hunk = "@@ -1,2 +1,2 @@\n class Policy:\n-    keep = False\n+    keep = True\n"
+        edit = diff_of("torch/distributed/fsdp/api.py", hunk)
+        mode = f"diff --git a/{CORE_FILE} b/{CORE_FILE}\nold mode 100644\nnew mode 100755\n"
         for text, change in (
             (rename, Change({CORE})),
-            (git.format(new, core), Change({CORE})),  # the installed torch has the new name
+            (git.format(new, CORE_FILE), Change({CORE})),  # the installed torch has the new name
             (rename + edit, Change({CORE, f"{API}.Policy"})),
             (git.format("README.md", "README"), Change(unknown=["README.md"])),
-            (mode, Change(without_code=[core])),
-            (mode + edit, Change({f"{API}.Policy"}, without_code=[core])),
+            (mode, Change(without_code=[CORE_FILE])),
+            (mode + edit, Change({f"{API}.Policy"}, without_code=[CORE_FILE])),
         ):
             with self.subTest(text=text):
-                self.assertEqual(Changes(self.map, self.torch).of_diff(text, "it"), change)
+                self.assertEqual(self.change_of_diff(text), change)
 
     def test_what_the_map_cannot_tell(self):
-        hunk = "@@ -1 +1 @@\n-x\n+y\n"
         places = ["torch/csrc/reducer.cpp", "test/distributed/test_x.py", "torch/distributed/_unknown_name.py", "x.md"]
-        text = "".join(f"--- a/{place}\n+++ b/{place}\n{hunk}" for place in places)
-        self.assertEqual(Changes(self.map, self.torch).of_diff(text, "it"), Change(unknown=places))
+        text = "".join(map(diff_of, places))
+        self.assertEqual(self.change_of_diff(text), Change(unknown=places))
 
     def test_files_of_a_diff_that_come_go_or_lie_outside(self):
         text = """\
-            --- a/torch/nn/linear.py
-            +++ b/torch/nn/linear.py
-            @@ -1 +1 @@
-            -x
-            +y
             --- /dev/null
             +++ b/torch/distributed/fsdp/_new.py
             @@ -0,0 +1 @@
@@ -578,8 +530,8 @@ class TestChanges(SourcesCase):
             -class Policy:
             -    keep = False
             """
-        (self.root / "d.patch").write_text(textwrap.dedent(text))
-        change = self.change(str(self.root / "d.patch"))
+        text = diff_of("torch/nn/linear.py") + textwrap.dedent(text)
+        change = self.change(str(self.write_json("d.patch", text)))
         self.assertEqual(set(change.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
         self.assertEqual(change.unknown, ["torch/nn/linear.py"])
 
@@ -592,14 +544,14 @@ class TestChanges(SourcesCase):
 
     def test_another_tree(self):
         tree = self.other_tree(_core=("size = 1", "size = 2"), used=("return 1", "return 2"), unused=("1", "2"))
-        where = "torch.distributed.tensor"  # no test enters one of its modules
+        where = "torch.distributed.tensor"  # no test enters its module ``unused``
         expected = {f"{CORE}.Unit", f"{where}.used.place", f"{where}.unused.other"}
         for place in (tree, tree / "torch", tree / "torch/distributed/fsdp"):
             with self.subTest(place=place):
                 change = self.change(str(place))
                 self.assertEqual(change.names, expected)
                 self.assertRegex(change.remarks[0], "only the Python files of torch/distributed are compared")
-        (tree / "torch/distributed/fsdp/_core.py").write_text("def (")
+        (tree / CORE_FILE).write_text("def (")
         change = self.change(str(tree))
         self.assertIn(CORE, change.names)
         self.assertRegex(change.remarks[1], "torch/distributed/fsdp/_core.py is not valid Python")
@@ -613,8 +565,7 @@ class TestChanges(SourcesCase):
         self.assertEqual(set(change.names), {f"{CORE}.shard", "torch.distributed.fsdp._new", API})
 
     def test_what_means_nothing(self):
-        no_diff = self.root / "words"
-        no_diff.write_text("--\nwords\n")
+        no_diff = self.write_json("words", "--\nwords\n")
         for what, words in {
             "torch.distributed.fsdp._cor.shard": r"is not a name in the map.*nearest: .*_core.shard",
             "torch.distributed.fsdp.unknown_name": "is not a name in the map",
@@ -667,12 +618,9 @@ class TestSelection(SourcesCase):
     def test_parts_of_files_in_the_order_of_their_first_test(self):
         names = ["b B.1", "a A.1", "b C.1", "b B.2", "c D.1"]
         wanted = [Reached(file, test, 1.0, 1) for file, test in map(str.split, names)]
-        selection = [TestRun("a"), TestRun("b")]
-        kept = reaching.keep(selection, wanted)
-        self.assertEqual(
-            [(run.file, run.order) for run in kept], [("b", ("B.1", "C.1")), ("a", ("A.1",)), ("b", ("B.2",))]
-        )
-        self.assertEqual([run.seconds for run in kept], [2.0, 1.0, 1.0])
+        kept = reaching.keep([TestRun("a"), TestRun("b")], wanted)
+        parts = [("b", ("B.1", "C.1"), 2.0), ("a", ("A.1",), 1.0), ("b", ("B.2",), 1.0)]
+        self.assertEqual([(run.file, run.order, run.seconds) for run in kept], parts)
         for selected, expected in (
             (TestRun("b", included=frozenset({"B"})), ("B.1", "B.2")),
             (TestRun("b", included=frozenset({"*.1"})), ("B.1", "C.1")),
@@ -688,11 +636,9 @@ class TestSelection(SourcesCase):
             reaching.shipped("2.13.0", self.root)
         for version in ("2.9.1", "2.13.0", "2.15.0"):
             (self.root / f"map-{version}.json").touch()
-        for version, expected in {
-            "2.13.0+cpu": "2.13.0", "2.14.1": "2.13.0", "2.10.0": "2.9.1", "2.8.0": "2.9.1", "3.0": "2.15.0",
-        }.items():  # fmt: skip
-            with self.subTest(version=version):
-                self.assertEqual(reaching.shipped(version, self.root).name, f"map-{expected}.json")
+        expected = {"2.13.0+cpu": "2.13.0", "2.14.1": "2.13.0", "2.10.0": "2.9.1", "2.8.0": "2.9.1", "3.0": "2.15.0"}
+        actual = {version: reaching.shipped(version, self.root).stem for version in expected}
+        self.assertEqual(actual, {version: f"map-{shipped}" for version, shipped in expected.items()})
 
 
 if __name__ == "__main__":

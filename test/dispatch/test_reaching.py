@@ -2,13 +2,10 @@
 
 import dataclasses
 import re
-import sys
 import textwrap
 import unittest
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from little_torch import CORE, modules_of, write_sources
 from trees import FAIL, PASS, TreeCase, body
 
@@ -34,52 +31,37 @@ class TestRecording(CommandCase):
         text = """
         import threading
         from torch.distributed.fsdp._core import Unit, gather, shard
-
         class TestX(unittest.TestCase):
             @classmethod
             def setUpClass(cls):
                 gather(1)
-
             tearDownClass = setUpClass
-
-            def test_nothing(self):
-                pass
-
-            def test_process(self):
-                Unit().step()
-
+            def test_nothing(self): pass
+            def test_process(self): Unit().step()
             def test_fork(self):
                 pid = os.fork()
-                if not pid:
-                    Unit().back()
-                    os._exit(0)
+                pid or (Unit().back(), os._exit(0))
                 os.waitpid(pid, 0)
-
             def test_thread(self):
                 thread = threading.Thread(target=shard, args=[1])
                 thread.start()
                 thread.join()
-
             @unittest.skip("not now")
-            def test_skipped(self):
-                pass
-
-        if __name__ == "__main__":
-            unittest.main()
+            def test_skipped(self): pass
         """
         says = ["map: .*: 3 functions, entered by 3 of 4 tests"]
         arguments = ["--coverage", "--save-map", self.map]
         self.check({"a/test_x": text}, arguments, passed=4, skipped=1, says=says, **self.with_torch)
         reach_map = ReachMap.load(self.map)
         self.assertEqual((reach_map.torch, {test.file for test in reach_map.tests}), ("9.8.7+x", {"a/test_x"}))
-        names = ("shard", "gather", "Unit.step", "Unit.back")  # the import itself calls gather
+        names = ("shard", "gather", "Unit.step", "Unit.back")  # only the import and the fixture call gather
         reached = {name: [test.test for test in reach_map.tests_of(f"{CORE}.{name}")] for name in names}
         process, fork, thread = ("TestX.test_process", "TestX.test_fork", "TestX.test_thread")
         expected = {"shard": [thread, process], "gather": [], "Unit.step": [process], "Unit.back": [fork]}
         self.assertEqual(reached, expected)
         breadths = {process: 2, fork: 1, thread: 1, "TestX.test_nothing": 0}
         self.assertEqual({test.test: test.breadth for test in reach_map.tests}, breadths)
-        # No test enters this code of DTensor.
+        # No test enters the modules of DTensor, so the map does not have them.
         modules = {name: module for name, module in modules_of(self.root / "site/torch").items() if ".fsdp" in name}
         self.assertEqual(reach_map.modules, modules)
 
@@ -89,7 +71,6 @@ class TestRecording(CommandCase):
         from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates, clean_tensor_name
         from torch_fsdp_tests.common_distributed import MultiProcessTestCase, MultiThreadedTestCase
         from torch_fsdp_tests.common_utils import run_tests
-
         class TestProcesses(MultiProcessTestCase):
             world_size = 2
             def setUp(self):
@@ -99,7 +80,6 @@ class TestRecording(CommandCase):
                 if self.rank == 1:
                     clean_tensor_name("x")
             def test_no_rank(self): pass
-
         class TestThreads(MultiThreadedTestCase):
             world_size = 2
             def setUp(self):
@@ -108,18 +88,17 @@ class TestRecording(CommandCase):
             def test_second_thread(self):
                 if self.rank == 1:
                     _named_parameters_with_duplicates(torch.nn.Linear(1, 1))
-
         if __name__ == "__main__":  # and not unittest.main()
             run_tests()
         """
         self.check({"test_x": text}, ["--coverage", "--save-map", self.map], passed=3, limit=300)
         reach_map = ReachMap.load(self.map)
-        module = "torch.distributed.fsdp._common_utils"
-        for name, test in (
-            ("clean_tensor_name", "TestProcesses.test_second_rank"),
-            ("_named_parameters_with_duplicates", "TestThreads.test_second_thread"),
-        ):
-            self.assertEqual([each.test for each in reach_map.tests_of(f"{module}.{name}")], [test])
+        for name, tests in {
+            "clean_tensor_name": ["TestProcesses.test_second_rank"],
+            "_named_parameters_with_duplicates": ["TestThreads.test_second_thread"],
+        }.items():
+            reached = reach_map.tests_of(f"torch.distributed.fsdp._common_utils.{name}")
+            self.assertEqual([each.test for each in reached], tests)
         self.assertEqual({test.test: test.breadth for test in reach_map.tests}["TestProcesses.test_no_rank"], 0)
 
     def test_classes_of_device_types_complete_a_map(self):
@@ -193,6 +172,10 @@ class TestReaching(CommandCase):
     def reach(self, *what: object, **more: object) -> str:
         return self.run_command("--map", self.map, "--reaching", *what, **{**self.with_torch, **more})
 
+    def selected(self, *arguments: object, **more: object) -> list[list[str]]:
+        """The tests of each job that runs with this map."""
+        return [job["tests"] for job in self.jobs("--map", self.map, *arguments, **{**self.with_torch, **more})]
+
     def test_selects_orders_and_says(self):
         out = self.reach(f"{CORE}.Unit.step", "-v", "-j", 1)
         self.assertEqual(self.code, 0, out + self.err)
@@ -208,12 +191,13 @@ class TestReaching(CommandCase):
         executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
         self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
-        jobs = self.jobs("--map", self.map, "--reaching", "shard", "-x", "test_x", "more", "z", **self.with_torch)
+        others = ("-x", "test_x", "more", "z")
+        jobs = self.jobs("--map", self.map, "--reaching", "shard", *others, **self.with_torch)
         parts = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in jobs]
         tests = [f"TestX.test_{number}" for number in (1, 2, 3, 4)]
         expected = [("test_a", 1, 2, tests[:2]), ("test_b", 1, 1, tests), ("test_a", 2, 2, tests[2:])]
         self.assertEqual(parts, expected)
-        out = self.reach("shard", "--keep-going", "-j", 1, "-x", "test_x", "more", "z")
+        out = self.reach("shard", "--keep-going", "-j", 1, *others)
         self.assertEqual((self.code, out.splitlines()[-1]), (1, "7 passed, 1 failed, 0 skipped"), out)
         self.assertEqual([job["tests"] for job in self.jobs("--failed", **self.with_torch)], [["TestX.test_3"]])
 
@@ -224,38 +208,33 @@ class TestReaching(CommandCase):
         self.assertEqual(self.err, "run_test.py: 0 tests in 0 files reach 0 of 2 functions\n")
         self.write({"test_new": PASS})
         self.assertRegex(self.reach("Unit.back", "gather"), f"\n1 passed, 0 failed, 0 skipped\n{news}$")
-        self.assertEqual(self.code, 5)  # although a test that the map does not know has passed
+        self.assertEqual(self.code, 5)  # although a test that is not in the map has passed
         self.write({"test_new": FAIL})
         self.assertRegex(self.reach("Unit.back", "gather"), f"\n0 passed, 1 failed, 0 skipped\n{news}$")
         self.assertEqual(self.code, 1)
-        self.assertRegex(
-            self.reach("Unit.back", "Unit.step"), "passed.*\nno test enters 1 function of the change.*back\n$"
-        )
+        out = self.reach("Unit.back", "Unit.step")
+        self.assertRegex(out, "passed.*\nno test enters 1 function of the change.*back\n$")
 
     def test_what_the_map_does_not_know_runs_last(self):
         self.write({"test_new": "def f(): shard = 1\n" + body("f()", "pass"), "other/test_o": FAIL})
         known = dataclasses.replace(self.known, skipped={"test_new": ["TestX.test_2"]})
         self.map.write_text(known.as_text())
-        generated = "class TestG(unittest.TestCase):\n    def test_g(self): pass\n"
-        generated += (
-            "def instantiate_device_type_tests(cls):\n    globals()['TestGCPU'] = type('TestGCPU', (cls,), {})\n"
-        )
-        generated += "instantiate_device_type_tests(TestG)\ndel TestG\n"
-        self.write({"z/test_g": generated})
+        make = "def instantiate_device_type_tests(cls):\n    globals()['TestGCPU'] = type('TestGCPU', (cls,), {})\n"
+        generated = f"{make}class TestG(unittest.TestCase):\n    def test_g(self): pass\n"
+        self.write({"z/test_g": f"{generated}instantiate_device_type_tests(TestG)\ndel TestG\n"})
         out = self.reach("shard", "-x", "test_x::TestX::test_3", "-v", "-j", 1)
         self.assertEqual(self.code, 0, out + self.err)
         self.assertEqual(re.findall(r"passed +(\S+)", out), ["TestX.test_2", "TestX.test_1", "TestGCPU.test_g"])
         self.assertIn("2 tests in 2 files follow, because the map does not know what they reach\n", self.err)
         self.assertIn("left out, because they were skipped when the map was recorded: 1 test\n", self.err)
         self.assertIn("left out, because the map has no test of their folders: other; -i NAME runs them\n", self.err)
-        jobs = self.jobs("--map", self.map, "--reaching", "shard", "-i", "other", **self.with_torch)
-        self.assertEqual([job["tests"] for job in jobs], [["TestF.test_f"]])
+        self.assertEqual(self.selected("--reaching", "shard", "-i", "other"), [["TestF.test_f"]])
         slow = {"env": {**self.with_torch["env"], "PYTORCH_TEST_WITH_SLOW": "1"}}
         elsewhere = [dataclasses.replace(known, torch="9.8.6"), dataclasses.replace(known, device="foo")]
         for other, more in ((known, slow), *((each, self.with_torch) for each in elsewhere)):
             self.map.write_text(other.as_text())
-            jobs = self.jobs("--map", self.map, "--reaching", "shard", "-i", "test_new", **more)
-            self.assertEqual([job["tests"] for job in jobs], [["TestX.test_1", "TestX.test_2"]])
+            tests = self.selected("--reaching", "shard", "-i", "test_new", **more)
+            self.assertEqual(tests, [["TestX.test_1", "TestX.test_2"]])
 
     def test_the_last_line_says_why_nothing_ran(self):
         hunk = "@@ -1 +1 @@\n-x\n+y\n"
@@ -276,16 +255,11 @@ class TestReaching(CommandCase):
         self.assertRegex(self.err, "cannot tell which tests would detect the change of torch/csrc/x.cpp")
 
     def test_changed(self):
-        def tests() -> list[str]:
-            return [
-                test for job in self.jobs("--map", self.map, "--changed", **self.with_torch) for test in job["tests"]
-            ]
-
-        self.assertEqual((tests(), self.code), ([], 5))
+        self.assertEqual((self.selected("--changed"), self.code), ([], 5))
         self.assertEqual(self.err, "run_test.py: nothing that a test could reach has changed\n")
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
-        self.assertEqual((tests(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
+        self.assertEqual((self.selected("--changed"), self.code), ([["TestX.test_3", "TestX.test_2"]], 0))
         self.assertIn("the map was recorded with torch 9.8.7+y, but torch 9.9.0+x is installed\n", self.err)
 
     def test_a_test_that_is_gone(self):
@@ -324,15 +298,12 @@ class TestFailFast(TreeCase):
         self.check(files, ["--fail-fast", "-j", 2], passed=1, failed=1, says=says, env={"CONTINUE_THROUGH_ERROR": "1"})
 
     def test_a_failing_fixture_ends_it_too(self):
-        fixture = "    @classmethod\n    def setUpClass(cls): 1/0\n"
-        text = body("pass") + fixture + body("pass", name="TestY")
+        text = f"{body('pass')}    setUpClass = lambda: 1/0\n{body('pass', name='TestY')}"
         self.check({"test_x": text}, ["--fail-fast"], failed=1, says=["tests not reached: TestX.test_1, TestY.test_1"])
 
     def test_a_failure_that_is_listed_or_expected_ends_nothing(self):
         files = {"test_x": body("self.fail()", "pass")}
-        entry = {"test": "test_x::TestX::test_1", "action": "fail", "reason": "known"}
-        listed = self.write_json("list.json", {"version": 1, "entries": [entry]})
-        self.check(files, ["--fail-fast", "--known-failures", listed], passed=1, known=1)
+        self.check(files, ["--fail-fast", *self.known_failures({"test": "test_x::TestX::test_1"})], passed=1, known=1)
 
     def test_what_was_not_reached_runs_again_with_the_failure(self):
         path = str(self.root / "tried")

@@ -12,24 +12,30 @@ import stat
 import subprocess
 import sys
 import textwrap
-import unittest
 import unittest.mock
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, FolderCase, TreeCase, body, fits, schema
+from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, FolderCase, TreeCase, body
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import atomic, console, coverage, runner, times
+from torch_fsdp_tests.dispatch import atomic, console, coverage, options, runner, times
 from torch_fsdp_tests.dispatch.console import wants_colours
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_disabled, read_own, read_slow
+from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
 
 HOST = ("--device", "cpu")  # the CPU is the subject
 READERS = (read_disabled, read_slow, read_own)
+
+
+def modules() -> dict[str, str]:
+    """The sources of the package's modules, by path, without the reproductions of defects."""
+    package = CHECKOUT / "torch_fsdp_tests"
+    paths = [path for path in package.rglob("*.py") if path.parent.name != "known"]
+    return {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 class TestLists(TreeCase):
@@ -40,21 +46,14 @@ class TestLists(TreeCase):
         upstream = {"test_1 (__main__.TestX)": ["12", "https://x.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}
         disabled = self.write_json("disabled.json", upstream)
         slow = self.write_json("slow.json", {"test_2 (__main__.TestX)": 99.5})
-        fail = {"action": "fail", "reason": "a known thing"}
-        entries = [
-            {"test": "test_x::TestX::test_3", **fail},
-            {"test": "test_x::TestX::test_4", **fail},
-            {"test": "test_x::TestX::test_2", "action": "disable", "reason": "old", "torch": "<1.0"},
-        ]
-        lists: list[Any] = ["--disabled-tests", disabled, "--slow-tests", slow]
-        for name, part in (("known.json", entries[:1]), ("more.json", entries[1:])):
-            lists += ["--known-failures", self.write_json(name, {"version": 1, "entries": part})]
-        says = [
-            "disabled: issue 12",
-            "slow: took 99.5 s",
-            "1 entry of the disabled and slow lists matches no test here, such as TestX::test_9",
-            "test_x::TestX.test_4 passes, but is listed as failing: a known thing",
-        ]
+        passes = {"test": "test_x::TestX::test_4", "reason": "a known thing"}
+        old = {"test": "test_x::TestX::test_2", "action": "disable", "torch": "<1.0"}
+        known = [*self.known_failures({"test": "test_x::TestX::test_3"})]
+        known += self.known_failures(passes, old, name="more.json")
+        lists = ["--disabled-tests", disabled, "--slow-tests", slow, *known]
+        says = ["disabled: issue 12", "slow: took 99.5 s"]
+        says += ["1 entry of the disabled and slow lists matches no test here, such as TestX::test_9"]
+        says += ["test_x::TestX.test_4 passes, but is listed as failing: a known thing"]
         out = self.check({}, lists, passed=1, skipped=2, known=1, says=says)
         self.assertNotRegex(out, "the entry .* matches no test")
         self.check({}, [*lists, "--rerun-disabled-tests"], failed=1)
@@ -85,21 +84,15 @@ class TestLists(TreeCase):
                 read_disabled(self.write_json("disabled.json", {"test_1 (__main__.T)": wrong}))
 
     def test_a_class_in_upstreams_lists_is_a_prefix(self):
-        """The entry also names the classes that are made from it for each device, and their tests."""
+        """An entry also names the classes that are generated from its class for each device, and their tests."""
         data = {"test_1 (__main__.TestT)": ["", []], "test_2 (__main__.TestTCPU)": ["", []]}
         disabled, slow = self.write_json("d.json", data), self.write_json("s.json", {"test_3 (__main__.Test)": 9})
-        names = ("test_1", "test_1_cpu", "test_1_more", "test_2", "test_3")
-        text = "".join(
-            f"class {cls}(unittest.TestCase):\n" + "".join(f"    def {name}(self): pass\n" for name in names)
-            for cls in ("TestT", "TestTCPU", "Other")
-        )
-        out = self.check(
-            {"test_x": text}, ["--disabled-tests", disabled, "--slow-tests", slow, "-v"], passed=9, skipped=6
-        )
-        self.assertEqual(
-            sorted(re.findall(r"skipped +(\S+)  .*: (?:disabled|slow): ", out)),
-            ["TestT.test_1", "TestT.test_3", *(f"TestTCPU.test_{name}" for name in ("1", "1_cpu", "2", "3"))],
-        )
+        tests = "".join(f"    def test_{name}(self): pass\n" for name in ("1", "1_cpu", "1_more", "2", "3"))
+        text = "".join(f"class {cls}(unittest.TestCase):\n{tests}" for cls in ("TestT", "TestTCPU", "Other"))
+        arguments = ["--disabled-tests", disabled, "--slow-tests", slow, "-v"]
+        out = self.check({"test_x": text}, arguments, passed=9, skipped=6)
+        expected = ["TestT.test_1", "TestT.test_3", *(f"TestTCPU.test_{name}" for name in ("1", "1_cpu", "2", "3"))]
+        self.assertEqual(sorted(re.findall(r"skipped +(\S+)  .*: (?:disabled|slow): ", out)), expected)
 
     def test_a_platform_can_be_a_variable(self):
         disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["", ["asan"]]})
@@ -114,12 +107,8 @@ class TestLists(TreeCase):
             self.assertIn(f"/no/where/{name} does not exist, so it disables no test and marks none as slow", self.err)
         self.check_errors([(["--known-failures", "/no/where"], "/no/where")])
 
-    def own(self, *entries: dict[str, Any]) -> tuple[str, Path]:
-        """The option for a list in our own format."""
-        return "--known-failures", self.write_json("own.json", {"version": 1, "entries": list(entries)})
-
     def test_conditions(self):
-        """The conditions of the list meet what the file and the run report. TestLists of test_plan has more of them."""
+        """The conditions are compared with the facts of the file and the run. TestLists of test_plan has the others."""
         disable = {"action": "disable", "reason": "why", "link": "https://x.org/7"}
         text = body("pass", "pass", "pass").replace("(unittest.TestCase):", "(unittest.TestCase):\n    world_size = 2")
         conditions: list[dict[str, Any]] = [{"world_size": 2, "device": "cpu"}, {"world_size": 4}, {"device": "xpu"}]
@@ -128,36 +117,30 @@ class TestLists(TreeCase):
         names = [f"test_x::TestX::test_{number}" for number in (1, 2, 3)]
         entries = [{"test": name, **disable, **condition} for name, condition in zip(names, conditions, strict=True)]
         says = [r"1  disabled: why \(https://x.org/7\)"]
-        out = self.check({"test_x": text}, [*HOST, *self.own(*entries)], passed=2, skipped=1, says=says)
+        out = self.check({"test_x": text}, [*HOST, *self.known_failures(*entries)], passed=2, skipped=1, says=says)
         self.assertNotIn("matches no test", out)
 
     def test_stale_entries_and_those_of_which_nothing_is_known(self):
-        fail = {"action": "fail", "reason": "why"}
-        other, gone = {"test": "test_x::TestB::test_1", **fail}, {"test": "test_x::TestC", **fail}
-        unborn, anywhere = {"test": "test_i::TestA::test_1", **fail}, {"test": "*::TestNowhere", **fail}
-        never = {"test": "test_zzz::TestA", **fail}
-        files = {
-            "test_x": body("pass", name="TestA") + body("self.fail()", name="TestB"),
-            "test_i": "import no_such_module\n",
-        }
-        own = self.own(other, gone, unborn, anywhere, never)
-
+        """An entry is reported as stale only if all files that it may name were read."""
+        names = ("test_x::TestB::test_1", "test_x::TestC", "test_i::TestA::test_1", "*::TestNowhere", "test_zzz::TestA")
+        known = self.known_failures(*({"test": name} for name in names))
+        classes = body("pass", name="TestA") + body("self.fail()", name="TestB")
         stale = functools.partial(re.findall, r"the entry (\S+) \(why\) matches no test")
-        out = self.check(files, [*own, "--keep-going"], passed=1, failed=1, known=1)
-        self.assertEqual(stale(out), ["test_x::TestC"])  # the entries of the unreadable file are not known
-        out = self.check({}, [*own, "-i", "test_x::TestA"], passed=1)
+        files = {"test_x": classes, "test_i": "import no_such_module\n"}
+        out = self.check(files, [*known, "--keep-going"], passed=1, failed=1, known=1)
         self.assertEqual(stale(out), ["test_x::TestC"])
-        (self.tree / "test_i.py").write_text((self.tree / "test_x.py").read_text())
-        out = self.check({}, [*own, "--keep-going"], passed=2, failed=1, known=1)
+        out = self.check({}, [*known, "-i", "test_x::TestA"], passed=1)
+        self.assertEqual(stale(out), ["test_x::TestC"])
+        out = self.check({"test_i": classes}, [*known, "--keep-going"], passed=2, failed=1, known=1)
         self.assertEqual(stale(out), ["test_x::TestC", "*::TestNowhere", "test_zzz::TestA"])
         self.assertIn("test_i::TestA.test_1 passes, but is listed", out)
 
     def test_a_crash_is_no_known_failure(self):
-        entry = {"test": "test_x::TestX::test_1", "action": "fail", "reason": "why"}
-        self.check({"test_x": body("os.abort()")}, self.own(entry), failed=1, says=["SIGABRT"])
+        known = self.known_failures({"test": "test_x::TestX::test_1"})
+        self.check({"test_x": body("os.abort()")}, known, failed=1, says=["SIGABRT"])
 
     def test_entries_of_other_platforms_and_passing_disabled_tests(self):
-        """An unknown platform is named and left out. An entry without any other platform applies everywhere."""
+        """An unknown platform is reported and ignored. An entry with no other platform applies everywhere."""
         platforms = (["win"], ["linux", "macos"], ["abacus"], ["abacus", "win"])
         data = {f"test_{n} (__main__.TestX)": ["1", "", listed] for n, listed in enumerate(platforms, 1)}
         disabled = ["--disabled-tests", self.write_json("disabled.json", data)]
@@ -172,7 +155,7 @@ class TestLists(TreeCase):
         changed = [good | {name: value} for name, value in wrong.items()]
         for entry in (*changed, good | {"torch": 2}, {"test": "test_x", "action": "fail"}):
             with self.subTest(entry), self.assertRaisesRegex(MalformedList, "own.json: entry 1"):
-                read_own(self.own(entry)[1])
+                read_own(self.write_json("own.json", {"version": 1, "entries": [entry]}))
 
 
 class TestEnvironment(TreeCase):
@@ -189,9 +172,7 @@ class TestEnvironment(TreeCase):
         self.assertIn("from the inside", log.read_text())
 
     def test_no_test_timeout(self):
-        # The limit only shows at the other end of the stream, and a test would have to wait for it.
-        from torch_fsdp_tests.dispatch import options, runner
-        from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
+        """Of the function alone: a run shows the limit only when a file has reached it."""
 
         def limit(environment, *arguments, seconds=None):
             run = options.parse(["--dry-run", *arguments], environment, self.root)
@@ -219,17 +200,14 @@ class TestEnvironment(TreeCase):
                     loaded = times.load([recorded], variables)
                     self.assertEqual(loaded.files["x"], expected)
                     self.assertEqual(loaded.classes.get("y"), {"C": 4.0} if expected == 3.0 else None)
+        table["mine"] = {"slow": {"x": 5.0}}
+        recorded = self.write_json("test-times.json", table)
         for build, job, expected in (("linux", "mine", 5.0), ("mine", "linux", 3.0)):
-            table["mine"] = {"slow": {"x": 5.0}}
-            with self.subTest(job=job):
-                recorded = self.write_json("test-times.json", table)
-                variables = {"BUILD_ENVIRONMENT": build, "JOB_NAME": job, "TEST_CONFIG": "slow"}
-                loaded = times.load([recorded], variables)
-                self.assertEqual(loaded.files["x"], expected)
+            variables = {"BUILD_ENVIRONMENT": build, "JOB_NAME": job, "TEST_CONFIG": "slow"}
+            self.assertEqual(times.load([recorded], variables).files["x"], expected, job)
         folder = self.root / "saved"
-        self.check({"test_x": PASS}, ["--save-times", folder], passed=1,
-                   env={"BUILD_ENVIRONMENT": "any", "JOB_NAME": "linux / test (slow, 1, 1)", "TEST_CONFIG": "slow"}
-        )  # fmt: skip
+        env = {"BUILD_ENVIRONMENT": "any", "JOB_NAME": "linux / test (slow, 1, 1)", "TEST_CONFIG": "slow"}
+        self.check({"test_x": PASS}, ["--save-times", folder], passed=1, env=env)
         self.check({}, ["--save-times", folder], passed=1)
         for name in ("test-times.json", "test-class-times.json"):
             saved = json.loads((folder / name).read_text())
@@ -244,15 +222,11 @@ class TestReports(TreeCase):
         first, second = self.root / "first", self.root / "second"
         self.check({"test_x": body("pass", "pass"), "test_p": PASS}, ["--report", first], passed=3)
         changed = body("self.fail()", "self.skipTest('lately')") + body("pass", name="TestNew")
-        says = [
-            "newly failing: test_x::TestX.test_1",
-            "newly skipped: test_x::TestX.test_2: lately",
-            "new: test_x::TestNew.test_1",
-        ]
+        says = ["newly failing: test_x::TestX.test_1", "newly skipped: test_x::TestX.test_2: lately"]
         arguments = ["--report", second, "--compare", first, "--keep-going", "-i", "*", "-k", "test"]
+        says += ["new: test_x::TestNew.test_1"]
         self.check({"test_x": changed}, arguments, passed=2, failed=1, skipped=1, says=says)
-        report = json.loads((second / "report.json").read_text())
-        fits(self, report, schema("report"))
+        report = self.read_report("second")
         self.assertEqual((report["selection"], report["capabilities"]), ("-i '*' -k test", None))
         page = (second / "report.html").read_text()
         for words in ("AssertionError: None", "lately", "<svg", "Slowest tests", "To repeat:"):
@@ -261,22 +235,20 @@ class TestReports(TreeCase):
     def test_unwritable_places_are_found_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         (self.root / "file").write_text("")
-        below = self.root / "file" / "below"
+        below, options = self.root / "file" / "below", ["--report", "--save-xml", "--save-times"]
         words = f"{below} cannot be written to: [Errno 20] Not a directory: "
-        self.check_errors(
-            [([option, below], f"{option}: {words}") for option in ("--report", "--save-xml", "--save-times")]
-        )
+        self.check_errors([([option, below], f"{option}: {words}") for option in options])
         (self.root / "test-reports").write_text("")
         options = ["--pipe-logs", *["--coverage"] * (coverage.missing_package() is None)]
         self.check_errors([([option], "cannot be written to") for option in options])
         self.assertFalse((self.root / "ran").exists())
-        # If no option asked for the file, the tests run, because a checkout may be read-only.
+        # Without these options the tests run, because a checkout may be read-only.
         self.check({}, passed=1, says=["--failed will not know"])
         says = [r"the logs \(because CI is set\) cannot be written: ", "--failed will not know"]
         self.check({}, passed=1, code=3, says=says, env={"CI": "1"})
 
     def test_output_that_cannot_be_written(self):
-        """If the reader has ended, as with ``| head``, there is no error; if the disk is full, there is a sentence."""
+        """If the reader has ended, as with ``| head``, nothing is printed; if the disk is full, one sentence is."""
         self.write({"test_x": PASS})
         self.run_command("--report", self.root)
         report = str(self.root / "report.json")
@@ -302,29 +274,22 @@ class TestReports(TreeCase):
                 self.assertEqual((closed.returncode, closed.stderr), (0, ""))
 
     def test_every_command_reports_output_that_cannot_be_written(self):
-        """A module that runs as a program of its own has one function for it, unless only the project starts it."""
+        """All modules that are programs call ``host.run_command``, except those that only the project starts."""
         started = {"dispatch/child.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
         started |= {"tools/mutants/server.py", "tools/benchmarks/harness.py"}
-        package = CHECKOUT / "torch_fsdp_tests"
-        programs = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-        actual = {
-            path.relative_to(package).as_posix()
-            for path, text in programs.items()
-            if '\nif __name__ == "__main__":' in text and "host.run_command(" not in text
-            if path.parent.name != "known"
-        }
-        self.assertEqual(actual - started, {"__main__.py"})  # the dispatcher
+        programs = {path: text for path, text in modules().items() if '\nif __name__ == "__main__":' in text}
+        others = {path for path, text in programs.items() if "host.run_command(" not in text}
+        self.assertEqual(others - started, {"__main__.py"})  # the dispatcher
 
     def test_streams_that_the_caller_has_closed(self):
         """The output of the run is lost, but its verdict and its files are not."""
         self.write({"test_x": body("self.fail()", "print('words')")})
         for number in range(3):
             with self.subTest(number):
-                logs = self.root / "test-reports/logs"
                 self.run_command("--pipe-logs", preexec_fn=lambda number=number: os.close(number))
                 self.assertEqual(self.code, 1, self.out + self.err)
                 self.assertNotIn("Traceback", self.err)
-                (log,) = logs.iterdir()
+                (log,) = (self.root / "test-reports/logs").iterdir()
                 self.assertIn("words", log.read_text())
                 log.unlink()
 
@@ -341,7 +306,7 @@ class TestReports(TreeCase):
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
     def test_recorded_needs_have_the_declared_ones(self):
-        """Also those of a test without ranks, of one that skips before it can tell, and of a class."""
+        """Even if only a test without ranks, a test that is skipped, or a class declares the largest need."""
         text = """
             import unittest
             from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -384,9 +349,8 @@ class TestReports(TreeCase):
         self.assertFalse((self.root / "ran").exists())
 
     def test_disk_that_fills_up_costs_only_what_did_not_fit(self):
-        def small_files():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-
+        """A limit on the size of files replaces the full disk."""
+        small_files = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (3000, 3000))
         arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         folder = re.escape(str(self.root / "r"))
         says = [rf"(?m)^the report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
@@ -399,7 +363,7 @@ class TestReports(TreeCase):
 
 
 class TestWriter(FolderCase):
-    """Without it, a report for a device or a pipe could take its place, and one for a link would not follow it."""
+    """Without it, a report could replace the device, pipe or link that the user has named."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -441,24 +405,18 @@ class TestWriter(FolderCase):
             atomic.write_text(self.root, "text")
 
     def test_nothing_else_renames_files(self):
-        """Everything that writes what a user names uses the one writer."""
-        own = {"dispatch/atomic.py", "processes/programs.py"}  # the second renames a file of its own
-        package = CHECKOUT / "torch_fsdp_tests"
+        """Everything that writes a file that the user names uses ``atomic``."""
+        own = {"dispatch/atomic.py", "processes/programs.py"}  # the second renames its own temporary file
         renames = re.compile(r"\bos\.(?:replace|rename|renames)\(|\.rename\(|_path\.replace\(|shutil\.move\(")
-        actual = {
-            path.relative_to(package).as_posix()
-            for path in package.rglob("*.py")
-            if path.parent.name != "known" and renames.search(path.read_text(encoding="utf-8"))
-        }
-        self.assertEqual(actual, own)
+        self.assertEqual({path for path, text in modules().items() if renames.search(text)}, own)
 
 
 class TestConsole(TreeCase):
-    """Without it, a run that hangs could look like one that works, or its repeat command could use another device."""
+    """Without it, a run that hangs could look like a run that works, or its first line could name another device."""
 
     def test_first_line_and_what_it_says(self):
         out = self.check({"test_p": PASS}, [*HOST, "-j3"], passed=1)
-        self.assertNotIn("test done", out)  # a short run need not say that it goes on
+        self.assertNotIn("test done", out)  # a short run has no status line
         first = out.splitlines()[0]
         torch = re.escape(torch_version() or "not installed")
         expected = f"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots"
@@ -472,7 +430,7 @@ class TestConsole(TreeCase):
         facts["machine"] = {"cpu": "Abacus 9", "blas": "mkl", "threads": 2, "memory": 7.5}
         record = f"from torch_fsdp_tests.verdict import events; events.record(**{facts})\n"
         files = {"test_x": record + PASS, "test_y": record + PASS}
-        variable = {"ASCEND_RT_VISIBLE_DEVICES": "0"}  # set, although there is no such device
+        variable = {"ASCEND_RT_VISIBLE_DEVICES": "0"}  # names a device that does not exist
         out = self.check(files, ["-j1"], passed=2, env=variable)
         self.assertTrue(out.startswith("torch 9.9.9, device foo, backend foocl, ranks 3, devices not shared"), out)
         self.assertEqual(out.count("backend foocl"), 1, out)
@@ -483,17 +441,15 @@ class TestConsole(TreeCase):
 
     @unittest.mock.patch.object(runner, "SLOW_AFTER", 0.4)  # a run is a fork of this process
     def test_slow_files_are_named_again_and_again(self):
-        out = self.check({"test_x": body("time.sleep(1.2)")}, passed=1)
-        named = re.findall(r"slow: test_x has run for ([\d.]+)s", out)
-        self.assertGreater(len(named), 1, out)
-        self.assertIn("now at TestX.test_1", out)
+        out = self.check({"test_x": body("time.sleep(1.2)")}, passed=1, says=["now at TestX.test_1"])
+        self.assertGreater(out.count("slow: test_x has run for "), 1, out)
         self.assertNotIn("slow:", self.check({}, self.recorded(test_x=5), passed=1))
 
     @unittest.mock.patch.object(console, "QUIET", 0.4)
     def test_a_log_is_told_that_the_run_goes_on(self):
         files = {"test_x": body("pass", "time.sleep(2)")}
         out = self.check(files, self.recorded(test_x=0.1), passed=2)
-        # It should have ended after 0.1 s, and is expected to take as long again as it is late.
+        # The file should have ended after 0.1 s. It is expected to need as many more seconds as it is late.
         late = re.findall(r"(?m)^\[0/1\] 1 test done, 0 failed, about (\d+\.\d)s left: test_x (\d+\.\d)s$", out)
         self.assertGreater(len(late), 0, out)
         for left, age in late:
@@ -502,19 +458,16 @@ class TestConsole(TreeCase):
 
     def test_every_line_is_flushed_into_a_pipe(self):
         """The first line is flushed before any file has ended, and then one line per file."""
-
-        def waits(name):
-            return f"while not os.path.exists({str(self.root / name)!r}): time.sleep(0.02)\n"
-
-        self.write({"test_a": waits("a") + PASS, "test_b": waits("b") + PASS})
+        for name in "ab":
+            waits = f"while not os.path.exists({str(self.root / name)!r}): time.sleep(0.02)\n"
+            self.write({f"test_{name}": waits + PASS})
         process = self.start("-j1", *HOST)
         assert process.stdout is not None
         self.assertIn("backend gloo", process.stdout.readline())
         (self.root / "a").touch()
         self.assertIn("[1/2] ok      test_a", process.stdout.readline())
         (self.root / "b").touch()
-        out, _ = process.communicate()
-        self.assertEqual(CLOSING.findall(out), [("2", "0", "0")])
+        self.assertEqual(CLOSING.findall(self.finish(process)), [("2", "0", "0")])
 
     def on_a_terminal(self, *arguments: object, env: Mapping[str, str]) -> str:
         """What a run writes to a terminal."""
@@ -522,7 +475,7 @@ class TestConsole(TreeCase):
         process = self.start(*arguments, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         seen = b""
-        with contextlib.suppress(OSError):  # a terminal's sign that all writers are gone
+        with contextlib.suppress(OSError):  # a terminal raises this once all writers have closed it
             while data := os.read(ours, 1 << 16):
                 seen += data
         os.close(ours)
@@ -560,15 +513,10 @@ class TestCoverage(TreeCase):
     """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
 
     def test_what_is_measured(self):
-        """Forked processes that leave at once are, and of torch only FSDP and its state dicts."""
+        """Forks that end by ``os._exit``, and of torch only FSDP and its state dicts."""
         distributed = self.root / "torch/distributed"
-        measured = {
-            "fsdp/api.py",
-            "fsdp/_fully_shard/_fsdp_param.py",
-            "_composable/replicate_with_fsdp.py",
-            "_state_dict_utils.py",
-            "checkpoint/state_dict.py",
-        }
+        measured = {"fsdp/api.py", "fsdp/_fully_shard/_fsdp_param.py", "_composable/replicate_with_fsdp.py"}
+        measured |= {"_state_dict_utils.py", "checkpoint/state_dict.py"}
         for name in (*measured, "checkpoint/planner.py", "tensor/api.py", "utils.py"):
             (distributed / name).parent.mkdir(parents=True, exist_ok=True)
             (distributed / name).write_text("pass\n")

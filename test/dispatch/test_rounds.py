@@ -1,16 +1,13 @@
-"""Rounds: which run, what is kept of them, and what the real command says about a few."""
+"""Rounds: how many run, what is kept of them, and what the real command prints about them."""
 
-import json
 import re
 import signal
-import sys
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from little_results import file_of
-from trees import FAIL, PASS, TreeCase, body, fits, schema
+from trees import FAIL, PASS, TreeCase, body
 
 from torch_fsdp_tests.dispatch import html_report, options, rounds
 from torch_fsdp_tests.dispatch.result import FileResult
@@ -22,7 +19,7 @@ from torch_fsdp_tests.verdict.stream import TestResult
 
 
 def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
-    """The results of a file in round 1, 2, ... and what is kept of them."""
+    """What is kept of the results of one file in rounds 1, 2, ..., and the result that sums them up."""
     kept = Rounds()
     for kept.number, file in enumerate(files, 1):
         kept.take(file)
@@ -33,24 +30,17 @@ class TestNumbers(unittest.TestCase):
     """Without it, a soak could end early, run past its time, or go on after a failure."""
 
     def ran(self, most: int | None, limit: float | None, seconds: Sequence[float], over_after: int = 99) -> int:
-        """The number of rounds that run, if each takes so many seconds."""
+        """The number of rounds that run, if they take these seconds and no other begins after ``over_after`` rounds."""
         took: list[float] = []
         for number in rounds.numbers(most, limit, lambda: len(took) >= over_after, lambda: sum(took)):
             took.append(seconds[number - 1])
         return len(took)
 
     def test_how_many_run(self):
-        for most, limit, over_after, expected in (
-            (3, None, 99, 3),
-            (1, None, 99, 1),
-            (9, None, 2, 2),
-            (None, 35.0, 99, 3),
-            (None, 40.0, 99, 4),
-            (2, 40.0, 99, 2),
-            (None, 1.0, 99, 1),
-        ):
-            with self.subTest(most=most, limit=limit, over_after=over_after):
-                self.assertEqual(self.ran(most, limit, [10.0] * 9, over_after), expected)
+        expected = {(3, None): 3, (1, None): 1, (2, 40.0): 2, (None, 35.0): 3, (None, 40.0): 4, (None, 1.0): 1}
+        actual = {(most, limit): self.ran(most, limit, [10.0] * 9) for most, limit in expected}
+        self.assertEqual(actual, expected)
+        self.assertEqual(self.ran(9, None, [10.0] * 9, over_after=2), 2)
 
     def test_the_longest_round_counts(self):
         self.assertEqual(self.ran(None, 40.0, [5.0, 20.0, 5.0, 5.0, 5.0]), 2)
@@ -74,10 +64,10 @@ class TestFold(unittest.TestCase):
         for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
             kept, file = folded(*(file_of(test, output=test.outcome.value) for test in order))
             record = kept.record(file, "T.test_1").to_json()
+            number = order.index(failed) + 1
             with self.subTest(order=order):
                 self.assertEqual(file.tests(), [failed])
                 self.assertEqual((record["rounds"], record["failed"], kept.failed), (3, 1, 1))
-                number = order.index(failed) + 1
                 self.assertEqual(record["failures"][0]["round"], number)
                 words = f"failed in 1 of 3 rounds (round {number}): rank 3 on host-b raised E: lost"
                 self.assertEqual(rounds.summary(record), words)
@@ -85,35 +75,31 @@ class TestFold(unittest.TestCase):
 
     def test_the_worst_counts(self):
         """What did not run in a round that was cut short does not count."""
-        for first, second, expected in (
-            ("passed", "not run", "passed"),
-            ("not run", "passed", "passed"),
-            ("skipped", "not run", "skipped"),
-            ("skipped", "passed", "passed"),
-            ("passed", "known defect", "known defect"),
-            ("not run", "failed", "failed"),
-            ("crashed", "failed", "crashed"),
-        ):
-            with self.subTest(first=first, second=second):
-                _, file = folded(*(file_of(TestResult("T.test_1", State(state))) for state in (first, second)))
-                self.assertEqual([test.outcome.value for test in file.tests()], [expected])
+        for expected, pairs in {
+            "passed": [("passed", "not run"), ("not run", "passed"), ("skipped", "passed")],
+            "skipped": [("skipped", "not run")],
+            "known defect": [("passed", "known defect")],
+            "failed": [("not run", "failed")],
+            "crashed": [("crashed", "failed")],
+        }.items():
+            for states in pairs:
+                with self.subTest(states):
+                    _, file = folded(*(file_of(TestResult("T.test_1", State(state))) for state in states))
+                    self.assertEqual([test.outcome.value for test in file.tests()], [expected])
 
     def test_failures_of_different_rounds_are_all_kept(self):
-        one, two = (TestResult(f"T.test_{number}", State.FAILED) for number in (1, 2))
-        well = [TestResult(f"T.test_{number}", State.PASSED) for number in (1, 2)]
-        kept, file = folded(
-            file_of(*well), file_of(one, well[1], output="first"), file_of(well[0], two, output="second")
-        )
-        self.assertEqual(file.tests(), [one, two])
+        bad, good = ([TestResult(f"T.test_{n}", state) for n in (1, 2)] for state in (State.FAILED, State.PASSED))
+        second, third = file_of(bad[0], good[1], output="first"), file_of(good[0], bad[1], output="second")
+        kept, file = folded(file_of(*good), second, third)
+        self.assertEqual(file.tests(), bad)
         self.assertEqual(file.attempts[0].output, "--- round 2 ---\nfirst\n--- round 3 ---\nsecond")
         self.assertEqual(kept.failed, 2)
 
     def test_a_failure_is_news_only_once(self):
         kept = Rounds()
         kept.number = 1
-        self.assertTrue(kept.take(file_of(TestResult("T.test_1", State.FAILED))))
-        self.assertFalse(kept.take(file_of(TestResult("T.test_1", State.FAILED))))
-        self.assertTrue(kept.take(file_of(TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR))))
+        one, two = TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR)
+        self.assertEqual([kept.take(file_of(*tests)) for tests in ([one], [one], [one, two])], [True, False, True])
 
     def test_a_thousand_rounds_are_no_more_than_a_few(self):
         kept = Rounds()
@@ -137,8 +123,8 @@ class TestFold(unittest.TestCase):
         self.assertEqual(Times().to_json(), {})
 
     def test_when_no_other_round_begins(self):
-        passed, failed = file_of(TestResult("T.test_1", State.PASSED)), file_of(TestResult("T.test_1", State.FAILED))
-        nothing = file_of(TestResult("T.test_1", State.SKIPPED))
+        states = (State.PASSED, State.FAILED, State.SKIPPED)
+        passed, failed, nothing = (file_of(TestResult("T.test_1", state)) for state in states)
         for file, keep_going, more, expected in (
             (passed, False, {}, False),
             (failed, True, {}, False),
@@ -171,13 +157,11 @@ class TestCommand(TreeCase):
         self.assertEqual(out.count("Traceback"), 1)
         self.assertIn("failed in 2 of 4 rounds (rounds 2, 3): AssertionError: 2 unexpectedly found in (2, 3)", out)
         self.assertRegex(out, r"(?m)^4 rounds of 2 files in .*; 2 rounds failed\n2 passed, 1 failed, 0 skipped$")
-        report = json.loads((self.root / "r/report.json").read_text())
-        fits(self, report, schema("report"))
+        report = self.read_report()
         self.assertEqual(report["rounds"], {"asked": 4, "limit": None, "complete": 4, "failed": 2})
-        page = html_report.render(report)
-        self.assertIn("This is the sum of 4 complete rounds", page)
-        self.assertIn("failed in 2 of 4 rounds (rounds 2, 3)", page)
-        self.assertIn('<section id="rounds"', page)
+        sums = ("This is the sum of 4 complete rounds", "failed in 2 of 4 rounds (rounds 2, 3)")
+        for words in (*sums, '<section id="rounds"'):
+            self.assertIn(words, html_report.render(report))
 
     def test_the_first_failure_is_the_end(self):
         self.write({"test_w": self.weather(2)})
@@ -193,13 +177,13 @@ class TestCommand(TreeCase):
         while not path.exists() or path.stat().st_size < 3:
             self.assertIsNone(process.poll())
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-        self.assertEqual(process.returncode, 130, out + err)
+        out = self.finish(process)
+        self.assertEqual(self.code, 130, out + self.err)
         self.assertRegex(out, r"(?m)^round 3/9 stopped 1 passed")
         self.assertRegex(out, r"(?m)^2 rounds of 2 files in .*, and part of round 3$")
         self.assertRegex(out, r"stopped by SIGINT before all tests had run\n3 passed, 0 failed, 0 skipped\n$")
-        self.assertNotIn("not started", out)  # it ran in two rounds
-        report = json.loads((self.root / "r/report.json").read_text())
+        self.assertNotIn("not started", out)  # test_y ran in two rounds
+        report = self.read_report()
         self.assertEqual((report["rounds"]["complete"], report["passed"]), (2, 3))
 
     def test_processes_of_a_round_leave_no_files(self):
@@ -212,10 +196,7 @@ class TestCommand(TreeCase):
         self.assertEqual((len(counts), len({*counts})), (4, 1), counts)
 
     def test_nothing_that_runs_ends_the_rounds(self):
-        skip = "@unittest.skip('x')\n" + PASS
-        self.write({"test_s": skip})
-        out = self.run_command("--for", "1h")
-        self.assertEqual(self.code, 5, out + self.err)
+        self.check({"test_s": "@unittest.skip('x')\n" + PASS}, ["--for", "1h"], skipped=1, code=5)
 
     def test_refusals(self):
         self.write({"test_f": FAIL})

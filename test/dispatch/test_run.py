@@ -1,4 +1,4 @@
-"""The real command over tiny trees of plain unittest files: verdicts, bad ends, selecting, lending, stopping."""
+"""The real command over small trees of plain unittest files: verdicts, bad ends, selecting, devices, stopping."""
 
 import ast
 import fcntl
@@ -16,47 +16,36 @@ import tempfile
 import termios
 import textwrap
 import time
-import unittest
 import unittest.mock
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import (
-    CHECKOUT,
-    CLOSING,
-    ENVIRONMENT,
-    FAIL,
-    LIMIT,
-    PASS,
-    TreeCase,
-    alive,
-    all_end,
-    body,
-    fits,
-    little_torch,
-    schema,
-)
+from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, all_end, body, little_torch
 
 from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.site import Site
 
 
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, *arguments], ENVIRONMENT | variables
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
+
+
 class TestVerdicts(TreeCase):
     """Without it, a verdict could be lost between unittest and the exit status."""
 
     def test_order_of_a_file_alone_and_repeat_command_works(self):
+        """The command that a failed test shows runs this test alone."""
         out = self.check({"test_f": FAIL + PASS}, failed=1, passed=1)
         (command,) = re.findall(r"^ +(\S+ \S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)
         done = subprocess.run(command.split(), capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT)
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
     def test_repeat_command_has_what_the_result_depends_on(self):
-        """The interpreter, what was tested on, the lists, and the settings. A file gets its options as variables."""
-        own, more = (self.write_json(name, {"version": 1, "entries": []}) for name in ("own.json", "more.json"))
+        """The interpreter, the device under test, the lists, and the settings. A file gets options as variables."""
         slow = self.write_json("slow.json", {})
-        lists = ["--known-failures", own, "--slow-tests", slow, "--known-failures", more]
+        lists = [*self.known_failures(name="own.json"), "--slow-tests", slow, *self.known_failures(name="more.json")]
         facts = "from torch_fsdp_tests.verdict import events; events.record(device='foo', backend='foocl', ranks=3)\n"
         names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_NAMES", "CHECK_STREAMS")]
         values = body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
@@ -68,12 +57,9 @@ class TestVerdicts(TreeCase):
         for path, name in ((ENVIRONMENT["PATH"], python), (str(self.root), sys.executable)):
             words = rf"PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 {re.escape(name)} \S+"
             known, any_device = "--device foo --backend foocl --ranks 3", r"--device \w+ --backend \w+ --ranks \d+"
-            says = [
-                rf"(?m)^to repeat: {words} .* {known} {given}$",
-                rf"(?m)^ +{words} .* -i test_f::TestF::test_f --seed 1234 {known} {given}$",
-                rf"(?m)^ +{words} .* -i test_x::TestX::test_1 --seed 1234 {any_device} {given}$",
-                r"AssertionError: \['1', '1', '1'\]",
-            ]
+            says = [rf"(?m)^to repeat: {words} .* {known} {given}$", r"AssertionError: \['1', '1', '1'\]"]
+            for test, device in (("test_f::TestF::test_f", known), ("test_x::TestX::test_1", any_device)):
+                says.append(rf"(?m)^ +{words} .* -i {test} --seed 1234 {device} {given}$")
             arguments = ["-j1", "--keep-going", *lists, *options]
             self.check({}, arguments, failed=2, cwd=self.root, env={"PATH": path, **variables}, says=says)
 
@@ -90,7 +76,7 @@ class TestVerdicts(TreeCase):
 
 
 class TestBadEnds(TreeCase):
-    """Without it, a file that crashes, hangs or leaves early could count as passed, or fail without its cause."""
+    """Without it, a file that hangs could count as passed, or fail without its cause. Other ends: test_states."""
 
     def test_hang_shows_stacks_and_is_limited(self):
         """A file that ignores SIGTERM is killed a moment later."""
@@ -102,12 +88,11 @@ class TestBadEnds(TreeCase):
         says = ["file's time limit of 1 s", r"in here_it_hangs", "tests not reached: TestX.test_3"]
         arguments = ["--timeout", "1", "--keep-going", "--report", self.root / "r"]
         self.check(files, arguments, passed=1, failed=2, says=says)
-        heeding, ignoring = json.loads((self.root / "r/report.json").read_text())["files"]
-        outcomes = [test["outcome"] for test in (*heeding["tests"], *ignoring["tests"])]
+        hangs, ignores = self.read_report()["files"]
+        outcomes = [test["outcome"] for test in (*hangs["tests"], *ignores["tests"])]
         self.assertEqual(outcomes, ["passed", "timed out", "not run", "timed out"])
-        ends = [file["attempts"][0]["ended"] - file["attempts"][0]["began"] for file in (heeding, ignoring)]
-        self.assertLess(ends[0], 6)
-        self.assertGreater({test["test"]: test["seconds"] for test in heeding["tests"]}["TestX.test_2"], 0.1)
+        self.assertLess(hangs["attempts"][0]["ended"] - hangs["attempts"][0]["began"], 6)
+        self.assertGreater({test["test"]: test["seconds"] for test in hangs["tests"]}["TestX.test_2"], 0.1)
 
 
 class TestSelecting(TreeCase):
@@ -117,11 +102,8 @@ class TestSelecting(TreeCase):
         """TestSelect of test_plan has all ways to select."""
         text = body("pass", "pass") + body("pass", name="TestY")
         text += "print('got', sys.argv[1:])\nunittest.main(argv=sys.argv[:1])\n"
-        self.check(
-            {"a/test_x": text, "test_p": PASS},
-            ["-i", "test/a/test_x.py::TestX", "-x", "a/test_x::TestX::test_1"],
-            passed=1,
-        )
+        selection = ["-i", "test/a/test_x.py::TestX", "-x", "a/test_x::TestX::test_1"]
+        self.check({"a/test_x": text, "test_p": PASS}, selection, passed=1)
         self.check({}, ["-k", "TestY", "-k", "*test_2"], passed=2)
         says = [r"got \['--flag', 'v'\]"]
         self.check({}, ["-i", "a", "--", "--flag", "v"], passed=3, says=says, env={"VERBOSE_TEST_LOGS": "1"})
@@ -149,8 +131,7 @@ class TestSelecting(TreeCase):
             with self.subTest(folder=folder, words=words):
                 jobs = self.jobs(*words, cwd=self.root / folder)
                 self.assertEqual((self.code, sorted(job["file"] for job in jobs)), (0, selected), self.err)
-        self.assertEqual(self.run_command("b", "--dry-run", cwd=self.tree), "")
-        self.assertEqual(self.code, 2)
+        self.assertEqual((self.run_command("b", "--dry-run", cwd=self.tree), self.code), ("", 2))
 
     def test_a_list_of_names(self):
         self.write({"a/test_x": body("pass", "pass"), "a/test_y": PASS, "test_p": PASS})
@@ -163,22 +144,20 @@ class TestSelecting(TreeCase):
         self.check_errors([wrong, (["-i", "quik"], "run_test.py: unknown test 'quik'; nearest: quick\n")])
 
     def test_unknown_names(self):
-        """TestSelect of test_plan has the names that the sources tell. Only the file itself knows all its tests."""
+        """Only the file itself knows its generated tests. TestSelect of test_plan has names that the sources show."""
         self.write({"a/test_x": body("pass")})
         self.run_command("-i", "a/test_x::TestX::test_1_no")
         self.assertEqual(self.code, 2, self.out + self.err)
         self.assertRegex(self.err + self.out, "unknown test.*: a/test_x: .*; nearest: TestX.test_1")
 
     def test_options_of_upstreams_ci(self):
-        """Those that mean nothing here are named once."""
+        """Each option that has no effect here is reported once."""
         self.write({"distributed/test_x": PASS, "test_p": PASS})
-        given = ["--exclude-jit-executor", "--xpu", "--exclude-distributed-tests", "--xpu"]
-        (job,) = self.jobs(*given)
+        (job,) = self.jobs("--exclude-jit-executor", "--xpu", "--exclude-distributed-tests", "--xpu")
         self.assertEqual(job["file"], "test_p")
         words = "run_test.py: these options of PyTorch's run_test.py have no effect here: --exclude-jit-executor, --xpu"
         self.assertEqual(self.err, f"{words}\n")
-        self.assertEqual(self.jobs("--distributed-tests", "--exclude-distributed-tests"), [])
-        self.assertEqual(self.code, 5)
+        self.assertEqual((self.jobs("--distributed-tests", "--exclude-distributed-tests"), self.code), ([], 5))
 
     def test_list_and_plan(self):
         self.write({"distributed/test_x": body("pass"), "test_p": PASS})
@@ -189,8 +168,7 @@ class TestSelecting(TreeCase):
         self.assertEqual(self.code, 0, self.err)
         progress = re.findall(r"(?m)^\[\d/2\] (\w+ +\S+) ", self.err)
         self.assertEqual(sorted(progress), ["listed  distributed/test_x", "listed  test_p"])
-        plan = json.loads(self.run_command("--dry-run", "--json", "-i", "test_p"))
-        fits(self, plan, schema("plan"))
+        plan = self.plan("-i", "test_p")
         job = {"file": "test_p", "shard_id": 1, "num_shards": 1, "devices": 0, "estimate": None, "tests": None}
         self.assertEqual((plan["shard"], plan["num_shards"], plan["jobs"]), (1, 1, [job]))
 
@@ -204,13 +182,10 @@ class TestSelecting(TreeCase):
         loaded = self.root / "loaded"
         files = dict.fromkeys(("test_b", "test_c"), f"open({str(loaded)!r}, 'w').write('.'); time.sleep(60)\n{PASS}")
         self.write({"test_a": PASS, **files})
-        process = self.start("--list", "--tests", "-j1")
-        self.wait_for(process, loaded)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-        self.assertEqual((process.returncode, out), (130, "test_a::TestP::test_p\n"), err)
-        self.assertIn("[2/3] stopped test_b  before its tests were known\n", err)
-        self.assertIn("run_test.py: the tests of 2 files are not listed: test_b, test_c\n", err)
+        self.interrupt(self.start("--list", "--tests", "-j1"), loaded)
+        self.assertEqual((self.code, self.out), (130, "test_a::TestP::test_p\n"), self.err)
+        self.assertIn("[2/3] stopped test_b  before its tests were known\n", self.err)
+        self.assertIn("run_test.py: the tests of 2 files are not listed: test_b, test_c\n", self.err)
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
     def test_a_listing_of_files_that_call_run_tests(self):
@@ -248,19 +223,14 @@ class TestSelecting(TreeCase):
 
     def test_planning_reads_source_only_and_imports_little(self):
         self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
-        for what in (["--dry-run"], ["--list"]):
-            code = (
-                f"import sys; sys.argv = {['run_test.py', '--test-directory', str(self.tree), *what]!r}; import runpy"
-            )
+        slow = {"torch", "unittest", "subprocess", "hashlib", "tempfile", "difflib"}  # each costs milliseconds
+        for what in ("--dry-run", "--list"):
+            code = f"import sys; sys.argv = {['run_test.py', '--test-directory', str(self.tree), what]!r}; import runpy"
             end = "import atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
             run = f"runpy.run_path({str(CHECKOUT / 'run_test.py')!r}, run_name='__main__')"
-            done = subprocess.run(
-                [sys.executable, "-S", "-c", f"{code}; {end}; {run}"], capture_output=True, text=True, env=ENVIRONMENT
-            )
+            done = run_python("-S", "-c", f"{code}; {end}; {run}")
             self.assertIn("test_x", done.stdout, done.stderr)
-            loaded = set(done.stderr.split())
-            # Each of these costs milliseconds, of which a plan has 300.
-            self.assertEqual(loaded & {"torch", "unittest", "subprocess", "hashlib", "tempfile", "difflib"}, set())
+            self.assertEqual(slow.intersection(done.stderr.split()), set())
         self.assertFalse((self.root / "ran").exists())
 
     def test_seed_shuffles_and_is_stable_for_a_subset(self):
@@ -272,54 +242,44 @@ class TestSelecting(TreeCase):
         first = order("--seed", 5)
         self.assertEqual(first, order("--seed", 5))
         self.assertNotEqual(first, sorted(first))
-        self.assertEqual(
-            order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"]
-        )
+        others = [name for name in first if name != "test_4"]
+        self.assertEqual(order("--seed", 5, "-x", "test_x::TestX::test_4"), others)
 
 
 class TestSurroundings(unittest.TestCase):
-    """Without it, an old Python or a missing torch could end in a traceback that names no remedy.
-
-    What run_test.py needs before it can do anything.
-    """
-
-    def run_python(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT | variables, timeout=LIMIT
-        )
+    """Without it, an old Python or a missing torch could end in a traceback that names no remedy."""
 
     def test_python_that_is_too_old(self):
         script = str(CHECKOUT / "run_test.py")
         ast.parse(Path(script).read_text(), feature_version=(3, 4))
         code = f"import runpy, sys; sys.version_info = (3, 9, 1); runpy.run_path({script!r}, run_name='__main__')"
-        done = self.run_python("-c", code)
+        done = run_python("-c", code)
         self.assertEqual((done.returncode, done.stdout), (2, ""))
         words = "needs Python 3.10 or later, and this is Python 3.9: start it with a later one, as in python3.11"
         self.assertEqual(done.stderr, f"run_test.py {words} run_test.py\n")
 
     def test_packages_that_are_not_installed(self):
         """The suite's own tests need them, but a plan and a list of files do not."""
-        script = str(CHECKOUT / "run_test.py")
-        done = self.run_python("-S", script, "-i", "harness/test_names")  # without any third-party package
-        self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
-        command = f"{sys.executable} -m pip install torch numpy expecttest"
-        words = f"torch, numpy and expecttest are not installed for this Python: {command}"
-        self.assertEqual(done.stderr.partition(";")[0], f"run_test.py: {words}")
-        self.assertEqual(done.stderr.count("\n"), 1)
+        command = ["-S", str(CHECKOUT / "run_test.py"), "-i", "harness/test_names"]  # -S: no third-party packages
+        done = run_python(*command)
+        self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (2, "", 1), done.stderr)
+        words = "torch, numpy and expecttest are not installed for this Python"
+        install = f"{sys.executable} -m pip install torch numpy expecttest"
+        self.assertEqual(done.stderr.partition(";")[0], f"run_test.py: {words}: {install}")
         for what in ("--list", "--dry-run"):
-            self.assertEqual(self.run_python("-S", script, "-i", "harness/test_names", what).returncode, 0)
+            self.assertEqual(run_python(*command, what).returncode, 0)
 
     def test_a_torch_that_is_too_old(self):
         with tempfile.TemporaryDirectory() as folder:
             torch = little_torch(Path(folder), "2.8.1+x")
-            done = self.run_python(str(CHECKOUT / "run_test.py"), "-i", "harness/test_names", **torch)
+            done = run_python(str(CHECKOUT / "run_test.py"), "-i", "harness/test_names", **torch)
         command = f"{sys.executable} -m pip install --upgrade torch"
         words = f"torch 2.8.1+x is installed, but the tests need torch >=2.9: {command}"
         self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
         self.assertEqual(done.stderr.partition(";")[0], f"run_test.py: {words}")
 
     def test_versions(self):
-        done = self.run_python(str(CHECKOUT / "run_test.py"), "--version")
+        done = run_python(str(CHECKOUT / "run_test.py"), "--version")
         torch = f"torch {torch_version()}" if torch_version() else "torch is not installed"
         suite = rf"torch_fsdp_tests {re.escape(__version__)}( \([0-9a-f]+(-dirty)?\))?"
         self.assertRegex(done.stdout, rf"^{suite}, {re.escape(torch)}, Python {platform.python_version()}\n$")
@@ -338,7 +298,7 @@ class TestDevices(TreeCase):
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
-        self.write(dict.fromkeys(needs, textwrap.dedent(report)))
+        self.write(dict.fromkeys(needs, report))
         arguments = ["--device", "foo", "--devices", "3-6", "--keep-going", *self.needs(**needs)]
         self.run_command(*arguments, env=self.declare("foo", 8))
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
@@ -353,18 +313,14 @@ class TestDevices(TreeCase):
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
     def test_files_that_share_the_devices(self):
-        """With -j so many files run at a time, and each of them sees all devices."""
-        sees = """
-        class TestX(unittest.TestCase):
-            def test_x(self): self.assertEqual(os.environ["FOO_VISIBLE"], "3,4")
-        """
-        self.write(dict.fromkeys(["test_a", "test_b"], textwrap.dedent(sees)))
+        """With ``-j``, this number of files runs at a time, and each of them sees all devices."""
+        sees = body("self.assertEqual(os.environ['FOO_VISIBLE'], '3,4')")
         arguments = ["--device", "foo", "--devices", "3-4", "-j3", *self.needs(test_a=1, test_b=8)]
-        out = self.check({}, arguments, passed=2, env=self.declare("foo", 8))
+        out = self.check({"test_a": sees, "test_b": sees}, arguments, passed=2, env=self.declare("foo", 8))
         self.assertIn("device foo, 3 slots", out.splitlines()[0])
 
     def test_device_facts_of_a_file_reach_later_files(self):
-        """This is for files with the same number of devices. Probing a device takes longer than most tests."""
+        """If they have the same number of devices. To probe a device takes longer than most tests."""
         asks = """
         from torch_fsdp_tests.verdict import events
         probed = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
@@ -373,11 +329,10 @@ class TestDevices(TreeCase):
             def test_x(self): self.assertEqual(probed, PROBED)
         """
         expected = {"test_a": ({}, 2), "test_b": ({"probed by": "test_a.py"}, 2), "test_wide": ({}, 3)}
-        self.write({name: f"PROBED = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in expected.items()})
+        files = {name: f"PROBED = {what}\n{textwrap.dedent(asks)}" for name, (what, _) in expected.items()}
         times = self.recorded(test_a=3, test_wide=2, test_b=1)
         needs = self.needs(**{name: number for name, (_, number) in expected.items()})
-        arguments = ["--device", "foo", *times, *needs]
-        self.check({}, arguments, passed=3, env=self.declare("foo", 3))
+        self.check(files, ["--device", "foo", *times, *needs], passed=3, env=self.declare("foo", 3))
 
     def test_devices_option_has_no_effect_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
@@ -395,10 +350,8 @@ class TestDevices(TreeCase):
         name = "run_test.py: '{}' is not a device type; use 'cpu' "
         cases = [(["--device", word, "--dry-run"], name.format(word)) for word in ("CPU", "cpu:0")]
         self.check_errors([(["--device", "CPU"], name.format("CPU")), *cases])
-        words = (
-            "run_test.py: the device type 'nope' is unknown; torch and the installed vendors' packages know cpu, cuda, "
-        )
-        self.check_errors([([], words)], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
+        words = "the device type 'nope' is unknown; torch and the installed vendors' packages know cpu, cuda, "
+        self.check_errors([([], f"run_test.py: {words}")], env={"TORCH_FSDP_TESTS_DEVICE": "nope"})
         self.assertFalse((self.root / "ran").exists())
 
     @unittest.skipIf(torch_version() is None, "torch is not installed")
@@ -415,24 +368,19 @@ class TestDevices(TreeCase):
 class TestForeignDirectories(TreeCase):
     """Without it, files of another project could import this checkout's ``test`` package, or not find their own."""
 
-    helper = "VALUE = 'theirs'\n"
-    text = body("from test.more.helper import VALUE; from beside import VALUE as other; print(VALUE, other)")
-
-    def write_helpers(self, *packages: str) -> None:
-        self.write({"more/test_x": self.text})
-        for path in ("test/more/helper.py", "beside.py"):
-            (self.root / path).write_text(self.helper)
-        for path in packages:
-            (self.tree / path / "__init__.py").touch()
-
     def test_packages_around_another_test_directory(self):
+        """``packages`` are the folders with an ``__init__.py``."""
+        imports = "from test.more.helper import VALUE; from beside import VALUE as other; print(VALUE, other)"
         for packages, folder in (((), "."), (("", "more"), "."), (("", "more"), "more"), (("",), ".")):
             with self.subTest(packages=packages, folder=folder):
                 shutil.rmtree(self.tree)
-                self.write_helpers(*packages)
+                self.write({"more/test_x": body(imports)})
+                for path in ("test/more/helper.py", "beside.py"):
+                    (self.root / path).write_text("VALUE = 'theirs'\n")
+                for path in packages:
+                    (self.tree / path / "__init__.py").touch()
                 directory = ["--test-directory", self.tree / folder]
-                says = ["theirs theirs"]
-                self.check({}, directory, passed=1, says=says, env={"VERBOSE_TEST_LOGS": "1"})
+                self.check({}, directory, passed=1, says=["theirs theirs"], env={"VERBOSE_TEST_LOGS": "1"})
 
     def test_a_source_tree_of_torch_does_not_hide_the_installed_one(self):
         (self.root / "torch").mkdir()
@@ -444,7 +392,7 @@ class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 
     def test_a_second_outcome_in_one_process_is_no_rerun(self):
-        """The results of TestOutcomes of test_plan, for an alias of a class."""
+        """An alias of a class runs its tests twice. TestOutcomes of test_plan has all combinations."""
         fails = "n = []\n" + body("n.append(1); self.assertNotIn(len(n), FAILS)", "pass") + "TestY = TestX\n"
         self.write({"test_a": f"FAILS = [1]\n{fails}", "test_b": f"FAILS = [2]\n{fails}"})
         note = r"note: several tests have the same id, of which the worst outcome counts: TestX.test_1, TestX.test_2\n"
@@ -478,7 +426,7 @@ class TestReruns(TreeCase):
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
     def test_failed_ignores_tests_and_files_that_are_gone(self):
-        """Neither a test that is gone nor a file that is gone is unknown to ``--failed``."""
+        """They are not reported as unknown names."""
         self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)
         (self.tree / "test_y.py").unlink()
         files = {"test_x": body("pass", "self.fail()").replace("test_1", "test_new")}
@@ -503,39 +451,29 @@ class TestStopping(TreeCase):
         # Under nohup this process ignores the signal, and so would the runs that it starts.
         self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL))
 
-    def stop(self, number: int, **more: Any) -> tuple[list[int], int, str, str]:
-        """Stop a run in a test that has a child. Returns both process ids, and the status and output of the run."""
+    def stop(self, number: int, **more: Any) -> list[int]:
+        """Stop a run in a test that has a child. Returns the process ids of the test's process and of the child."""
         child = "child = subprocess.Popen(['sleep', '60'])"
         tell = f"open({str(self.root / 'pid')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}.')"
-        text = body("pass", f"{child}; {tell}; time.sleep(60)")
-        self.write({"test_x": text, "test_y": "time.sleep(0)\n" + PASS})
-        process = self.start("-j1", "--report", self.root / "r", **more)
-        pids = self.wait_for(process, self.root / "pid")
-        process.send_signal(number)
-        out, err = process.communicate()
-        return pids, process.returncode, out, err
+        self.write({"test_x": body("pass", f"{child}; {tell}; time.sleep(60)"), "test_y": PASS})
+        return self.interrupt(self.start("-j1", "--report", self.root / "r", **more), self.root / "pid", number)
 
     def test_interrupt_and_terminate(self):
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
             with self.subTest(number.name):
-                pids, status, out, err = self.stop(
-                    number, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-                )
-                self.assertEqual(status, code, out + err)
-                self.assertEqual(CLOSING.findall(out), [("1", "0", "0")], out)
-                self.assertIn("1 file not started: test_y", out)
-                self.assertIn(f"{number.name}: stopping 1 running file\n", out)
-                self.assertIn(f"\nstopped by {number.name} before all tests had run\n", out)
+                pids = self.stop(number, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+                self.assertEqual((self.code, CLOSING.findall(self.out)), (code, [("1", "0", "0")]), self.out + self.err)
+                self.assertIn("1 file not started: test_y", self.out)
+                self.assertIn(f"{number.name}: stopping 1 running file\n", self.out)
+                self.assertIn(f"\nstopped by {number.name} before all tests had run\n", self.out)
                 self.assertFalse(any(map(alive, pids)))
-                (file,) = json.loads((self.root / "r/report.json").read_text())["files"]
+                (file,) = self.read_report()["files"]
                 self.assertEqual([test["outcome"] for test in file["tests"]], ["passed", "not run"])
                 (self.root / "pid").unlink()
 
     def test_nohup_is_respected(self):
-        self.write({"test_x": body("os.kill(os.getppid(), signal.SIGHUP)", "pass")})
-        process = self.start(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-        out, err = process.communicate()
-        self.assertEqual((process.returncode, CLOSING.findall(out)), (0, [("2", "0", "0")]), out + err)
+        files = {"test_x": body("os.kill(os.getppid(), signal.SIGHUP)", "pass")}
+        self.check(files, passed=2, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
 
     def test_a_closed_terminal_leaves_a_report(self):
         ours, theirs = pty.openpty()
@@ -552,19 +490,16 @@ class TestStopping(TreeCase):
         self.wait_for(process, ran)
         os.close(ours)
         self.assertEqual(process.wait(), 129)
-        report = json.loads((self.root / "r/report.json").read_text())
+        report = self.read_report()
         self.assertEqual((report["exit_code"], report["passed"]), (129, 1))
 
     def test_a_file_that_is_stopped_before_its_first_test_is_not_called_empty(self):
         loaded = self.root / "loaded"
         self.write({"test_x": f"open({str(loaded)!r}, 'w').write('.'); time.sleep(60)\n{PASS}"})
-        process = self.start(env={"FORCE_COLOR": "1"})
-        self.wait_for(process, loaded)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-        self.assertEqual(process.returncode, 130, out + err)
-        self.assertRegex(out, r"(?m)^\[1/1\] stopped test_x  0 tests  ")
-        self.assertNotIn("\x1b[32m", out)  # nothing about a stopped run is green
+        self.interrupt(self.start(env={"FORCE_COLOR": "1"}), loaded)
+        self.assertEqual(self.code, 130, self.out + self.err)
+        self.assertRegex(self.out, r"(?m)^\[1/1\] stopped test_x  0 tests  ")
+        self.assertNotIn("\x1b[32m", self.out)  # nothing about a stopped run is green
 
     def test_signal_while_the_end_is_reported(self):
         pid_file = self.root / "pid"
@@ -572,15 +507,15 @@ class TestStopping(TreeCase):
         self.write({"test_x": text})
         process = self.start()
         self.assertTrue(all_end(self.wait_for(process, pid_file)))
-        process.send_signal(signal.SIGTERM)  # it is writing more than the pipe holds, or is about to
-        out, err = process.communicate()
-        self.assertEqual((process.returncode, CLOSING.findall(out)), (143, [("0", "1", "0")]), err)
+        process.send_signal(signal.SIGTERM)  # the run writes more than the pipe holds, or is about to
+        out = self.finish(process)
+        self.assertEqual((self.code, CLOSING.findall(out)), (143, [("0", "1", "0")]), self.err)
 
     def test_a_lost_process_counts_more_than_the_signal_because_of_it(self):
         started = self.root / "started"
 
         class Losing(Site):
-            """A process of the launch is gone, and the launcher ends the run: both are reported at the same time."""
+            """A process of the launch is gone, and the launcher's signal arrives at the same time."""
 
             def watch(self, children):
                 self.children = children
@@ -596,20 +531,20 @@ class TestStopping(TreeCase):
             self.check({"test_x": waits}, failed=1, code=3, says=["rank 1 is gone", "crashed: TestX.test_1"])
 
     def test_killed_dispatcher_leaves_nothing(self):
-        with tempfile.TemporaryDirectory() as scratch:
-            pids, _, _, _ = self.stop(signal.SIGKILL, env={"TMPDIR": scratch})
-            self.assertTrue(all_end(pids))
-            give_up = time.monotonic() + 5
-            while os.listdir(scratch) and time.monotonic() < give_up:
-                time.sleep(0.02)
-            self.assertEqual(os.listdir(scratch), [])
+        scratch = self.root / "scratch"
+        scratch.mkdir()
+        self.assertTrue(all_end(self.stop(signal.SIGKILL, env={"TMPDIR": str(scratch)})))
+        give_up = time.monotonic() + 5
+        while os.listdir(scratch) and time.monotonic() < give_up:
+            time.sleep(0.02)
+        self.assertEqual(os.listdir(scratch), [])
 
     def test_two_at_once(self):
         self.write({f"test_{n}": PASS for n in range(4)})
         both = [self.start("-j2"), self.start("-j2")]
         for process in both:
-            out, err = process.communicate()
-            self.assertEqual((process.returncode, CLOSING.findall(out)), (0, [("4", "0", "0")]), out + err)
+            out = self.finish(process)
+            self.assertEqual((self.code, CLOSING.findall(out)), (0, [("4", "0", "0")]), out + self.err)
 
 
 if isinstance(sys.stdout, io.TextIOWrapper):

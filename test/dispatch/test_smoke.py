@@ -13,28 +13,23 @@ from torch_fsdp_tests.reach import ReachMap
 TESTS = Path(__file__).resolve().parents[1]
 FSDP1, FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."
 CHECKPOINT = "torch.distributed.checkpoint."
-LONGEST = 90  # seconds of all tests by the map, one after the other; recorded times include the recording
+LONGEST = 90  # serial seconds of all tests by the map, whose times include the overhead of coverage
 
 # For each heading of the list: functions that its tests enter. The map does not have compiled code.
+RUNTIME, GROUP = f"{FSDP1}_runtime_utils.", f"{FSDP2}_fsdp_param_group.FSDPParamGroup."
 ENTERED = {
-    "FSDP1 and its sharding strategies": (
-        f"{FSDP1}_runtime_utils._reduce_grad",
-        f"{FSDP1}_runtime_utils._reduce_grad_no_shard",
-    ),
+    "FSDP1 and its sharding strategies": (f"{RUNTIME}_reduce_grad", f"{RUNTIME}_reduce_grad_no_shard"),
     "FSDP2": (f"{FSDP2}_fsdp_collectives.foreach_all_gather", f"{FSDP2}_fsdp_collectives.foreach_reduce"),
     "Gradient accumulation": (f"{FSDP2}_fully_shard.FSDPModule.set_requires_gradient_sync",),
     "Mixed precision": (
         f"{FSDP1}_flat_param.FlatParamHandle._use_low_precision_shard",
         f"{FSDP2}_fsdp_state.FSDPState._cast_output_dtype",
     ),
-    "CPU offload": (
-        f"{FSDP1}_runtime_utils._offload_grad",
-        f"{FSDP2}_fsdp_param_group.FSDPParamGroup._validate_cpu_offload_params",
-    ),
+    "CPU offload": (f"{RUNTIME}_offload_grad", f"{GROUP}_validate_cpu_offload_params"),
     "State dicts": (
         f"{FSDP1}_state_dict_utils._local_pre_load_state_dict_hook",
         f"{FSDP1}_state_dict_utils._sharded_post_state_dict_hook",
-        f"{FSDP2}_fsdp_param_group.FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+        f"{GROUP}_register_state_dict_hooks.<locals>.to_sharded_hook",
     ),
     "Optimizer states": (f"{FSDP1}_optim_utils._optim_state_dict",),
     "Checkpoints": (f"{CHECKPOINT}state_dict_saver.save", f"{CHECKPOINT}state_dict_loader.load"),
@@ -64,7 +59,7 @@ class TestSmoke(unittest.TestCase):
     """Without it, ``-i smoke`` could name tests that are gone, leave out a feature of FSDP, or take too long."""
 
     def reached(self, words: list[str], known: ReachMap) -> set[int]:
-        """The numbers, in a map, of the tests that these words select."""
+        """The positions in a map of the tests that these words select."""
         actual = set()
         for run in select(discover(TESTS), words, (), TESTS):
             own = {number: test.test for number, test in enumerate(known.tests) if test.file == run.file}
@@ -89,7 +84,7 @@ class TestSmoke(unittest.TestCase):
         self.assertLess(seconds, LONGEST)
 
     def test_smoke_list_names_no_device_type(self):
-        """A class that is made for each type of device has a different name on another type."""
+        """A class that is generated for each device type has another name for each."""
         names = [name for words in sections().values() for name in words]
         self.assertEqual([name for name in names if "CPU" in name], [])
 

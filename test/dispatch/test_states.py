@@ -1,4 +1,4 @@
-"""Every state in which a test can end, with the real command: what the reports say about it, rank by rank."""
+"""Every state in which a test can end, with the real command: what all reports say about the test and its ranks."""
 
 import json
 import re
@@ -7,11 +7,9 @@ import sys
 import textwrap
 import unittest
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, alive, body, fits, schema
+from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, alive, body
 
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
@@ -22,91 +20,56 @@ RANKS = """#bare
 import atexit, threading
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-
 TIMEOUT_OVERRIDE.update(dict.fromkeys(["test_times_out", "test_passes_and_hangs", "test_skips_and_hangs"], 3))
-
 class TestRanks(MultiProcessTestCase):
     world_size = 2
-
     def setUp(self):
         super().setUp()
         self._spawn_processes()
-
-    def test_passes(self):
-        pass
-
+    def test_passes(self): pass
     def test_fails(self):
         print("printed by", self.rank)
         self.assertEqual(self.rank, 0)
-
-    def test_fails_alike(self):
-        self.fail("on every rank")
-
-    def test_errs(self):
-        raise ValueError(f"raised by {self.rank}")
-
+    def test_fails_alike(self): self.fail("on every rank")
+    def test_errs(self): raise ValueError(f"raised by {self.rank}")
     def test_errs_in_a_clean_up(self):
-        if self.rank == 1:
-            self.addCleanup(open, "no such file")
-
+        if self.rank == 1: self.addCleanup(open, "no such file")
     def test_skips_alone(self):
-        if self.rank == 1:
-            self.skipTest("not here")
-
+        if self.rank == 1: self.skipTest("not here")
     def test_is_killed(self):
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
-
     def test_leaves(self):
-        if self.rank == 1:
-            os._exit(3)
-
+        if self.rank == 1: os._exit(3)
     def test_times_out(self):
-        if self.rank == 1:
-            time.sleep(60)
-
+        if self.rank == 1: time.sleep(60)
     def test_passes_and_hangs(self):
-        if self.rank == 1:
-            atexit.register(time.sleep, 60)
-
+        if self.rank == 1: atexit.register(time.sleep, 60)
     def test_skips_and_hangs(self):
         self.test_passes_and_hangs()
         self.skipTest("not here")
-
-    def test_leaves_a_variable(self):
-        os.environ["LEAKED"] = "1"
-
+    def test_leaves_a_variable(self): os.environ["LEAKED"] = "1"
     @unittest.expectedFailure
-    def test_leaves_a_variable_unexpectedly(self):
-        self.test_leaves_a_variable()
-
+    def test_leaves_a_variable_unexpectedly(self): self.test_leaves_a_variable()
     def test_with_a_server_that_dies(self):  # the last one, because another server must import torch
-        if self.rank == 1:
-            os.kill(os.getppid(), signal.SIGKILL)
+        if self.rank == 1: os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
-
 class TestParent(TestCase):
     test_leaves_a_variable = TestRanks.test_leaves_a_variable
-
     def test_lets_a_thread_fail(self):
         thread = threading.Thread(target=self.fail, name="failing")
         thread.start()
         thread.join()
-
 class TestPlain(unittest.TestCase):
     test_1_leaves_a_variable = TestRanks.test_leaves_a_variable
-
-    def test_2_finds_none(self):
-        self.assertNotIn("LEAKED", os.environ)
-
+    def test_2_finds_none(self): self.assertNotIn("LEAKED", os.environ)
 if __name__ == "__main__":
     run_tests()
 """
 
 Rank = tuple[str, str, dict[str, Any]]
 
-# For each test: its state, its phase, and for each rank the state, its actions, and the part in the rank's data.
+# For each test: its state, its phase, and for each rank the state, the words about it, and some of its data.
 PASSED = ("passed", "passed", {"reported": "passed", "exit_code": 0})
 STATES: dict[str, tuple[Any, ...]] = {
     "fails": ("failed", "body", PASSED,
@@ -190,7 +153,7 @@ CHILDREN = body(
     "print('pid', subprocess.Popen(['sleep', '60']).pid)",
     "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)",
 )
-# What a child sees of the stream of results: no descriptor, but the one with which it looks, and no variable.
+# A child has no access to the stream of results. The fourth descriptor is that of ``listdir``.
 LOOK = "import os; print(sorted(os.listdir('/proc/self/fd')), [n for n in os.environ if 'EVENTS' in n])"
 SEEN = body(
     f"seen = subprocess.check_output([sys.executable, '-c', {LOOK!r}], text=True, close_fds=False); "
@@ -299,15 +262,13 @@ class StatesCase(TreeCase):
 
     def run_and_report(self, *arguments: object, **more: Any) -> dict[tuple[str, str], dict[str, Any]]:
         """Run the tree. Returns the tests of ``report.json`` by file and name; JUnit and the console have the same."""
-        self.run_command(
-            "--report", self.root / "r", "--save-xml", self.root / "xml", "--keep-going", *arguments, **more
-        )
-        report = self.report = json.loads((self.root / "r/report.json").read_text())
-        fits(self, report, schema("report"))
+        reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
+        self.run_command(*reports, "--keep-going", *arguments, **more)
+        self.report = self.read_report()
         self.page = (self.root / "r/report.html").read_text()
         Balanced(self).feed(self.page)
         self.cases = self.read_junit()
-        tests = {(file["file"], test["test"]): test for file in report["files"] for test in file["tests"]}
+        tests = {(file["file"], test["test"]): test for file in self.report["files"] for test in file["tests"]}
         self.assertEqual(self.cases.keys(), tests.keys())
         for place, test in tests.items():
             state, reason = test["outcome"], clean(test["reason"])
@@ -360,7 +321,7 @@ class TestStatesOfRanks(StatesCase):
             self.assertNotIn("common_distributed", rank["text"])  # tracebacks and stacks stop at the test
 
     def check_table(self, text: str, wanted: Sequence[Rank]) -> None:
-        """Check that a line for each rank is under the titles, followed by the messages of the ranks."""
+        """Check that the table has a line for each rank, and that the messages of the ranks follow it."""
         table, _, rest = text.partition("\n\n")
         _, *lines = table.splitlines()
         for number, (line, (state, words, _)) in enumerate(zip(lines, wanted, strict=True)):
@@ -369,13 +330,10 @@ class TestStatesOfRanks(StatesCase):
 
 
 class TestStatesOfProcesses(StatesCase):
-    """Without it, a test that never ran could count as passed, and a stop or a known failure as failed.
-
-    Plain unittest files, whose processes have no harness.
-    """
+    """Without it, a test that never ran could count as passed, and a stop or a known failure as failed."""
 
     def test_every_file_and_every_report(self):
-        """All files run once. TestBadEnds of test_run has limits."""
+        """Plain unittest files, without the harness, in one run. TestBadEnds of test_run has time limits."""
         self.write(FILES)
         (self.tree / "test_link.py").unlink()
         (self.tree / "test_link.py").symlink_to("/no/where")
@@ -397,7 +355,7 @@ class TestStatesOfProcesses(StatesCase):
 
     @staticmethod
     def summary(test: Mapping[str, Any]) -> str:
-        """The state of a test in the words of the table."""
+        """A test in the format of :data:`STATES_OF_FILES`."""
         scope = "" if test["scope"] == "test" else test["scope"]
         state = ", ".join(filter(None, (test["outcome"], scope, test["phase"])))
         reason = textwrap.shorten(clean(test["reason"]), 75, placeholder=" ...", break_on_hyphens=False)
@@ -405,22 +363,14 @@ class TestStatesOfProcesses(StatesCase):
 
     def check_console(self) -> None:
         for words in (
-            "ok +test_p  1 test ",
+            *("ok +test_p  1 test ", "FAILED +test_exits  0 tests ", "FAILED +test_down  1 test, 1 failed fixture "),
             "FAILED +test_class  0 tests, 1 failed fixture, 2 not run ",
             "FAILED +test_module  0 tests, 1 failed fixture, 1 not run ",
-            "FAILED +test_down  1 test, 1 failed fixture ",
-            "FAILED +test_exits  0 tests ",
             "FAILED +test_subtests  3 tests, 1 skipped, 1 skipped in part ",
             r"\n  failed: a/test_f::TestF.test_f\n    AssertionError: 1 != 2\n.* -i a/test_f::TestF::test_f --seed 1",
-            r"-i test_class::TestX --seed",
-            "reason:\n +2  class needs more\n",
-            "reason:\n +2  needs an even number\n",
-            "\n +1  lacks a thing\n",
-            "tests not reached: TestX.test_1, TestX.test_2\n",
-            "tests not reached: TestX.test_3\n",
-            "\n5 tests not reached\n",
-            r"\(i=2\)",
-            "no such thing here\n",
+            *(r"-i test_class::TestX --seed", r"\(i=2\)", "no such thing here\n", "\n5 tests not reached\n"),
+            *("reason:\n +2  class needs more\n", "reason:\n +2  needs an even number\n", "\n +1  lacks a thing\n"),
+            *("tests not reached: TestX.test_1, TestX.test_2\n", "tests not reached: TestX.test_3\n"),
         ):
             with self.subTest(words):
                 self.assertRegex(self.out, words)
@@ -457,12 +407,11 @@ class TestStatesOfProcesses(StatesCase):
         self.assertNotIn("host", rank_rows(ranks[:1])[0])
 
     def test_what_a_list_names_has_a_state_of_its_own(self):
-        """In the closing line, in report.json, in JUnit and in the page; the exit status is that of a success."""
-        entry = {"test": "test_x::TestX::test_2", "action": "fail", "reason": "the driver lacks it"}
-        known = self.write_json("known.json", {"version": 1, "entries": [entry]})
+        """The closing line, report.json, JUnit and the page show the state; the exit status is that of a success."""
+        known = self.known_failures({"test": "test_x::TestX::test_2", "reason": "the driver lacks it"})
         disabled = self.write_json("disabled.json", {"test_3 (__main__.TestX)": ["1", "", []]})
         self.write({"test_x": body("pass", "self.fail('no')", "pass", "self.skipTest('disabled: by itself')")})
-        results = self.run_and_report("--known-failures", known, "--disabled-tests", disabled)
+        results = self.run_and_report(*known, "--disabled-tests", disabled)
         tests = [results["test_x", f"TestX.test_{number}"] for number in (1, 2, 3, 4)]
         self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 2 skipped, 1 known failure"))
         self.assertEqual(self.summary(tests[1]), "known failure, body: AssertionError: no")

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.tools.versions``, over tiny trees and fake packages named torch."""
+"""``python -m torch_fsdp_tests.tools.versions``, over small trees of tests and stubs of torch."""
 
 import importlib.util
 import re
@@ -6,14 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import unittest
 import zipfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, all_end, little_torch
+from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, all_end, body, little_torch
 
 from torch_fsdp_tests.tools.versions.table import Row, Table
 
@@ -34,7 +32,7 @@ class TestX(unittest.TestCase):
 
 
 def write_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel of a package with a version, and nothing else."""
+    """Write the wheel of a package that has only a version."""
     module = name.replace("-", "_")
     about = f"{module}-{version}.dist-info"
     files = {
@@ -50,10 +48,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 class TestVersions(TreeCase):
-    """Without it, a table of torch versions could hide one that failed, or show a stopped run as complete.
-
-    All files of the command are below ``self.root``.
-    """
+    """Without it, a table of versions of PyTorch could hide one that failed, or show a stopped run as complete."""
 
     replaces_packages = False
 
@@ -69,11 +64,11 @@ class TestVersions(TreeCase):
 
     def start(self, *arguments: object, limit: int = 3 * LIMIT, **more: Any) -> "subprocess.Popen[str]":
         more["env"] = {"PYTHONPATH": str(CHECKOUT), "LOG": str(self.log), **more.get("env", {})}
-        # Not in a checkout, because -m would find that before the one under test.
+        # Elsewhere than in a checkout, which -m would find before the one under test.
         return super().start(*arguments, limit=limit, cwd=self.root, **more)
 
     def version(self, version: str) -> str:
-        """A named environment: this interpreter with a copy of PyTorch with this version."""
+        """An argument that names an environment: this interpreter with a stub of this version of PyTorch."""
         folder = self.root / f"torch-{version}"
         little_torch(folder, version)
         python = folder / "python"
@@ -130,13 +125,8 @@ class TestVersions(TreeCase):
 
     def test_stopped_or_killed(self):
         """Nothing is left running, and the results of the files that ended stay."""
-        waits = """
-        class TestB(unittest.TestCase):
-            def test_b(self):
-                open(os.environ['LOG'], 'a').write(f'{os.getpid()}.')
-                time.sleep(60)
-        """
-        self.write({"test_a": PASS, "test_b": textwrap.dedent(waits)})
+        waits = body("open(os.environ['LOG'], 'a').write(f'{os.getpid()}.'); time.sleep(60)")
+        self.write({"test_a": PASS, "test_b": waits})
         version = self.version("9.1.0")
         for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
             with self.subTest(number.name):
@@ -147,8 +137,8 @@ class TestVersions(TreeCase):
                     self.run_command(version)
                     self.assertIn("another run is writing to", self.err)
                 process.send_signal(number)
-                self.err = process.communicate()[1]
-                self.assertEqual(process.returncode, status, self.err)
+                self.finish(process)
+                self.assertEqual(self.code, status, self.err)
                 self.assertTrue(all_end(pids, LIMIT))
                 if number != signal.SIGKILL:
                     self.run_command()
@@ -157,7 +147,7 @@ class TestVersions(TreeCase):
 
     @unittest.skipIf(UV is None, "needs uv")
     def test_environments_are_made_once_and_kept(self):
-        """From a folder of almost empty wheels, without an index."""
+        """uv installs almost empty wheels from a folder, without an index."""
         self.write({"test_x": "import torch\nopen(os.environ['LOG'], 'a').write(torch.__version__)\n" + PASS})
         wheels = self.root / "wheels"
         wheels.mkdir()
@@ -188,9 +178,8 @@ class TestTable(unittest.TestCase):
             return Row(torch, {**data, "suite": {"commit": "c"}, **more}, problem)
 
         of_shard: dict[str, Any] = {"num_shards": 2, "shard": 1}
-        actual = Table(
-            [row("2.7.0", **of_shard), row("2.8.0", "killed"), row("2.9.1", outcome="skipped"), row("2.10.0")]
-        )
+        others = [row("2.7.0", **of_shard), row("2.8.0", "killed")]
+        actual = Table([*others, row("2.9.1", outcome="skipped"), row("2.10.0")])
         self.assertEqual([row.label for row in actual.compared], ["2.9.1", "2.10.0"])
         self.assertEqual(actual.executes_only, {("2.10.0",): ["test_x::T.test_x"]})
         self.assertEqual(actual.exists_only, {})

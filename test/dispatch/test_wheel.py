@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, TreeCase
 
 from torch_fsdp_tests import __version__
@@ -25,7 +24,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 LIMIT = 300  # seconds for one step
 NEEDED = {"pip": ">=22.3", "setuptools": ">=77"}  # pip for --python, setuptools for the licence
-USED = ("torch", "numpy", "expecttest")  # by the tests; these packages come from the environment of this test
+USED = ("torch", "numpy", "expecttest")  # packages that the tests need; the environment of this test has them
 FILE = "distributed/fsdp/test_fsdp_uneven"
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # beside those of docs
 
@@ -83,7 +82,7 @@ class TestWheel(TreeCase):
         (cls.site,) = environment.glob("lib/python*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", cls.scripts / "python", "install", "-q", "--no-compile"]
         run(*pip, "--no-index", "--no-deps", cls.wheel, env=ENVIRONMENT)
-        # These are not installed again, but taken from this test's environment.
+        # The packages that the tests need are not installed again: a .pth file adds their folders.
         places = {Path(importlib.util.find_spec(name).origin or "").parents[1] for name in USED}  # type: ignore[union-attr]
         (cls.site / "used.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
 
@@ -95,7 +94,7 @@ class TestWheel(TreeCase):
         return wheel
 
     def installed(self, *command: object, **more: object) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment in a folder that has nothing to do with it."""
+        """Run a program of the environment in an unrelated folder."""
         name, *arguments = map(str, command)
         path = f"{self.scripts}{os.pathsep}{ENVIRONMENT['PATH']}"
         options = {"env": ENVIRONMENT | {"PATH": path}, "cwd": self.root, "timeout": LIMIT, **more}
@@ -129,15 +128,14 @@ class TestWheel(TreeCase):
         self.assertEqual(self.installed("torch-fsdp-tests", "-i", "smoke", "--list").returncode, 0)
 
     def test_versions(self):
+        words = rf"^torch_fsdp_tests {__version__} \({self.commit}\), torch \d.*, Python 3.*\n$"
         for command in (["torch-fsdp-tests"], ["python", "-m", "torch_fsdp_tests"]):
             done = self.installed(*command, "--version")
-            self.assertRegex(
-                done.stdout, rf"^torch_fsdp_tests {__version__} \({self.commit}\), torch \d.*, Python 3.*\n$"
-            )
+            self.assertRegex(done.stdout, words)
             self.assertEqual((done.returncode, done.stderr), (0, ""))
 
     def test_the_package_is_in_it_without_its_tools(self):
-        """These need a checkout."""
+        """The tools need a checkout."""
         with zipfile.ZipFile(self.wheel) as wheel:
             names = set(wheel.namelist())
         files = (CHECKOUT / "torch_fsdp_tests").rglob("*.*")
@@ -163,19 +161,16 @@ class TestWheel(TreeCase):
             self.assertRegex(done.stderr, rf"^{shown}: unknown test 'nowhere'")
 
     def test_torch_is_left_alone_and_missed(self):
-        requirements = importlib.metadata.PathDistribution(
-            next(self.site.glob("torch_fsdp_tests-*.dist-info"))
-        ).requires
-        self.assertEqual({each for each in requirements or () if "extra ==" not in each}, {"expecttest", "numpy"})
+        (about,) = self.site.glob("torch_fsdp_tests-*.dist-info")
+        requirements = importlib.metadata.PathDistribution(about).requires or ()
+        self.assertEqual({each for each in requirements if "extra ==" not in each}, {"expecttest", "numpy"})
         hidden = self.site / "used.pth"
         hidden.rename(self.work / "used.pth")
         self.addCleanup((self.work / "used.pth").rename, hidden)
         done = self.installed("torch-fsdp-tests", "-i", FILE)
         self.assertEqual((done.returncode, done.stdout), (2, ""))
-        words = (
-            r"torch-fsdp-tests: torch, numpy and expecttest are not installed for this Python: \S+ -m pip install torch"
-        )
-        self.assertRegex(done.stderr, f"^{words}")
+        words = "torch, numpy and expecttest are not installed for this Python"
+        self.assertRegex(done.stderr, rf"^torch-fsdp-tests: {words}: \S+ -m pip install torch")
 
     def test_a_wheel_of_the_source_distribution_is_the_same(self):
         source, unpacked = self.work / "source", self.work / "unpacked"
@@ -190,7 +185,7 @@ class TestWheel(TreeCase):
         self.assertEqual(sorted(theirs.namelist()), sorted(ours.namelist()))
         name = "torch_fsdp_tests/commit.txt"
         self.assertEqual((theirs.read(name), ours.read(name)), (f"{self.commit}\n".encode(),) * 2)
-        # An unpacked wheel works like a checkout.
+        # An unpacked source distribution works like a checkout.
         self.assertIn(self.commit, run(sys.executable, folder / "run_test.py", "--version"))
 
 

@@ -1,4 +1,4 @@
-"""Tiny trees of test files, the real command over them, and a helper that checks the whole result."""
+"""Test cases that write small trees of test files, run the real command over them, and check the whole result."""
 
 import json
 import os
@@ -51,11 +51,11 @@ def little_torch(folder: Path, version: str = "9.8.7") -> dict[str, str]:
 
 
 def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a Python program in this fork of the tests as in a fresh interpreter, with the streams that the fork has.
+    """Run a Python program in a fork of the test process, with the fork's streams, as a fresh interpreter would.
 
-    The tests have imported the dispatcher. That import takes longer than most of its runs.
+    The test process has imported the dispatcher. That import takes longer than most runs.
     """
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # subprocess waits until one of them is closed
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen waits until its own descriptor among them is closed
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -80,7 +80,7 @@ def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 class FolderCase(unittest.TestCase):
-    """A test that has a folder."""
+    """Tests with a temporary folder, ``root``."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -88,7 +88,7 @@ class FolderCase(unittest.TestCase):
         self.root = Path(folder.name).resolve()
 
     def write_json(self, name: str, data: object) -> Path:
-        """Write a file into the folder."""
+        """Write data as JSON, or a text as it is, into a file of the folder."""
         path = self.root / name
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
@@ -96,7 +96,7 @@ class FolderCase(unittest.TestCase):
 
 class TreeCase(FolderCase):
     program = CHECKOUT / "run_test.py"
-    replaces_packages = True  # by others in PYTHONPATH; a fork would not detect them
+    replaces_packages = True  # PYTHONPATH has other versions of packages that this process, and so a fork, has imported
 
     def setUp(self) -> None:
         super().setUp()
@@ -115,7 +115,7 @@ class TreeCase(FolderCase):
         return [sys.executable, str(self.program), "--test-directory", str(self.tree), *map(str, arguments)]
 
     def start(self, *arguments: object, limit: int = LIMIT, **more: Any) -> subprocess.Popen[str]:
-        """Start the command, if possible as a fork. After ``limit`` seconds it is killed, for a test that waits."""
+        """Start the command, as a fork of this process if possible. It is killed after ``limit`` seconds."""
         command, environment = self.command(*arguments), ENVIRONMENT | more.get("env", {})
         is_fork = not (self.replaces_packages and "PYTHONPATH" in environment) and "preexec_fn" not in more
 
@@ -129,11 +129,14 @@ class TreeCase(FolderCase):
         options |= {"env": environment, "preexec_fn": begin, "restore_signals": not is_fork}
         return subprocess.Popen(command, **options)
 
-    def run_command(self, *arguments: object, **more: Any) -> str:
-        process = self.start(*arguments, **more)
+    def finish(self, process: "subprocess.Popen[str]") -> str:
+        """Wait for the end of a run, and keep its output and exit status."""
         out, err = process.communicate()
         self.out, self.err, self.code = out or "", err or "", process.returncode
         return self.out
+
+    def run_command(self, *arguments: object, **more: Any) -> str:
+        return self.finish(self.start(*arguments, **more))
 
     def wait_for(self, process: "subprocess.Popen[str]", path: Path) -> list[int]:
         """Wait until a test of a run has written numbers and a full stop into a file. Returns the numbers."""
@@ -141,6 +144,19 @@ class TreeCase(FolderCase):
             self.assertIsNone(process.poll())
             time.sleep(0.02)
         return [int(number) for number in path.read_text()[:-1].split()]
+
+    def interrupt(self, process: "subprocess.Popen[str]", path: Path, number: int = signal.SIGINT) -> list[int]:
+        """Like :meth:`wait_for`, but then send the run a signal, and wait for its end."""
+        numbers = self.wait_for(process, path)
+        process.send_signal(number)
+        self.finish(process)
+        return numbers
+
+    def read_report(self, folder: str = "r") -> dict[str, Any]:
+        """The ``report.json`` in a folder, which fits its schema."""
+        data = json.loads((self.root / folder / "report.json").read_text())
+        fits(self, data, schema("report"))
+        return data
 
     def check_errors(self, cases: Iterable[tuple[Sequence[object], str]], **more: Any) -> None:
         """Check that each of these commands is rejected with one sentence that has these words."""
@@ -150,9 +166,14 @@ class TreeCase(FolderCase):
                 self.assertEqual((self.code, self.out, self.err.count("\n")), (2, "", 1), self.err)
                 self.assertIn(words, self.err)
 
+    def plan(self, *arguments: object, **more: Any) -> dict[str, Any]:
+        """The plan for these arguments, which fits its schema."""
+        data = json.loads(self.run_command("--dry-run", "--json", *arguments, **more))
+        fits(self, data, schema("plan"))
+        return data
+
     def jobs(self, *arguments: object, **more: Any) -> list[dict[str, Any]]:
-        """The jobs of the plan for these arguments."""
-        return json.loads(self.run_command("--dry-run", "--json", *arguments, **more))["jobs"]
+        return self.plan(*arguments, **more)["jobs"]
 
     def recorded(self, **seconds: float) -> list[object]:
         """The option for these recorded times by file."""
@@ -163,11 +184,16 @@ class TreeCase(FolderCase):
         data = {file: {"ranks": number, "devices": number} for file, number in devices.items()}
         return ["--test-times", self.write_json("test-needs.json", {"default": {"default": data}})]
 
-    def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
-        """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
+    def known_failures(self, *entries: dict[str, Any], name: str = "known.json") -> list[object]:
+        """The option for a list of known failures. Without other words, an entry says that a test fails."""
+        data = [{"action": "fail", "reason": "why", **entry} for entry in entries]
+        return ["--known-failures", self.write_json(name, {"version": 1, "entries": data})]
 
-        Torch does not know the type, so there are such devices only if the package describes them. Then torch itself
-        is not asked, and a little one does.
+    def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
+        """Write a package that declares devices of a type, which ``FOO_VISIBLE`` restricts if the type is "foo".
+
+        Returns the variables of a process that finds it. torch does not know the type. If the package describes the
+        devices, torch is not asked, so a stub of torch is enough.
         """
         folder = self.root / "packages"
         information = folder / f"{device}-1.dist-info"
@@ -197,7 +223,7 @@ class TreeCase(FolderCase):
         says: Sequence[str] = (),
         **more: Any,
     ) -> str:
-        """Run a tree. Compare the counts, exit code and output with the expected ones."""
+        """Write files, run the tree, and compare counts, exit status and output (``says``) with the expected ones."""
         self.write(files)
         out = self.run_command(*arguments, **more)
         closing = CLOSING.findall(out)
@@ -211,7 +237,7 @@ class TreeCase(FolderCase):
         return out
 
     def read_junit(self) -> dict[tuple[str, str], ET.Element]:
-        """The cases by file and test. Their suites are where upstream has them, and have the right numbers."""
+        """The JUnit cases, by file and test. Their suites have the paths of upstream's, and the right counts."""
         cases = {}
         for path in self.root.glob("xml/*/*.xml"):
             suite = ET.parse(path).getroot()
@@ -233,14 +259,8 @@ def schema(name: str) -> dict[str, Any]:
     return json.loads((CHECKOUT / f"torch_fsdp_tests/dispatch/data/{name}.schema.json").read_text())
 
 
-TYPES: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-}
+TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
+TYPES["number"] = (int, float)
 
 
 def fits(test: unittest.TestCase, value: Any, shape: Mapping[str, Any], where: str = "$") -> None:

@@ -1,1 +1,1 @@
-"""Programs for those who change FSDP or this suite. They need a checkout, and are no part of an installed suite."""
+"""Programs for people who change FSDP or this suite. They need a checkout, and are not installed with the suite."""

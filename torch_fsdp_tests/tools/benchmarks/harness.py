@@ -90,9 +90,8 @@ class Run:
             root = str(Path(__file__).resolve().parents[3])
             environment = os.environ | {"BENCHMARK_STAMPS": str(stamps), "PYTHONPATH": root}
             before = time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=RUN_LIMIT
-            )
+            command = [sys.executable, str(file)]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_LIMIT)
             self.seconds = time.perf_counter() - before
             if done.returncode != 0 or f"Ran {tests} test" not in done.stderr:
                 raise SystemExit(f"the benchmark's own test failed under {prefix}:\n{done.stdout}{done.stderr}")
@@ -161,12 +160,11 @@ def _spread(bounds: Sequence[float], digits: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="world sizes (default: 2 4 8)"
-    )
-    parser.add_argument("--tests", type=int, default=12, metavar="N", help="tests per file, 2 or more (default: 12)")
-    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="pairs of runs (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per world size instead of the table")
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="world sizes (default: 2 4 8)")
+    add("--tests", type=int, default=12, metavar="N", help="tests per file, 2 or more (default: 12)")
+    add("--pairs", type=int, default=3, metavar="N", help="pairs of runs (default: 3)")
+    add("--json", action="store_true", help="print one JSON object per world size instead of the table")
     options = parser.parse_args(argv)
     if options.tests < 2 or options.pairs < 1 or min(options.ranks) < 1:
         parser.error("--tests must be 2 or more, and --pairs and --ranks 1 or more")

@@ -54,7 +54,7 @@ def read(path: Path) -> list[Edit]:
 
 @contextlib.contextmanager
 def _changed(torch: Path, edit: Edit) -> Iterator[tuple[Path, Path]]:
-    """A folder with a copy of PyTorch that is changed, to be put before the installed one, and the change as a diff."""
+    """A folder with a changed copy of PyTorch, for the front of the path, and a file with the change as a diff."""
     try:
         texts = applied(edit.diff, torch.parent)
     except NotADiff as error:
@@ -74,7 +74,7 @@ LONGEST = 600.0  # seconds of one run, on any machine
 
 
 def _run(site: Path, diff: Path, tests: Sequence[str], *words: str) -> str:
-    """What ``run_test.py`` prints until it has seen one of the tests fail."""
+    """The output of ``run_test.py``, which ends at the first failure or after :data:`LONGEST` seconds."""
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "run_test.py", "-i", *tests, "--fail-fast", "--reaching", str(diff), "-j", "1"]
@@ -112,9 +112,8 @@ def summary(seconds_of: dict[str, list[float | None]]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print a table, one line for each change."""
     parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
-    parser.add_argument(
-        "--only", action="append", help="only the changes whose ids begin like this, such as F2 or F1-07"
-    )
+    words = "only the changes whose ids begin like this, such as F2 or F1-07"
+    parser.add_argument("--only", action="append", help=words)
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of tests for one change (default: 50)")
     options = parser.parse_args(argv)
     edits = read(CHANGES)

@@ -116,27 +116,16 @@ def show(report: Mapping[str, Any], number: int) -> None:
     print(f"cores without work: {_share(cores * report['seconds'] - whole.processor, cores * report['seconds'])}\n")
     head = ("folder", "seconds", "imports", "ranks start and end", "ranks run tests", "tests without ranks")
     _table(head, *((name, of.files, of.imports, of.starts, of.ranks, of.alone) for name, of in sums.items()))
-    _table(
-        ("folder", "processor seconds", "ranks in their tests", "system", "GiB of touched pages", "lower bound, s"),
-        *(
-            (
-                name,
-                of.processor,
-                _share(of.bodies, of.processor),
-                _share(of.system, of.processor),
-                of.page_faults * PAGE_SIZE / 2**30,
-                of.processor / cores,
-            )
-            for name, of in sums.items()
-        ),
-    )
+    head = ("folder", "processor seconds", "ranks in their tests", "system", "GiB of touched pages", "lower bound, s")
+    rows = []
+    for name, of in sums.items():
+        shares = (_share(of.bodies, of.processor), _share(of.system, of.processor))
+        rows.append((name, of.processor, *shares, of.page_faults * PAGE_SIZE / 2**30, of.processor / cores))
+    _table(head, *rows)
     simulated = [(count, *efficiency(files, count)) for count in SLOTS]
     _table(("slots", "seconds", "efficiency"), *((count, took, f"{share:.2f}") for count, took, share in simulated))
-    tests = slowest(files, number)
-    _table(
-        ("seconds", "test", "ranks", "ranks compute"),
-        *((took, name, ranks, f"{100 * busy:.0f} %") for took, name, ranks, busy in tests),
-    )
+    tests = ((took, name, ranks, f"{100 * busy:.0f} %") for took, name, ranks, busy in slowest(files, number))
+    _table(("seconds", "test", "ranks", "ranks compute"), *tests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,7 +74,7 @@ def _marker(path: str | None) -> Any:
             with contextlib.suppress(OSError):
                 os.close(os.open(path or "", os.O_CREAT | os.O_WRONLY))
 
-    reached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler calls it, and goes on
+    reached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it without a graph break
     return reached
 
 

@@ -77,21 +77,17 @@ class Tests:
         sources: Mapping[str, str],
         kills: Mapping[str, Iterable[tuple[str, str]]] | None = None,
     ) -> None:
-        """``sources`` are the texts of the test files, by name. Only tests of these files count. ``kills`` are those
-        that killed mutants of a function in an earlier run.
+        """``sources`` are the texts of the test files, by name. Only tests of these files count. ``kills`` are the
+        tests that killed mutants of a function in an earlier run, by function.
         """
         self._map, self._sources, self._order = reach, sources, Order(reach, sources, kills)
 
     def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
         """The tests that run the changed statement, or its function if the file differs from the recorded one."""
         number = self._statement(mutant)
-        edit = Edit(
-            mutant.function,
-            "\n".join(mutant.change),
-            self._code(mutant.module, mutant.path).text(mutant.function),
-            messages(mutant.statement),
-            frozenset() if number is None else frozenset({number}),
-        )
+        around = self._code(mutant.module, mutant.path).text(mutant.function)
+        statements = frozenset[int]() if number is None else frozenset({number})
+        edit = Edit(mutant.function, "\n".join(mutant.change), around, messages(mutant.statement), statements)
         return self._order.sort(self._of(mutant), [edit])
 
     def has_statement(self, mutant: Mutant) -> bool:
@@ -103,7 +99,7 @@ class Tests:
         return any(function.startswith(f"{module}.") for function in self._map.statements)
 
     def is_run(self, mutant: Mutant) -> bool:
-        """Whether there are such tests."""
+        """Whether any test could kill the mutant."""
         return bool(self._of(mutant))
 
     def _of(self, mutant: Mutant) -> list[Reached]:
@@ -136,9 +132,7 @@ class Tests:
     def _of_fields(self, name: str) -> list[Reached]:
         """The tests of files that mention a class without functions, such as a dataclass of options."""
         name = name.rpartition(".")[2]
-        if not name[:1].isupper():
-            return []
-        return self._that_name([name])
+        return self._that_name([name]) if name[:1].isupper() else []
 
     @functools.cache  # noqa: B019
     def _of_users(self, module: str, function: str, path: Path) -> list[Reached]:

@@ -1,4 +1,4 @@
-"""What a kind of change is. An operator takes a node of the syntax tree, or a block, and returns what may replace it.
+"""Operators, the kinds of changes. One takes a node of the syntax tree, or a block, and returns its replacements.
 
 A change that is an error in Python itself does not test the tests, so operators leave out the obvious ones. New nodes
 share the children of the old node, which does not change.
@@ -27,7 +27,7 @@ class Surroundings:
     first_bound: Mapping[str, int] = dataclasses.field(default_factory=dict)  # local names, with the lines
     first: Mapping[str, ast.expr] = dataclasses.field(default_factory=dict)  # loop variables, with the first element
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
-    leaving: ast.Return | None = None  # it would leave the function, which still has statements after this loop
+    leaving: ast.Return | None = None  # what would leave the function, in which statements follow this loop
     names: Names = dataclasses.field(default_factory=Names)  # what is known about the names of the module
 
 
@@ -38,7 +38,7 @@ class Splice:
     start: int
     end: int
     new: list[ast.stmt]
-    touched: Sequence[ast.stmt]  # none of these may be code that is not changed
+    touched: Sequence[ast.stmt]  # the splice is excluded if one of these is
 
 
 Change = Callable[[Any, Surroundings], Iterator[Any]]

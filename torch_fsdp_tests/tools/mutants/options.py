@@ -46,23 +46,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("which mutants").add_argument
-    add(
-        "--sample",
-        type=NUMBER,
-        metavar="N",
-        help="sample N mutants whose code a test runs, equally from FSDP1, FSDP2 and related modules",
-    )
+    words = "sample N mutants whose code a test runs, equally from FSDP1, FSDP2 and related modules"
+    add("--sample", type=NUMBER, metavar="N", help=words)
     add("--seed", type=int, default=1, metavar="S", help="the same seed samples the same mutants (default: 1)")
     words = "change only modules whose full name, or whose name in the package, matches"
     add("--module", default="*", metavar="GLOB", help=words)
     words = "make only changes of these kinds: " + ", ".join(KINDS)
     add("--kind", nargs="+", action="extend", default=[], choices=[*KINDS], metavar="KIND", help=words)
     add("--mutant", action="append", default=[], metavar="ID", help="try this mutant; may be repeated")
-    add(
-        "--package",
-        metavar="NAME",
-        help=f"the package to change, such as a vendor's FSDP (default: {PACKAGE} and related modules)",
-    )
+    words = f"the package to change, such as a vendor's FSDP (default: {PACKAGE} and related modules)"
+    add("--package", metavar="NAME", help=words)
     add("--list", action="store_true", help="print the mutants, and run nothing")
     add = parser.add_argument_group("which tests").add_argument
     add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="run only tests of these files")
@@ -76,10 +69,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-j", "--jobs", type=NUMBER, metavar="N", help="try N mutants at a time (default: one for each core)")
     words = "multiply all time limits, for busy machines (default: 1)"
     add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
-    words = (
-        "run tests of at most S seconds for each mutant, by the times in the map; the most specific tests run first "
-    )
-    words += "(default: no limit)"
+    words = "run tests of at most S seconds for each mutant, by the times in the map; "
+    words += "the most specific tests run first (default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = "add to FILE which tests killed which mutants; --reaching runs the tests in the file that ships first"
@@ -95,10 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--budget must be greater than 0")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
-    for option, folder in (
-        ("--output", given.output),
-        ("--save-killed", given.save_kills and given.save_kills.parent),
-    ):
+    for option, folder in ("--output", given.output), ("--save-killed", given.save_kills and given.save_kills.parent):
         try:
             if folder is not None:
                 try_folder(folder)

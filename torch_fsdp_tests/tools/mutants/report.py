@@ -63,7 +63,7 @@ def _row(name: str, findings: Sequence[MutantResult]) -> dict[str, Any]:
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Raises ``OSError``."""
+    """Write the data as JSON and as a page. Raises ``OSError``."""
     write_text(folder / FILE, json.dumps(data, indent=1) + "\n")
     write_text(folder / PAGE, render(data))
 
@@ -97,17 +97,13 @@ def text(data: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    cells = [
-        [
-            page.code(row["name"]) + (f" <span class=dim>{escape(row['words'])}</span>" if row.get("words") else ""),
-            *(str(row[outcome.value] or "") for outcome in MutantOutcome),
-            _percent(row["share"]),
-        ]
-        for row in rows
-    ]
-    return page.table(
-        [(title, ""), *((outcome.value, "n") for outcome in MutantOutcome), ("share killed", "n")], cells, stack=True
-    )
+    cells = []
+    for row in rows:
+        words = f" <span class=dim>{escape(row['words'])}</span>" if row.get("words") else ""
+        counts = (str(row[outcome.value] or "") for outcome in MutantOutcome)
+        cells.append([page.code(row["name"]) + words, *counts, _percent(row["share"])])
+    titles = [(title, ""), *((outcome.value, "n") for outcome in MutantOutcome), ("share killed", "n")]
+    return page.table(titles, cells, stack=True)
 
 
 def _mutant(entry: Mapping[str, Any]) -> str:
@@ -115,7 +111,8 @@ def _mutant(entry: Mapping[str, Any]) -> str:
     tests = entry.get("tests", ())
     parts = [f"<div class=dim>{page.text(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
     parts.append(page.pre(entry.get("change", "")))
-    parts += [f"<p>{escape(why)}</p>" for why in filter(None, [entry.get("why")])]
+    if why := entry.get("why"):
+        parts.append(f"<p>{escape(why)}</p>")
     if tests:
         more = f"\n... and {len(tests) - _SHOWN} more" if len(tests) > _SHOWN else ""
         names = "\n".join(tests[:_SHOWN]) + more
@@ -128,18 +125,11 @@ def _mutant(entry: Mapping[str, Any]) -> str:
 
 
 def _killed(entries: Iterable[Mapping[str, Any]]) -> str:
-    rows = [
-        page.Row(
-            [
-                page.code(e["id"]),
-                page.code(e.get("by", "")),
-                escape(e.get("how", "")),
-                seconds(e.get("seconds", 0.0)),
-            ],
-            page.item(e["outcome"], is_test=True),
-        )
-        for e in entries
-    ]
+    rows = []
+    for entry in entries:
+        cells = [page.code(entry["id"]), page.code(entry.get("by", "")), escape(entry.get("how", ""))]
+        cells.append(seconds(entry.get("seconds", 0.0)))
+        rows.append(page.Row(cells, page.item(entry["outcome"], is_test=True)))
     table = page.table([("mutant", ""), ("killed by", ""), ("how", ""), ("time", "n")], rows, stack=True)
     return page.folded(f"{len(rows)} mutants", table, attributes=page.CONTAINER) if rows else ""
 
@@ -155,12 +145,8 @@ def _head(data: Mapping[str, Any]) -> str:
         boxes.append((seconds(data["median_seconds"]), "until half were killed", ""))
     about = {name: page.text(data[name]) for name in ("torch", "device", "package")}
     about["Python"] = page.text(data["python"])
-    tried = len(data["mutants"])
-    rest = (
-        f"<p>{tried} of {data['selected']} mutants were tried; --resume continues.</p>"
-        if tried < data["selected"]
-        else ""
-    )
+    tried, selected = len(data["mutants"]), data["selected"]
+    rest = f"<p>{tried} of {selected} mutants were tried; --resume continues.</p>" if tried < selected else ""
     return (
         f"<div class=kind>Mutants of FSDP</div><h1>Mutants of FSDP: {_percent(data['share']) or 'nothing'} killed</h1>"
         f"{page.sums(boxes)}{page.facts(about.items())}{rest}"

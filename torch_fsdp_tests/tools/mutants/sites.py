@@ -23,7 +23,7 @@ from torch_fsdp_tests.tools.mutants.values import first_elements
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 FSDP2 = "._fully_shard"  # in the names of modules
-# Modules and packages that FSDP is used with.
+# Modules and packages that FSDP is used with. ``import torch`` itself does not need the first ones.
 REIMPORTED = (
     "torch.distributed.checkpoint",
     "torch.distributed._state_dict_utils",
@@ -132,7 +132,7 @@ class Mutant:
         return before, after
 
     def mark(self) -> None:
-        """Insert a call of the marker before the statement. Do this first, because the change may replace it."""
+        """Insert a call of the marker before the statement. Call this before :meth:`apply`, which may replace it."""
         marker = ast.Expr(ast.Call(ast.Name(MARKER, ast.Load()), [], []))
         ast.fix_missing_locations(ast.copy_location(marker, self.statement))
         position = next(i for i, each in enumerate(self.block) if each is self.statement)

@@ -102,8 +102,8 @@ def _indent(block: Block, place: Surroundings) -> Iterator[Splice]:
 
 
 def _is_same(statement: ast.stmt, holder: ast.stmt) -> bool:
-    """Whether a statement does the same in a block as behind it: it assigns a constant, and what it assigns to does not
-    depend on the block, or the block is there because that has another value.
+    """Whether a statement does the same inside a block as after it: it assigns a constant to what does not depend on
+    the block, or to what the condition of the block asks for.
     """
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
         return False
@@ -145,11 +145,11 @@ def _once(block: Block, place: Surroundings) -> Iterator[Splice]:
 
 
 def _is_first(holder: ast.expr, target: ast.Attribute, is_constant: bool, place: Surroundings) -> ast.expr | None:
-    """The question whether this is the first time. None if the module does not show it."""
+    """A condition that is true only for the first assignment. None if the module does not show which that is."""
     name = target.attr
     if name in place.names.start_as_none:
         return ast.Compare(target, [ast.Is()], [ast.Constant(None)])
-    is_new = dotted(holder) == "self" or re.match("_[^_]", name)  # others have what PyTorch gives them
+    is_new = dotted(holder) == "self" or re.match("_[^_]", name)  # PyTorch may define other attributes
     if place.names.stores[name] == 1 and name not in place.names.declared and is_new and not is_constant:
         there = ast.Call(ast.Name("hasattr", ast.Load()), [holder, ast.Constant(name)], [])
         return ast.UnaryOp(ast.Not(), there)
@@ -192,7 +192,7 @@ def _matters(statement: ast.stmt) -> bool:
 
 
 def _looped_over(iterable: ast.expr) -> ast.expr | None:
-    """What can be asked for being empty before a loop."""
+    """An expression that is empty, and so false, if a loop over ``iterable`` has no round."""
     match iterable:
         case ast.Name() | ast.Attribute():
             return iterable
@@ -237,7 +237,7 @@ def _order(block: Block, place: Surroundings) -> Iterator[Splice]:
 
 
 def _calls(statement: ast.stmt) -> bool:
-    """Whether it calls what may act on more than the object that it is called on."""
+    """Whether a statement is a call that may act on more than its own object."""
     value = getattr(statement, "value", None)
     if not isinstance(value, (ast.Call, ast.Await)) or _NOTED.search(dotted(value)) or _LOCAL.search(last_of(value)):
         return False

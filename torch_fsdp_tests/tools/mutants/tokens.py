@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torch_fsdp_tests.tools.mutants.names import dotted
+from torch_fsdp_tests.tools.mutants.names import dotted, last_of
 from torch_fsdp_tests.tools.mutants.operators import Surroundings, operator, replaced
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -132,7 +132,7 @@ _DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache"
 @operator("decorator", "decorator left out", ast.Call)
 def _decorator(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
     """Replaces it by a decorator that does nothing."""
-    if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
+    if place.is_decorator and last_of(node) not in _DECORATORS_KEPT:
         yield ast.parse("lambda undecorated: undecorated", mode="eval").body
 
 
@@ -168,7 +168,7 @@ _ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast",
 
 @operator("exchange", "arguments exchanged", ast.Call)
 def _exchange(node: ast.Call, place: Surroundings) -> Iterator[ast.AST]:
-    if dotted(node).rpartition(".")[2] in _ORDERED:
+    if last_of(node) in _ORDERED:
         return
     for position, (one, other) in enumerate(zip(node.args, node.args[1:], strict=False)):
         starred = isinstance(one, ast.Starred) or isinstance(other, ast.Starred)

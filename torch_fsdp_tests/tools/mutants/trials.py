@@ -103,8 +103,6 @@ class Trials:
         argued = self._argued.get(mutant.id)
         if argued is not None and argued["change"] == finding.change:
             return dataclasses.replace(finding, outcome=MutantOutcome.EQUIVALENT, why=argued["why"])
-        if not self._options.budget:
-            return dataclasses.replace(finding, outcome=MutantOutcome.SURVIVED)
         executed: list[str] = []
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
@@ -124,7 +122,7 @@ class Trials:
                     by = f"{batch[0].file}::{bad.name}"
                     how, why = bad.outcome.value, bad.reason
                     return dataclasses.replace(finding, outcome=MutantOutcome.KILLED, by=by, how=how, why=why)
-                # The test says nothing about the change. The tests after it still have to run.
+                # The test also fails without the change, so it proves nothing. The tests after it still have to run.
                 batch = _after(batch, bad, attempt)
             is_run = self._tests.has_statement(mutant) or self._reached(mutant.id).exists()
             if not is_run and len(executed) >= PROBED:

@@ -57,7 +57,7 @@ def read(output: Path, problems: Mapping[str, str]) -> list[Row]:
 
 
 class Table:
-    """The rows, and which tests only some of the versions have or execute that ran the same selection to its end."""
+    """The rows, and the tests that only some versions have or execute, of those that ran one selection to its end."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -67,7 +67,7 @@ class Table:
         self.executes_only = self._only(lambda test: State(test["outcome"]).is_executed)
 
     def _only(self, holds: Callable[[Test], bool]) -> dict[tuple[str, ...], list[str]]:
-        """Tests for which this holds only on some versions, by these. The newest versions come last."""
+        """The tests for which ``holds`` is true only on some versions, by these versions, the oldest first."""
         everywhere = tuple(row.label for row in self.compared)
         groups: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
         for name, results in sorted(side_by_side(*(row.data for row in self.compared)).items()):
