@@ -163,7 +163,7 @@ class TestRegistry(TestCase):
             unittest.mock.patch.object(registry, "SEEN", Path(folder, "seen.json")),
         ):
             defects_main._save([finding], "2.9.1+cpu")
-            self.assertEqual(json.loads(registry.SEEN.read_text()), seen)
+            self.assertEqual(json.loads(registry.SEEN.read_text()), {"read": {}, "seen": {SHOWN: {"2.9.1": "present"}}})
 
 
 class TestCommand(TestCase):

@@ -17,7 +17,7 @@ from torch_fsdp_tests.defects import changes, find, registry, texts, trial, vers
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, InvalidQuery
 from torch_fsdp_tests.defects.trial import Finding
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.atomic import json_rows, write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.options import Parser
@@ -246,7 +246,8 @@ def _save(findings: Sequence[Finding], version: str) -> None:
     tried = [each for each in findings if each.answer is not Answer.CANNOT_BE_TRIED or each.defect.id not in known]
     answers = known | {each.defect.id: each.answer.value for each in tried}
     data = {**recorded, "seen": {**recorded["seen"], of_version: answers}}
-    write_text(registry.SEEN, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    by_id = {kind: registry.transposed(table) for kind, table in data.items()}
+    write_text(registry.SEEN, json_rows(by_id, depth=2) + "\n")
 
 
 if __name__ == "__main__":

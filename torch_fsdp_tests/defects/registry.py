@@ -249,7 +249,16 @@ def recorded() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
     """What is known about versions of torch: the answers by version and id. ``seen`` has those of the command's last
     run on a version, and ``read`` those that were read in torch's source and that do not follow from ``seen``.
     """
-    return json.loads(SEEN.read_text(encoding="utf-8"))
+    return {kind: transposed(answers) for kind, answers in json.loads(SEEN.read_text(encoding="utf-8")).items()}
+
+
+def transposed(answers: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Answers by version and id instead of by id and version, as in the file, or the other way."""
+    result: dict[str, dict[str, str]] = {}
+    for outer, row in answers.items():
+        for inner, answer in row.items():
+            result.setdefault(inner, {})[outer] = answer
+    return result
 
 
 def versions() -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ def naming(place: object) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(place)) from error
+
+
+def json_rows(value: Any, depth: int, indent: str = "") -> str:
+    """JSON with a line for each entry of the mappings ``depth`` levels below ``value``, in the order of their keys."""
+    if depth == 0 or not isinstance(value, Mapping) or not value:
+        return json.dumps(value, sort_keys=True)
+    inner = f"{indent} "
+    rows = (f"{inner}{json.dumps(key)}: {json_rows(value[key], depth - 1, inner)}" for key in sorted(value))
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ seconds}}`` there, and ``test-needs.json`` has ``{file: {"ranks": 4, "devices": 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def save(
 
     The needs of a file do not shrink, because a test that is skipped here may not report its own.
     """
-    from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
+    from torch_fsdp_tests.dispatch.atomic import json_rows, write_text  # imported late, because a plan writes nothing
 
     keys = [[*_jobs(environment), "default"][0], _config(environment)]
     as_data = {file: dataclasses.asdict(need) for file, need in needs.items()}
@@ -135,5 +134,4 @@ def save(
                 for file, value in as_data.items()
             }
         table.update(recorded)
-        data[keys[0]][keys[1]] = dict(sorted(table.items()))
-        write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
+        write_text(path, json_rows(data, depth=3) + "\n")
