@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import local_map
 
@@ -304,9 +304,33 @@ class TestRedistribute(DTensorTestBase):
         self.assertEqual((weight.grad.dtype, weight.grad.to_local().dtype), (torch.float32,) * 2)
         self.assertEqual(weight.grad.full_tensor(), torch.full((4, 4), 3.0))
 
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_partial(self):
+        """A tensor that is partial may stay so. No other tensor can become partial."""
+        mesh = make_mesh(self.world_size)
+        partial = DTensor.from_local(torch.full((2,), 1.0 + self.rank, device=self.device), mesh, [Partial()])
+        self.assertEqual(partial.redistribute(placements=[Partial()]).full_tensor(), torch.full((2,), 3.0))
+        with self.assertRaisesRegex(RuntimeError, r"Can not redistribute from R to P\(sum\)"):
+            partial.redistribute(placements=[Replicate()]).redistribute(placements=[Partial()])
+
 
 class TestDistribute(DTensorTestBase):
     world_size = 2
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @subtests(placements=[(Shard(0), Shard(-1)), (Replicate(), Shard(-2)), (Shard(-1), Shard(0))])
+    def test_negative_dims(self, placements):
+        """They count from the last dimension of the tensor, on each mesh dimension."""
+        mesh = make_mesh(1, self.world_size, names=("outer", "inner"))
+        plain = torch.arange(8.0, device=self.device).reshape(4, 2)
+        sharded = distribute_tensor(plain, mesh, placements)
+        dim = placements[1].dim % 2
+        self.assertEqual(sharded.placements[1], Shard(dim))
+        self.assertEqual(sharded.to_local(), plain.chunk(2, dim)[self.rank])
+        again = sharded.redistribute(placements=[Replicate()] * 2).redistribute(placements=placements)
+        self.assertEqual((again.placements, again.to_local()), (sharded.placements, sharded.to_local()))
 
     @with_comms
     @skip_if_lt_x_gpu(2)
