@@ -1,4 +1,4 @@
-"""Tests of the harness. Here pytest and ``python -m unittest`` find the modules that they share; a script has them."""
+"""Tests of the harness. pytest and ``python -m unittest`` need the path of the modules that the tests share."""
 
 import sys
 from pathlib import Path

@@ -30,7 +30,7 @@ def remove_what_killed_runs_left() -> None:
 
 
 class TwoHosts:
-    """Makes the hosts, until the tests of the module are over.
+    """Creates the hosts, and removes them after the tests of the module.
 
     Raises :class:`unittest.SkipTest`, which names what the machine lacks.
 
@@ -41,7 +41,7 @@ class TwoHosts:
     _letters = iter(string.ascii_lowercase)
 
     def __init__(self, network: str, resolve: bool = False) -> None:
-        # The name of a host's namespace is also that of its interface. Runs at the same time have names of their own.
+        # The name of a host's namespace is also that of its interface. Concurrent runs use different names.
         self.devices = (f"{MARK}{os.getpid()}{next(self._letters)}", f"{MARK}{os.getpid()}{next(self._letters)}")
         self.addresses = (f"{network}.1", f"{network}.2")
         self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
@@ -71,8 +71,9 @@ class TwoHosts:
             ip("-n", device, "link", "set", device, "up")
 
     def prefix(self, host: int) -> list[str]:
-        """Return what to put before a command that is to run on a host."""
-        # A program would wait for a name server that cannot be reached, but not for one that rejects it.
+        """Return the words to put before a command so that it runs on this host."""
+        # Without a resolv.conf, programs ask a name server on the loopback interface, where none is, and fail at once.
+        # They would wait for the machine's own one, which cannot be reached from the namespace.
         become = (
             f"hostname {NAMES[host]}; mount --bind /dev/null /etc/resolv.conf; "
             f'mount --bind {self._etc_hosts} /etc/hosts; exec "$@"'

@@ -1,4 +1,4 @@
-"""Launchers, and the whole suite's command under them, for other tests to check. Not a test file."""
+"""Launchers, and ``run_test.py`` under them, for other tests. Not a test file."""
 
 import dataclasses
 import json
@@ -17,21 +17,21 @@ FILE = INPUTS / "launched_suite.py"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
 START_LIMIT = 200  # seconds for it to reach a certain test
-GONE = 20  # seconds after the end of a launch in which everything of it must disappear
+GONE = 20  # seconds after the end of a launch in which its processes and folders must disappear
 STOP_LIMIT = 10  # seconds for a launcher to end its ranks
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One launcher: its command, which takes a Python script, and what to put before it."""
+    """One launcher: its command, which takes a Python script, and words to put before the command."""
 
     launcher: Sequence[str]
     prefix: Sequence[str] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# The outcomes of the tests of some files.
+# The expected outcomes of some of the files that ``inputs/launched_suite.py`` represents.
 RANKS_FAIL = {
     "TestRanks.test_1_raises": "error",
     "TestRanks.test_2_exits": "crashed",
@@ -74,7 +74,7 @@ class Launcher:
         unittest.addModuleCleanup(self.stop)
 
     def read(self) -> str:
-        """What it and its ranks have printed."""
+        """What the launcher and its ranks have printed."""
         self._output.seek(0)
         return self._output.read().decode(errors="backslashreplace")
 
@@ -103,7 +103,7 @@ class Launcher:
 
 
 def left_after(seconds: float, *launchers: Launcher) -> list[str]:
-    """What is left of launches after so many seconds."""
+    """The processes and folders of launches that still exist after this many seconds."""
 
     def left() -> list[str]:
         return [each for launcher in launchers for each in launcher.remains()]
@@ -114,7 +114,7 @@ def left_after(seconds: float, *launchers: Launcher) -> list[str]:
 
 class SuiteRun:
     """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
-    Its limits for what is lost or does not end are short.
+    Its limits for lost machines and for processes that do not end are short.
 
     ``files`` are names of files that ``inputs/launched_suite.py`` represents.
     """
@@ -147,7 +147,7 @@ class SuiteRun:
         self._launchers[0].process.send_signal(number)
 
     def end(self, nodes: int | None = None) -> "SuiteRun":
-        """Wait for the first ``nodes`` only: a torchrun that has lost its store runs on for many minutes."""
+        """Wait for all or the first ``nodes`` launchers: a torchrun that has lost its store runs on for minutes."""
         self.codes = [launcher.process.wait(LIMIT) for launcher in self._launchers[:nodes]]
         self.texts = [launcher.read() for launcher in self._launchers]
         self.text = self.texts[0]

@@ -1,4 +1,4 @@
-"""Test cases in the way of vendors, which override hooks of upstream's harness. This is not a test file."""
+"""Test cases like those of vendors, which override hooks of upstream's harness. This is not a test file."""
 
 import os
 import signal
@@ -9,13 +9,9 @@ import unittest
 from typing import Any
 
 import torch
+from samples import Processes
 
-from torch_fsdp_tests.common_distributed import (
-    TEST_SKIPS,
-    TIMEOUT_OVERRIDE,
-    MultiProcessTestCase,
-    MultiThreadedTestCase,
-)
+from torch_fsdp_tests.common_distributed import TEST_SKIPS, TIMEOUT_OVERRIDE, MultiProcessTestCase
 
 HANG = "test_hangs_in_hooks"
 TIMEOUT_OVERRIDE[HANG] = 1  # second
@@ -31,20 +27,8 @@ def hangs(self: Any) -> None:
         threading.Event().wait()
 
 
-class Processes(MultiProcessTestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-
-class Threads(MultiThreadedTestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_threads()
-
-
 class Listens(Processes):
-    """Runs the test itself, in upstream's way: with a listener, a traceback through the pipe, and exit codes."""
+    """Runs the test itself, as upstream does: with a listener, a traceback through the pipe, and exit codes."""
 
     world_size: Any = 2
 
@@ -160,7 +144,7 @@ setattr(Starts, HANG, hangs)
 
 
 class Judges(Starts):
-    """Judges the ranks itself: notes what it sees, and accepts it."""
+    """Checks the ranks itself: records their exit codes and messages, and accepts all of them."""
 
     seen: Any = None
 

@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def failures(text: str) -> dict[str, str]:
-    """What unittest prints about each test that failed, and what has another title, by this title."""
+    """What unittest prints about each failure, by the name of the test, or by the title if that names no test."""
     found = {}
     for section in text.split("=" * 70 + "\n")[1:]:
         title = section.partition("\n")[0]
@@ -71,7 +71,7 @@ def failures(text: str) -> dict[str, str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of this process, without what the suite reads."""
+    """The environment of this process, without the variables of the suite."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
 
 
@@ -91,18 +91,22 @@ def outputs(main: Callable[[Sequence[str]], Any], *arguments: str, stdin: str = 
 
 
 def assert_rejected(
-    case: unittest.TestCase, main: Callable[[Sequence[str]], Any], cases: Iterable[tuple[Sequence[str], str]]
+    case: unittest.TestCase,
+    main: Callable[[Sequence[str]], Any],
+    cases: Iterable[tuple[Sequence[str], str]],
+    one_line: bool = True,
 ) -> None:
-    """A command prints nothing but an error with these words for each of these arguments, and exits with status 2."""
+    """For each of these arguments, a command prints nothing but an error with these words, and exits with status 2."""
     for arguments, words in cases:
         with case.subTest(arguments):
             status, out, err = outputs(main, *arguments)
             case.assertEqual((status, out), (2, ""))
             case.assertIn(words, err)
+            case.assertTrue(err.count("\n") == 1 or not one_line, err)
 
 
 def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter to its end, with this folder on its path as if installed. No device is requested."""
+    """Run an interpreter to its end, with this folder on its path, as if it were installed. No device is requested."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         env=clean_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])} | variables,
@@ -126,7 +130,7 @@ def _server() -> ProgramServer | None:
     return server
 
 
-_running: list[Process] = []  # processes without a wait; they end with this one
+_running: list[Process] = []  # processes that have not been waited for; this process kills them when it ends
 
 
 @atexit.register
@@ -155,7 +159,10 @@ class Process:
         _running.append(self)
 
     def wait(self) -> int:
-        """Return its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
+        """Return its exit code, or the negative number of the signal that ended it.
+
+        Raises ``TimeoutError`` after ``COMMAND_LIMIT`` seconds.
+        """
         give_up = time.monotonic() + COMMAND_LIMIT
         while (ended := os.waitpid(self.pid, os.WNOHANG)) == (0, 0):
             if time.monotonic() > give_up:

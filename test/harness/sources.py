@@ -13,7 +13,7 @@ TESTS_OF_FSDP = TESTS / "distributed"
 def trees(*folders: Path, files: str = "*.py", with_words: str = "") -> Iterator[tuple[Path, ast.Module]]:
     """The files below these folders whose text has a match for these words, with their syntax trees.
 
-    No tree is kept: collecting garbage takes longer with all of them than parsing some twice.
+    No tree is cached: with all of them in memory, garbage collection takes longer than to parse some trees twice.
     """
     for path in sorted(path for folder in folders for path in folder.rglob(files)):
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The device under test as a value: its answers, and their sources."""
+"""The device under test: what it answers, and where the answers come from."""
 
 import contextlib
 import dataclasses
@@ -6,20 +6,14 @@ import io
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import SkipTest, mock
 
 import torch
+from samples import under_test
 
-from torch_fsdp_tests.common_distributed import (
-    at_most,
-    get_required_world_size,
-    requires_capability,
-    requires_nccl,
-    requires_world_size,
-    skip_if_lt_x_gpu,
-)
+from torch_fsdp_tests import common_distributed
+from torch_fsdp_tests.common_distributed import at_most, requires_capability, requires_nccl, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
@@ -40,17 +34,12 @@ def misspelt(backend: str | None, ranks: int | None) -> Accelerator:
     return Accelerator("foo", "foocl", 2, 2, frozenset({"streems"}))
 
 
-def under_test(value: Accelerator) -> AbstractContextManager[object]:
-    return mock.patch.object(accelerator, "current", lambda: value)
-
-
 class TestValue(TestCase):
     """Without it, a rank could get the wrong device, or a misspelt capability could turn tests into skips."""
 
     def test_ranks_share_devices_in_turn(self):
+        """The CPU has no index."""
         self.assertEqual([CLUSTER.device(rank).index for rank in range(4)], [0, 1, 0, 1])
-
-    def test_host_has_no_index(self):
         self.assertEqual(HOST.device(3), torch.device("cpu"))
         self.assertTrue(HOST.is_cpu)
 
@@ -66,8 +55,7 @@ class TestValue(TestCase):
         self.assertEqual([CLUSTER.ranks_up_to(4), of_three.ranks_up_to(4), HOST.ranks_up_to(4)], [2, 3, 4])
         self.assertEqual(Accelerator("xpu", "xccl", 1, 2, frozenset()).ranks_up_to(4), 2)  # and the test skips
         self.assertEqual([CLUSTER.ranks_up_to(8, least=4), HOST.ranks_up_to(8, least=4)], [4, 8])
-
-    def test_ranks_share_devices_only_below_what_a_test_needs(self):
+        # They share devices only if a test needs more ranks.
         sharing = Accelerator("xpu", "gloo", 2, 2, frozenset({"shared_device"}))
         self.assertEqual([sharing.ranks_up_to(4), sharing.ranks_up_to(4, least=3)], [2, 3])
 
@@ -86,12 +74,9 @@ class TestValue(TestCase):
             CLUSTER.has("steams")
 
     def test_an_unknown_capability_is_refused(self):
-        """It would turn tests into skips."""
+        """A misspelt one would turn tests into skips."""
         with self.assertRaisesRegex(ConfigurationError, "^unknown capability 'streems'; nearest: streams$"):
             Accelerator("xpu", "xccl", 2, 2, frozenset({"streems", "fork"}))
-
-    def test_every_capability_of_the_host_was_named(self):
-        self.assertLessEqual(HOST.capabilities, set(accelerator.CAPABILITIES))
 
 
 class TestChoice(TestCase):
@@ -105,7 +90,7 @@ class TestChoice(TestCase):
             return accelerator.current()
 
     def test_vendor_describes_its_own_device(self):
-        declared = {"abacus": vendors.Vendor("abacus", describe=f"{__name__}:describe")}
+        declared = {"abacus": Vendor("abacus", describe=f"{__name__}:describe")}
         self.assertEqual(self.chosen(declared, DEVICE="abacus").backend, "beads")
         self.assertEqual(self.chosen(declared, DEVICE="abacus", RANKS="3").ranks, 3)
 
@@ -119,7 +104,7 @@ class TestChoice(TestCase):
             (f"{__name__}:misspelt", "reports: unknown capability 'streems'"),
         ):
             with self.subTest(name), self.assertRaisesRegex(ConfigurationError, f"describes the device 'foo' {words}"):
-                self.chosen({"foo": vendors.Vendor("foo", describe=name)}, DEVICE="foo")
+                self.chosen({"foo": Vendor("foo", describe=name)}, DEVICE="foo")
 
     def test_message_for_unknown_device_lists_those_of_torch(self):
         with mock.patch.object(torch.accelerator, "current_accelerator", lambda: None):
@@ -127,13 +112,11 @@ class TestChoice(TestCase):
                 self.chosen({}, DEVICE="foo")
 
     def test_vendor_without_a_description(self):
-        """The vendor's declaration counts if torch does not know the backend of the device."""
-        declared = {"xpu": vendors.Vendor("xpu", backend="gloo")}
+        """The backend is that of its declaration, if torch knows none for the device."""
+        declared = {"xpu": Vendor("xpu", backend="gloo")}
         answer = {"count": 3, "capabilities": ["streams"]}
-        with (
-            mock.patch.object(accelerator, "_probe", lambda *_: answer),
-            mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True),
-        ):
+        none_known = mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True)
+        with none_known, mock.patch.object(accelerator, "_probe", lambda *_: answer):
             device = self.chosen(declared, DEVICE="xpu")
         self.assertEqual((device.backend, device.count, device.capabilities), ("gloo", 3, {"streams"}))
 
@@ -148,7 +131,7 @@ class TestChoice(TestCase):
                 accelerator.from_torch("xpu", None, None)
 
     def test_probe_runs_in_its_own_process(self):
-        """If torch was built without a device type, one sentence says so, and this process initialises nothing."""
+        """If torch was built without a device type, the error is a sentence, and this process initialises no device."""
         with self.assertRaisesRegex(ConfigurationError, "the device 'abacus' cannot be used: .*abacus"):
             accelerator._probe("abacus", "gloo")
         self.assertFalse(accelerator.initialised())
@@ -169,9 +152,8 @@ class TestChoice(TestCase):
 
 
 class TestSharing(TestCase):
-    """Without it, a machine with one device could skip tests that it can run, or overrule the user's backend.
-
-    Several ranks on one device: the backend follows from the results of the probes.
+    """Without it, a machine with one device could skip tests that it can run, or replace the backend that the user
+    requested.
     """
 
     def chosen(
@@ -188,11 +170,10 @@ class TestSharing(TestCase):
             return accelerator.from_torch("xpu", backend, ranks), probed
 
     def test_tests_with_more_ranks_than_devices(self):
-        """They alone use the staged backend, if the device's own cannot share. A requested backend counts."""
+        """They alone use the staged backend, if the device's own cannot share. A requested backend is kept."""
         device, _ = self.chosen(count=2, own=False, staged=True)
-        self.assertEqual(
-            [device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)], ["xccl", "xccl", "staged", "staged"]
-        )
+        backends = [device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)]
+        self.assertEqual(backends, ["xccl", "xccl", "staged", "staged"])
         self.assertEqual((device.is_shared, device.lacks_room_for(8)), (False, None))
         self.assertEqual([device.ranks_up_to(4), device.ranks_up_to(4, least=4)], [2, 4])
         for requested in ({"own": False, "staged": False}, {"own": False, "staged": True, "backend": "xccl"}):
@@ -203,10 +184,10 @@ class TestSharing(TestCase):
         self.assertIs(device.for_ranks(4), device)
 
     def test_ranks_on_several_machines_do_not_share(self):
-        """There each rank of a launch has a device, although one machine does not have as many."""
+        """Each rank of such a launch has a device, although one machine has fewer devices than there are ranks."""
         for one_host, backend in ((False, "xccl"), (True, "staged")):
             launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
-            with mock.patch.object(launcher, "current", lambda launch=launch: launch):
+            with mock.patch.object(launcher, "current", return_value=launch):
                 device, _ = self.chosen(count=8, own=False, staged=True, ranks=16)
                 self.assertEqual((device.backend, device.is_shared), (backend, one_host))
                 self.assertEqual(device.for_ranks(16).backend, backend)
@@ -220,7 +201,7 @@ class TestSharing(TestCase):
                 self.assertEqual(accelerator.current().backend, backend)
 
     def test_backend_of_ranks_that_share_a_device(self):
-        """The device's own backend if it can share, or else the staged one. A requested backend is not overruled."""
+        """It is the device's own backend if this can share, or else the staged one. A requested backend is kept."""
         no_room = "needs 2 xpu devices, but sees only 1; ranks that share"
         for count, own, staged, requested, backend, ranks, probed, lacking in (
             (1, True, True, {}, "xccl", 2, ["xccl"], None),
@@ -258,15 +239,13 @@ class Module:
 class TestProbe(TestCase):
     """Without it, tests could run, and fail or hang, on a device that lacks what they need.
 
-    The results of the probing process, with a fake device.
+    The device is a fake.
     """
 
     def described(self, module: object, backend: str = "nccl", /, **answers: bool) -> dict[str, Any]:
         attempts = {name: mock.Mock(return_value=answers.get(name, False)) for name in ATTEMPTS}
-        with (
-            mock.patch.multiple(accelerator_probe, **attempts),
-            mock.patch.object(torch, "get_device_module", lambda kind: module),
-        ):
+        module_of_device = mock.patch.object(torch, "get_device_module", lambda kind: module)
+        with module_of_device, mock.patch.multiple(accelerator_probe, **attempts):
             return accelerator_probe.describe("xpu", backend)
 
     def test_nothing_is_taken_for_granted(self):
@@ -302,10 +281,10 @@ class TestProbe(TestCase):
             self.assertFalse(accelerator_probe.computes_after_fork("cpu"))
 
     def test_ranks_are_fresh_if_forks_of_this_process_cannot_compute(self):
-        """As after an import that has started the runtime of the device. The file says why it takes longer."""
+        """An import may have started the runtime of the device. The file says why it takes longer."""
         able = dataclasses.replace(CLUSTER, capabilities=frozenset({"fork"}))
         for works, method, words in ((True, "fork", ""), (False, "spawn", "has started the runtime of xpu")):
-            attempt = mock.patch.object(accelerator_probe, "computes_after_fork", lambda kind, works=works: works)
+            attempt = mock.patch.object(accelerator_probe, "computes_after_fork", return_value=works)
             with self.subTest(method), under_test(able), attempt, contextlib.redirect_stderr(io.StringIO()) as stderr:
                 server.forks_work.cache_clear()
                 self.addCleanup(server.forks_work.cache_clear)
@@ -314,7 +293,7 @@ class TestProbe(TestCase):
                 self.assertIn(words, stderr.getvalue())
 
     def test_collectives_of_the_processor(self):
-        """The known facts about gloo on the host equal the results of a probe."""
+        """The built-in capabilities of the CPU with gloo equal the results of a probe."""
         capabilities = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
         self.assertEqual(accelerator._OF_THE_CPU & set(capabilities), HOST.capabilities)
 
@@ -339,7 +318,7 @@ class TestMachine(TestCase):
         self.assertEqual([machine._extensions(info) for info in (x86, arm, "")], [["amx_bf16"], ["sve"], []])
 
     def test_of_devices(self):
-        """What a device's module cannot tell is left out."""
+        """Facts that the device's module does not offer are left out."""
         properties = mock.Mock(driver_version="1.2")
         able = Module(
             2,
@@ -402,7 +381,7 @@ class TestRequirements(TestCase):
         self.assertIn("needs streams", self.reason(requires_capability("streams"), HOST))
 
     def test_number_of_ranks_of_a_test(self):
-        """A test takes a rank for each device, at most those that its class names, and at least those that it needs."""
+        """A test has a rank for each device, at most as many as its class says, and at least as many as it needs."""
 
         class Sized:
             def __init__(self, method: str) -> None:
@@ -411,15 +390,15 @@ class TestRequirements(TestCase):
             world_size = at_most(4)
             of_two = skip_if_lt_x_gpu(2)(lambda self: None)
             of_four = skip_if_lt_x_gpu(4)(lambda self: None)
-            of_eight = requires_world_size(8)(lambda self: None)
-            of_four_to_eight = requires_world_size(8, least=4)(lambda self: None)
+            of_eight = common_distributed.requires_world_size(8)(lambda self: None)
+            of_four_to_eight = common_distributed.requires_world_size(8, least=4)(lambda self: None)
 
-        actual = {}
+        needed, actual = common_distributed.get_required_world_size, {}
         for count in (1, 2, 4, 8):
             with under_test(Accelerator("xpu", "xccl", count, max(count, 2))):
                 sizes = [Sized(method).world_size for method in ("of_two", "of_four")]
-                sizes += [get_required_world_size(Sized(method), 2) for method in ("of_eight", "of_four_to_eight")]
-                actual[count] = [*sizes, get_required_world_size(Sized("of_two"), 2)]
+                sizes += [needed(Sized(method), 2) for method in ("of_eight", "of_four_to_eight", "of_two")]
+                actual[count] = sizes
         self.assertEqual(actual, {1: [2, 4, 8, 4, 2], 2: [2, 4, 8, 4, 2], 4: [4, 4, 8, 4, 2], 8: [4, 4, 8, 8, 2]})
 
     def test_power_of_two_ranks(self):

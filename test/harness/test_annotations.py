@@ -1,4 +1,4 @@
-"""Every helper of the tests is annotated, according to the syntax trees. mypy checks the annotations."""
+"""Every helper of the tests has annotations. mypy checks that they are right."""
 
 import ast
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ if True:
 
 
 class TestAnnotations(TestCase):
-    """Without it, helpers without annotations could come in, and mypy would not check them."""
+    """Without it, helpers could lack annotations, and mypy would not check them."""
 
     def test_every_helper_is_annotated(self):
         files = {str(path.relative_to(TESTS)): unannotated(tree) for path, tree in trees(TESTS)}

@@ -1,4 +1,4 @@
-"""The command of the benchmarks, and how the harness benchmark evaluates its stamps and pairs, with fake runs."""
+"""The benchmarks: their command, and what they compute from runs. The runs here are fakes."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ UPSTREAM_AT = 10.0  # how many times as slow
 
 
 class FakeRun(harness.Run):
-    """A run of two ranks: each test begins a second after the last, and takes 0.4 s, or ten times as long."""
+    """A run whose tests take 0.4 s each, or with upstream's harness ten times as long."""
 
     made: list
 
@@ -43,9 +43,8 @@ class TestReachingBenchmark(TestCase):
             self.assertGreater(sum(edit.half == half for edit in edits), 25)
         for edit in edits:
             with self.subTest(edit.id):
-                self.assertRegex(
-                    edit.diff, r"\A--- a/torch/distributed/\S+\.py\n\+\+\+ b/torch/distributed/\S+\.py\n@@"
-                )
+                path = r"/torch/distributed/\S+\.py"
+                self.assertRegex(edit.diff, rf"\A--- a{path}\n\+\+\+ b{path}\n@@")
 
     def test_seconds_until_the_first_failure(self):
         tests = [Reached("f", "T.a", 1.0, 1), Reached("g", "T.a", 2.0, 1), Reached("f", "T.b", 4.0, 1)]
@@ -53,18 +52,13 @@ class TestReachingBenchmark(TestCase):
 
     def test_median_and_percentile(self):
         values = [float(number) for number in range(1, 10)]
-        rows = reaching.summary({"tuning": [*values, None], "held out": [None, 3.0, None], "empty": []}).splitlines()[
-            2:
-        ]
-        expected = [
-            "| tuning | 9 of 10 | 5.0 s | not detected |",
-            "| held out | 1 of 3 | not detected | not detected |",
-        ]
-        self.assertEqual(rows, expected)
+        table = reaching.summary({"tuning": [*values, None], "held out": [None, 3.0, None], "empty": []})
+        rows = ["| tuning | 9 of 10 | 5.0 s | not detected |", "| held out | 1 of 3 | not detected | not detected |"]
+        self.assertEqual(table.splitlines()[2:], rows)
 
 
 def file_of_report(name: str, seconds: float, *tests: tuple[float, list[float], list[float]]) -> dict[str, Any]:
-    """A file in a report. A test has its seconds, and those of its ranks on the clock and of the processor."""
+    """A file in a report. ``tests`` have their seconds, and for each rank those by the clock and of CPU time."""
     rows = [
         {"test": f"T.test_{number}", "seconds": took, "rank_seconds": ranks, "rank_cpu": cpu, "world_size": len(ranks)}
         for number, (took, ranks, cpu) in enumerate(tests)
@@ -74,7 +68,7 @@ def file_of_report(name: str, seconds: float, *tests: tuple[float, list[float], 
 
 
 class TestSuiteBenchmark(TestCase):
-    """Without it, a table could say that time was spent where it was not."""
+    """Without it, a table could show wrong times."""
 
     FILES = (
         file_of_report("a/one", 10.0, (4.0, [3.0, 2.5], [1.0, 0.5]), (2.0, [], [])),
@@ -98,12 +92,11 @@ class TestSuiteBenchmark(TestCase):
         self.assertEqual(suite.efficiency(self.FILES, 2), (10.0, 0.8))
 
     def test_slowest_tests(self):
-        seconds = [row[0] for row in suite.slowest(self.FILES, 2)]
-        self.assertEqual(seconds, [4.5, 4.0])
+        self.assertEqual([row[0] for row in suite.slowest(self.FILES, 2)], [4.5, 4.0])
         self.assertEqual(suite.slowest(self.FILES, 1), [(4.5, "a/two::T.test_0", 2, 0.5)])
 
     def test_no_report_is_refused(self):
-        assert_rejected(self, suite.main, [(["nowhere"], "nowhere"), ([__file__], __file__)])
+        assert_rejected(self, suite.main, [(["nowhere"], "nowhere"), ([__file__], __file__)], one_line=False)
 
 
 class TestHarnessBenchmark(TestCase):
@@ -112,11 +105,11 @@ class TestHarnessBenchmark(TestCase):
     def setUp(self):
         super().setUp()
         FakeRun.made = []
-        self._stack = contextlib.ExitStack()
-        self.addCleanup(self._stack.close)
-        self._stack.enter_context(unittest.mock.patch.object(harness, "Run", FakeRun))
-        self.stdout = self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        self._stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(unittest.mock.patch.object(harness, "Run", FakeRun))
+        self.stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
 
     def test_both_figures_and_the_stages(self):
         row: dict[str, Any] = harness.measure(ranks=2, tests=3, pairs=3)
@@ -152,7 +145,7 @@ class TestCommand(TestCase):
             (["reaching", "--only", "99"], "99"),
             (["harness", "--tests", "1"], "--tests must be 2 or more"),
         )
-        assert_rejected(self, command.main, cases)
+        assert_rejected(self, command.main, cases, one_line=False)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from samples import Processes
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -39,7 +39,7 @@ class Method:
 
 
 class TestCopies(TestCase):
-    """Without it, a test could load into a model what is the model's own memory."""
+    """Without it, a test could load the model's own memory into the model."""
 
     def test_copies_share_no_memory(self):
         whole: dict[str, Any] = {"state": {"weight": torch.ones(2)}, "groups": [{"lr": 0.1, "params": ["weight"]}]}
@@ -55,7 +55,7 @@ class TestLastOut(TestCase):
     """Without it, a checkpoint test could fail now and then because another rank has removed the directory."""
 
     def test_folder_removed_by_the_other_rank(self):
-        """Both ranks may have seen all markers, and then one of them looks at a directory that no longer exists."""
+        """Both ranks may have seen all markers. Then one of them looks at a directory that the other has removed."""
         list_files = os.listdir
 
         def removed_first(path: str) -> list[str]:
@@ -68,14 +68,10 @@ class TestLastOut(TestCase):
         self.assertFalse(os.path.exists(os.path.dirname(path)))
 
 
-class TestSharedDirectory(MultiProcessTestCase):
-    """Without it, ranks could write parts of a checkpoint to different directories, or leave them on the disk."""
+class TestSharedDirectory(Processes):
+    """Without it, ranks could write parts of a checkpoint to different directories, or leave these on the disk."""
 
     world_size = 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
 
     def init(self) -> None:
         dist.init_process_group("gloo", rank=self.rank, world_size=2, store=dist.FileStore(self.file_name, 2))
@@ -131,7 +127,7 @@ class TestSharedDirectory(MultiProcessTestCase):
 
 
 class TestAlone(TestCase):
-    """Without it, a test without a process group could get another test's directory, or leave its own behind."""
+    """Without it, a test without a process group could get another test's directory, or leave its own on the disk."""
 
     def test_each_process_has_a_folder_without_a_group(self):
         first, second = Method(), Method()

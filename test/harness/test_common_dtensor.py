@@ -1,4 +1,4 @@
-"""The models and test cases for DTensor: parallel models compute like plain ones, and cases make their groups."""
+"""The models and test cases for DTensor: parallel models compute like plain ones, and test cases make groups."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TestParallelModels(DTensorTestBase):
         local: Callable[[torch.Tensor], torch.Tensor],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Compare outputs and all gradients. ``local(x)`` is this rank's part of the input, split over ``group``."""
+        """Compare outputs and all gradients. ``local(x)`` is this rank's part of the input, which ``group`` splits."""
         x = tokens()
         expected = plain(x)
         expected.square().sum().backward()
@@ -121,15 +121,12 @@ class TestParallelModels(DTensorTestBase):
 
     @with_comms
     def test_tensor_parallelism(self):
-        values = [(False, {}), (True, {}), (True, {"weight_tying": False})]
-        self.run_subtests({"values": values}, lambda values: self._test_tensor_parallelism(*values))
-
-    def _test_tensor_parallelism(self, use_seq_parallel: bool, kwargs: dict[str, Any]) -> None:
-        plain = transformer(**kwargs)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel)
-        self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, kwargs.get("weight_tying", True))
-        self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
-        self.compare(plain, parallel, local=lambda x: x)
+        for use_seq_parallel, weight_tying in ((False, True), (True, True), (True, False)):
+            plain = transformer(weight_tying=weight_tying)
+            parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel)
+            self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, weight_tying)
+            self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
+            self.compare(plain, parallel, local=lambda x: x)
 
     @with_comms
     def test_expert_parallelism(self):
@@ -162,14 +159,9 @@ class TestParallelModels(DTensorTestBase):
 
 
 class TestProcesses(DTensorTestBase):
-    """Without it, ``with_comms`` could give a test the wrong group, leave it behind, or hang after a failure."""
+    """Without it, ``with_comms`` could give a test the wrong group, leak it, or hang after a failure."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def test_without_comms_there_is_no_group(self):
-        self.assertFalse(dist.is_initialized())
+    world_size = 2
 
     @with_comms
     def test_bare(self):
@@ -186,6 +178,8 @@ class TestProcesses(DTensorTestBase):
         self.assertEqual(dist.get_backend(), "fake")
 
     def test_the_group_ends_with_the_test(self):
+        """And there is none without ``with_comms``."""
+        self.assertFalse(dist.is_initialized())
         body = mock.Mock(__name__="body")
         with_comms(body)(self, "argument", key=1)
         body.assert_called_once_with(self, "argument", key=1)
@@ -204,7 +198,7 @@ class TestProcesses(DTensorTestBase):
         x = distribute_tensor(torch.arange(6.0).view(2, 3), self.mesh, [Shard(0)])
         self._test_op_on_dtensor(torch.add, x, 1)
         with self.assertRaises(AssertionError):
-            # This is not an elementwise function of the full tensor: it only sees its rank's rows.
+            # The sum of a rank's local shard is not the sum of the full tensor.
             self._test_op_on_dtensor(self._local_sum, x)
 
     @with_comms
@@ -272,18 +266,13 @@ class TestContinuous(DTensorContinuousTestBase):
     world_size = 2
     ids: dict = {}
 
-    def check(self) -> None:
+    def test_first(self):
         self.assertEqual(self.device_type, accelerator.current().type)
         self.assertEqual(self.mesh.size(), 2)
-        self.ids.setdefault(self.rank, os.getpid())
-        self.assertEqual(self.ids[self.rank], os.getpid())
+        self.assertEqual(self.ids.setdefault(self.rank, os.getpid()), os.getpid())
         self.assertEqual(dist.get_backend(), accelerator.current().backend)
 
-    def test_first(self):
-        self.check()
-
-    def test_second(self):
-        self.check()
+    test_second = test_first
 
 
 if __name__ == "__main__":

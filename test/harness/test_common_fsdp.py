@@ -1,4 +1,4 @@
-"""The models, patches and comparisons of FSDP tests. Each one works as documented, and each check can fail."""
+"""The models, patches and comparisons of FSDP tests: they work as documented, and each check can fail."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+from samples import under_test
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -74,9 +69,7 @@ MODELS: dict[type[FSDPTestModel], int] = {
 
 
 class TwoRanks(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def build(
         self,
@@ -93,15 +86,13 @@ class TestModels(TwoRanks):
     """Without it, a test could compare two models that differ from the start, or that FSDP does not wrap."""
 
     def test_every_model_in_every_mode(self):
-        self.run_subtests(
-            {"model_class": list(MODELS), "fsdp_mode": [NO_FSDP, RECURSIVE], "device_mode": list(DEVICEInitMode)},
-            self._test_mode,
-        )
+        modes = {"fsdp_mode": [NO_FSDP, RECURSIVE], "device_mode": list(DEVICEInitMode)}
+        self.run_subtests({"model_class": list(MODELS), **modes}, self._test_mode)
 
     def _test_mode(
         self, model_class: type[FSDPTestModel], fsdp_mode: FSDPInitMode, device_mode: DEVICEInitMode
     ) -> None:
-        # Freezing by name needs the original names.
+        # Freezing parameters by name needs ``use_orig_params=True``.
         kwargs = {"use_orig_params": model_class is NonUniformReqGradNWM}
         model, again = (self.build(model_class, fsdp_mode, device_mode, kwargs) for _ in range(2))
         instances = FSDP.fsdp_modules(model)
@@ -109,8 +100,7 @@ class TestModels(TwoRanks):
         self.assertEqual(kwargs, {"use_orig_params": model_class is NonUniformReqGradNWM})
         for param, same in zip(model.parameters(), again.parameters(), strict=True):
             self.assertEqual(param, same, rtol=0, atol=0)
-            on_device = device_mode is BEFORE or (device_mode is AFTER and fsdp_mode is RECURSIVE)
-            if on_device:
+            if device_mode is BEFORE or (device_mode is AFTER and fsdp_mode is RECURSIVE):
                 self.assertEqual(param.device, self.device)
         trainable = [name for name, param in model.named_parameters() if param.requires_grad]
         if model_class is NonUniformReqGradNWM:
@@ -148,8 +138,7 @@ class TestModels(TwoRanks):
 
     def test_expert_group_is_the_rank_alone(self):
         model = self.build(MixtureOfExperts, RECURSIVE)
-        self.assertEqual(model.module[2].process_group.size(), 1)
-        self.assertEqual(model.module[1].process_group.size(), 2)
+        self.assertEqual([layer.process_group.size() for layer in model.module[1:3]], [2, 1])
 
     def test_delays(self):
         model = self.build(NestedWrappedModuleWithDelay, RECURSIVE, delay_after_loss_ms=3, delay_before_reduction_ms=5)
@@ -157,10 +146,8 @@ class TestModels(TwoRanks):
         sharded = FSDP(model)
         inputs = model.get_input(self.device)
         original = getattr(dist, torch_facts.reduce_scatter_name())
-        with (
-            mock.patch.object(delays, "delay_device") as late,
-            mock.patch("torch_fsdp_tests.common_fsdp.nested.delay_device", late),
-        ):
+        nested = "torch_fsdp_tests.common_fsdp.nested.delay_device"
+        with mock.patch.object(delays, "delay_device") as late, mock.patch(nested, late):
             model.run_backward(model.get_loss(inputs, sharded(*inputs)))
         # The loss, and the reduce-scatter of the root and each of the three instances inside.
         self.assertEqual([call.args[0] for call in late.call_args_list], [3, 5, 5, 5, 5])
@@ -168,25 +155,22 @@ class TestModels(TwoRanks):
         experts = FSDP(self.build(MixtureOfExperts, RECURSIVE, delay_before_free_ms=7))
         with mock.patch.object(delays, "delay_device") as late:
             experts(*inputs)
-        # The expert is not sharded, so its instance and the root, which keeps its parameters, reshard too.
+        # The expert is not sharded. Its instance and the root, which keeps its parameters, reshard.
         self.assertEqual({call.args[0] for call in late.call_args_list}, {7})
 
     def test_delay_uses_the_device(self):
         able = dataclasses.replace(accelerator.current(), capabilities=frozenset({"streams", "sleep_kernel"}))
         unable = dataclasses.replace(able, capabilities=frozenset({"streams"}))
         for device, calls in ((able, 1), (unable, 0)):
-            with (
-                mock.patch.object(accelerator, "current", lambda device=device: device),
-                mock.patch.object(delays, "get_cycles_per_ms", lambda kind: 10),
-                mock.patch.object(delays, "device_sleep") as sleep,
-            ):
+            rate = mock.patch.object(delays, "get_cycles_per_ms", lambda kind: 10)
+            with under_test(device), rate, mock.patch.object(delays, "device_sleep") as sleep:
                 delays.delay_device(2)
                 delays.delay_device(0)
             self.assertEqual([call.args for call in sleep.call_args_list], [(device.type, 20)] * calls)
 
 
 def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """A reduce-scatter that keeps this rank's own part, and ignores the other ranks."""
+    """A reduce-scatter that returns this rank's own values, and ignores those of the other ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     output.copy_(input.chunk(world_size)[rank] * world_size)
 
@@ -194,13 +178,8 @@ def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs
 class TestTraining(TwoRanks):
     """Without it, the comparison of FSDP with its reference could pass whatever FSDP does."""
 
-    def parity(
-        self,
-        model_class: type[FSDPTestModel] = NestedWrappedModule,
-        device_mode: DEVICEInitMode = BEFORE,
-        **kwargs: Any,
-    ) -> None:
-        self._test_fsdp_parity(model_class, RECURSIVE, device_mode, **kwargs)
+    def parity(self, model_class: type[FSDPTestModel] = NestedWrappedModule, **kwargs: Any) -> None:
+        self._test_fsdp_parity(model_class, RECURSIVE, BEFORE, **kwargs)
 
     def test_parity_sees_gradients_that_are_not_averaged(self):
         nested, transformer = NestedWrappedModule, TransformerWithSharedParams
@@ -211,10 +190,8 @@ class TestTraining(TwoRanks):
             (nested, {"mixed_precision": HALF}),
         ):
             # One step: the loss depends on the initial parameters, so only the comparison of parameters can fail.
-            with (
-                mock.patch.object(dist, torch_facts.reduce_scatter_name(), not_averaged),
-                self.assertRaisesRegex(AssertionError, "FSDP and its reference differ after training"),
-            ):
+            local = mock.patch.object(dist, torch_facts.reduce_scatter_name(), not_averaged)
+            with local, self.assertRaisesRegex(AssertionError, "FSDP and its reference differ after training"):
                 self.parity(model_class, num_iters=1, **kwargs)
 
     def test_parity_sees_a_step_that_is_lost(self):
@@ -227,22 +204,18 @@ class TestTraining(TwoRanks):
             self._assert_moves()
 
     def _assert_moves(self) -> None:
-        model, reference = (
-            FSDP(self.build(NestedWrappedModule)),
-            nn.parallel.DistributedDataParallel(self.build(NestedWrappedModule)),
-        )
-        self._train_for_several_steps(reference, 1, autocast=False)
-        self._train_for_several_steps(model, 1, autocast=False)
+        model = FSDP(self.build(NestedWrappedModule))
+        reference = nn.parallel.DistributedDataParallel(self.build(NestedWrappedModule))
+        for each in (reference, model):
+            self._train_for_several_steps(each, 1, autocast=False)
         with torch.no_grad():
             for param in reference.parameters():  # the result of rank 0's steps
                 dist.broadcast(param, 0)
         self._assert_same_parameters(model, reference, None)
 
     def test_state_dict_that_loads_nothing_is_seen(self):
-        with (
-            mock.patch.object(FSDP, "load_state_dict", lambda *args, **kwargs: None),
-            self.assertRaises(AssertionError),
-        ):
+        loads_nothing = mock.patch.object(FSDP, "load_state_dict", lambda *args, **kwargs: None)
+        with loads_nothing, self.assertRaises(AssertionError):
             self.parity(save_model=True)
 
     def test_misuse_is_refused(self):
@@ -256,14 +229,9 @@ class TestTraining(TwoRanks):
             self.parity(no_such_argument=True)
 
     def test_checks_of_options(self):
-        offload = CPUOffload(offload_params=True)
-        model = FSDP(
-            self.build(NestedWrappedModule, device_mode=NEVER),
-            cpu_offload=offload,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            forward_prefetch=True,
-        )
-        right = (offload, BackwardPrefetch.BACKWARD_PRE, True)
+        right = (CPUOffload(offload_params=True), BackwardPrefetch.BACKWARD_PRE, True)
+        options = dict(zip(("cpu_offload", "backward_prefetch", "forward_prefetch"), right, strict=True))
+        model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), **options)
         wrong = (CPUOffload(offload_params=False), BackwardPrefetch.BACKWARD_POST, False)
         checks = (self._check_cpu_offload, self._check_backward_prefetch, self._check_forward_prefetch)
         for check, good, bad in zip(checks, right, wrong, strict=True):
@@ -295,7 +263,7 @@ else:
 
 
 class PatchTests(Case):
-    """For ranks that are processes, and for ranks that are threads and share patched functions."""
+    """Tests for ranks that are processes, and for ranks that are threads, which share patched functions."""
 
     def step(self) -> None:
         """A step of three FSDP2 modules over a 2 by 1 mesh, so that gradients are reduced over both dimensions."""
@@ -303,21 +271,14 @@ class PatchTests(Case):
         model = nn.Sequential(MLP(4), MLP(4)).to(accelerator.current().device(self.rank))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
-        # The input needs a gradient: FSDP2 attaches its backward to the inputs, or the first module's would run late.
+        # FSDP2 attaches its backward to inputs that need a gradient. Otherwise the first module's would run late.
         x = torch.ones(2, 4, device=accelerator.current().device(self.rank), requires_grad=True)
         model(x).sum().backward()
 
     def test_every_patch_counts_its_calls_and_goes(self):
-        # Two modules have parameters. Both reshard after forward, and are gathered again for backward.
-        expected = {
-            "foreach_all_gather": 4,
-            torch_facts.all_gather_name(): 4,
-            "foreach_reduce": 2,
-            torch_facts.reduce_scatter_name(): 2,
-            "all_reduce": 2,
-            "post_backward": 2,
-            "backward": 2,
-        }
+        # Two modules have parameters. Both reshard after forward, and are unsharded again for backward.
+        twice = "foreach_reduce", torch_facts.reduce_scatter_name(), "all_reduce", "post_backward", "backward"
+        expected = dict.fromkeys(("foreach_all_gather", torch_facts.all_gather_name()), 4) | dict.fromkeys(twice, 2)
         for patch, (owner, name) in patches().items():
             stored = inspect.getattr_static(owner, name)
             original = getattr(owner, name)
@@ -330,7 +291,7 @@ class PatchTests(Case):
             with patch(counting):
                 self.step()
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
-            # If only one of the threads' lists was filled, all of them together are still right.
+            # Threads share the patch, so the call of one rank may be in the list of another. Together they are right.
             of_all: list[list[int]] = [[] for _ in range(4)]
             dist.all_gather_object(of_all, calls)
             by_rank = collections.Counter(itertools.chain(*of_all))
@@ -354,9 +315,7 @@ class PatchTests(Case):
 class TestPatches(PatchTests, FSDPTest):
     """Without it, a patch of FSDP could skip calls, outlive its test, or hang when only one rank fails."""
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def test_a_lone_exception_does_not_wait_for_the_others(self):
         start = time.monotonic()
@@ -373,9 +332,8 @@ class TestPatches(PatchTests, FSDPTest):
 
     def test_reduce_scatter_with_assert(self):
         seen: list[torch.Tensor] = []
-        wrapped = functools.partial(
-            reduce_scatter_with_assert, self, getattr(dist, torch_facts.reduce_scatter_name()), seen.append
-        )
+        original = getattr(dist, torch_facts.reduce_scatter_name())
+        wrapped = functools.partial(reduce_scatter_with_assert, self, original, seen.append)
         with common_fsdp.patch_reduce_scatter(wrapped):
             self.step()
         self.assertEqual([output.dtype for output in seen], [torch.float32] * 2)
@@ -391,13 +349,11 @@ class TestPatches(PatchTests, FSDPTest):
 class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
     """Without it, ranks in threads could skip calls of a patched function, or keep it patched for later tests."""
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
 
 class TestStates(TwoRanks):
-    """Without it, tests of state dicts could compare a state with itself, or change it."""
+    """Without it, tests of state dicts could compare a state with itself, or work on a state that is not reset."""
 
     def test_assert_module_states(self):
         model = nn.BatchNorm1d(2)
@@ -425,12 +381,9 @@ class TestSubstitutes(TwoRanks):
     """Without it, a patch that lets FSDP run on the CPU could hide a fault, or outlive its test."""
 
     def originals(self) -> dict[str, Any]:
-        names = (
-            (FSDP, "__init__"),
-            (FlatParamHandle, "prepare_gradient_for_backward"),
-            (torch.Tensor, "pin_memory"),
-            (torch.Tensor, "is_pinned"),
-        )
+        """The functions that are replaced, by name."""
+        names = [(FSDP, "__init__"), (FlatParamHandle, "prepare_gradient_for_backward")]
+        names += [(torch.Tensor, name) for name in ("pin_memory", "is_pinned")]
         return {name: inspect.getattr_static(owner, name) for owner, name in names}
 
     def test_install_and_uninstall(self):
@@ -478,7 +431,7 @@ class TestSubstitutes(TwoRanks):
             self.assertEqual(instance.compute_device, device.device(self.rank))
         layer = nn.Linear(2, 2)
         # By position, by name, and as None.
-        for arguments in ((layer,), (layer, None, None, None, None, None, None, None, None, None)):
+        for arguments in ((layer,), (layer, *[None] * 9)):
             self.assertEqual(FSDP(*arguments).compute_device, self.device)
         self.assertEqual(FSDP(nn.Linear(2, 2), device_id=None).compute_device, self.device)
         self.assertEqual(list(inspect.signature(FSDP).parameters)[:2], ["module", "process_group"])
@@ -496,14 +449,14 @@ class TestSubstitutes(TwoRanks):
         with model.no_sync() if no_sync else contextlib.nullcontext():
             model(x).sum().backward()
         model(x).sum().backward()
-        if not kwargs["use_orig_params"]:  # then no context shows gradients; those of NO_SHARD are unsharded anyway
+        if not kwargs["use_orig_params"]:  # no context unshards gradients then; those of NO_SHARD are unsharded anyway
             return [param.grad.clone() for param in model.parameters()]
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             return [param.grad.clone() for param in model.parameters()]
 
     def test_offloaded_gradients_add_up_under_no_sync_alone(self):
-        # The substitute drops the offloaded gradient of an earlier step ("Gradient accumulation outside no_sync() does
-        # not work with CPU offloading", in FSDP's words), but never one that no_sync has accumulated.
+        # The substitute drops the offloaded gradient of an earlier step: FSDP documents that gradient accumulation
+        # outside no_sync() does not work with CPU offloading. It keeps a gradient that was accumulated in no_sync().
         plain = self.build(NestedWrappedModule)
         plain(*plain.get_input(self.device)).sum().backward()
         once = [param.grad for param in plain.parameters()]
@@ -523,7 +476,7 @@ ORIGINAL = fully_shard
 
 
 class TestCompiled(TwoRanks):
-    """Without it, a test of compiled FSDP could silently run only in eager mode, or leave ``fully_shard`` replaced."""
+    """Without it, a test of compiled FSDP could run only in eager mode, or leave ``fully_shard`` replaced."""
 
     modes: list
 

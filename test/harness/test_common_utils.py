@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
 import importlib.util
-import io
 import math
 import os
 import random
@@ -25,24 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from runs import ROOT, Process
+from runs import ROOT, Process, outputs
 
 from torch_fsdp_tests import common_utils, installation, settings
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    check_leaked_tensors,
-    device_sleep,
-    get_cycles_per_ms,
-    retry_on_connect_failures,
-    run_tests,
-    set_rng_seed,
-    unMarkDynamoStrictTest,
-    vacuous,
-    wrapSwapTensorsTest,
-)
+from torch_fsdp_tests.common_utils import TestCase, check_leaked_tensors, run_tests, set_rng_seed, vacuous
 from torch_fsdp_tests.common_utils.state import SavedState, saved_state, watched_threads
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.settings import SEED_VARIABLE
 from torch_fsdp_tests.verdict import stream
 
@@ -116,9 +102,8 @@ class EqualityTest(TestCase):
         self.assertLess(len(self.failure([torch.zeros(10_000)] * 99, ["x" * 10_000])), 2_000)
 
     def test_failure_counts_the_places_it_does_not_name(self):
-        self.assertRegex(
-            self.failure(list(range(9)), list(range(1, 10))), r"8 more differ: (\[\d\](, )?){5} and 3 others$"
-        )
+        text = self.failure(list(range(9)), list(range(1, 10)))
+        self.assertRegex(text, r"8 more differ: (\[\d\](, )?){5} and 3 others$")
 
     def test_tolerances(self):
         self.failure(torch.tensor(1.0), torch.tensor(1.1))
@@ -126,13 +111,9 @@ class EqualityTest(TestCase):
         self.assertEqual(torch.tensor(1.01, dtype=torch.bfloat16), torch.tensor(1.0, dtype=torch.bfloat16))
         with self.assertRaisesRegex(ValueError, "both atol and rtol"):
             self.assertEqual(torch.tensor(1.0), torch.tensor(1.0), atol=0.2)
-        for dtype, rtol in (
-            (torch.float16, 1e-3),
-            (torch.bfloat16, 1.6e-2),
-            (torch.float32, 1.3e-6),
-            (torch.float64, 1e-7),
-        ):
-            expected = torch.tensor(100.0, dtype=dtype)  # so that the absolute tolerance hardly counts
+        tolerances = {torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float32: 1.3e-6, torch.float64: 1e-7}
+        for dtype, rtol in tolerances.items():
+            expected = torch.tensor(100.0, dtype=dtype)  # large, so that the absolute tolerance hardly matters
             self.failure((100 * (1 + 2 * rtol)) * torch.ones_like(expected), expected)
             self.assertEqual(100 * (1 + 0.5 * rtol) * torch.ones_like(expected), expected)
         self.precision = 0.2
@@ -157,7 +138,7 @@ class EqualityTest(TestCase):
             self.assertEqual(torch.ones(2), 1)
 
     def test_comparisons_that_prove_nothing(self):
-        """They pass here, and fail in a test of FSDP, unless the call says that they are meant."""
+        """They pass here. In a test of FSDP they fail, unless ``may_be`` says that they are meant."""
         one, inf = torch.ones(2), float("inf")
         for kind, x, y in [
             ("same", one, one),
@@ -247,19 +228,12 @@ class StateTest(TestCase):
         self.assertEqual(before.restore(), [])
         self.assertEqual(random.random(), sampled.random())
         text = "\n".join(leaks)
-        for word in [
-            "environment variable TORCH_FSDP_TESTS_SCRATCH set",
-            "default dtype",
-            "default device",
-            "function modes",
-            "number of threads",
-            "deterministic-algorithms",
-            "grad mode",
-            "cudnn.benchmark",
-            "working directory",
-        ]:
+        words = ["environment variable TORCH_FSDP_TESTS_SCRATCH set", "default dtype", "default device"]
+        words += ["function modes", "number of threads", "deterministic-algorithms", "grad mode", "cudnn.benchmark"]
+        words += ["working directory"]
+        for word in words:
             self.assertIn(word, text)
-        self.assertEqual(len(leaks), 9, text)
+        self.assertEqual(len(leaks), len(words), text)
 
     def test_nothing_changed_is_nothing_said(self):
         with saved_state() as leaks, torch.no_grad(), torch.device("meta"):
@@ -300,11 +274,9 @@ class StateTest(TestCase):
             self.assertEqual(common_utils.SEED, 7)
             set_rng_seed()
         self.assertEqual(samples(), first)
-        with (
-            unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "many"}),
-            self.assertRaisesRegex(ValueError, "integer"),
-        ):
-            set_rng_seed()
+        with unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "many"}):
+            with self.assertRaisesRegex(ValueError, "integer"):
+                set_rng_seed()
 
 
 # The same classes run with run_tests and with unittest.main. Only the base class and the last line differ.
@@ -372,24 +344,18 @@ class RunTestsTest(TestCase):
         cls.plain.write_text(SUITE.format(**plain))
 
     def call(self, file: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-        """The same as the real command, but if possible in a fork, which need not import torch again."""
+        """Run a file like the real command, but if possible in a fork, which need not import torch again."""
         with tempfile.TemporaryFile() as output:
             status = Process(file, arguments, environment, os.getcwd(), output, output).wait()
             output.seek(0)
             return status, output.read().decode()
 
     def rejected(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """The same in this process, for a command that runs no test."""
-        output = io.StringIO()
-        with (
-            unittest.mock.patch.dict(os.environ, variables),
-            unittest.mock.patch.object(stream, "attached", lambda: False),  # as if no dispatcher ran the file
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(output),
-            self.assertRaises(SystemExit) as leaving,
-        ):
-            run_tests([str(self.ours), *arguments])
-        return host.exit_status(leaving.exception), output.getvalue()
+        """Run a command that runs no test in this process, as if no dispatcher ran the file."""
+        alone = unittest.mock.patch.object(stream, "attached", lambda: False)
+        with alone, unittest.mock.patch.dict(os.environ, variables):
+            status, out, err = outputs(run_tests, str(self.ours), *arguments)
+        return status, out + err
 
     def normal(self, text: str) -> str:
         text = re.sub(r"in [\d.]+s", "in Ns", text).replace("plain.py", "ours.py")
@@ -440,7 +406,7 @@ class RunTestsTest(TestCase):
                 self.assertRegex(text, pattern)
 
     def test_file_of_another_checkout_is_refused(self):
-        """Its tests belong to the harness of that checkout. A run of the dispatcher may use files of any folder."""
+        """Its tests belong to the harness of that checkout. A file outside of any checkout runs."""
         with tempfile.TemporaryDirectory() as name:
             other = Path(name).resolve()
             (other / "torch_fsdp_tests").mkdir()
@@ -460,6 +426,7 @@ class RunTestsTest(TestCase):
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT is 'abc': "),
             (SEED_VARIABLE, "abc", f"{SEED_VARIABLE} is 'abc': give an integer"),
             (accelerator.BACKEND_VARIABLE, "nope", "unknown backend 'nope': "),
+            (accelerator.DEVICE_VARIABLE, "nope", "unknown device 'nope': "),
         ):
             with self.subTest(variable):
                 status, text = self.rejected("Beta", **{variable: value})
@@ -510,15 +477,16 @@ class SmallThingsTest(TestCase):
     def test_a_mark_for_the_compiler_changes_nothing(self):
         cls = type("T", (TestCase,), {})
         before = dict(vars(cls))
-        self.assertIs(unMarkDynamoStrictTest(cls), cls)
-        self.assertIs(unMarkDynamoStrictTest()(cls), cls)
+        self.assertIs(common_utils.unMarkDynamoStrictTest(cls), cls)
+        self.assertIs(common_utils.unMarkDynamoStrictTest()(cls), cls)
         self.assertEqual(dict(vars(cls)), before)
 
     def test_a_connection_is_tried_again(self):
-        def calls(error: Exception, *decorating: Any, **options: Any) -> int:
+        retry = common_utils.retry_on_connect_failures
+
+        def calls(error: Exception, **options: Any) -> int:
             test = unittest.mock.Mock(__name__="test", side_effect=[error] * 9 + ["done"] + [error] * 9)
-            decorated = retry_on_connect_failures(test, **options) if not options else None
-            decorated = decorated or retry_on_connect_failures(**options)(test)
+            decorated = retry(**options)(test) if options else retry(test)
             try:
                 self.assertEqual(decorated("argument", key=1), "done")
             except RuntimeError as raised:
@@ -531,7 +499,7 @@ class SmallThingsTest(TestCase):
         self.assertEqual([calls(in_use, connect_errors="timed out"), calls(other, connect_errors=["shapes"])], [1, 10])
         always = unittest.mock.Mock(__name__="test", side_effect=in_use)
         with self.assertRaises(RuntimeError) as raised:
-            retry_on_connect_failures(always)()
+            retry(always)()
         self.assertEqual((raised.exception, always.call_count), (in_use, 10))
 
     def test_tensors_in_cycles_are_found(self):
@@ -572,20 +540,20 @@ class SmallThingsTest(TestCase):
 
     def test_host_sleep(self):
         under_test = accelerator.current()
-        self.assertGreater(get_cycles_per_ms(), 0)
+        self.assertGreater(common_utils.get_cycles_per_ms(), 0)
         with unittest.mock.patch("time.sleep") as slept:
-            device_sleep("cpu", int(3 * get_cycles_per_ms("cpu")))  # the CPU is the subject
+            common_utils.device_sleep("cpu", int(3 * common_utils.get_cycles_per_ms("cpu")))  # the CPU is the subject
         slept.assert_called_once_with(0.003)
         if not under_test.is_cpu:
-            device_sleep(under_test.type, 1)
+            common_utils.device_sleep(under_test.type, 1)
 
     def test_swapping_is_put_back_by_the_last_of_several_threads(self):
-        """Ranks in threads leave the decorated test one after the other. Those still inside keep its setting."""
+        """Ranks in threads leave the decorated test one by one. The setting stays until the last one has left."""
         read = torch.__future__.get_swap_module_params_on_conversion
         before = read()
-        self.assertEqual(wrapSwapTensorsTest(not before)(read)(), not before)
+        self.assertEqual(common_utils.wrapSwapTensorsTest(not before)(read)(), not before)
         self.assertEqual(read(), before)
-        first, second = wrapSwapTensorsTest(not before), wrapSwapTensorsTest(not before)
+        first, second = common_utils.wrapSwapTensorsTest(not before), common_utils.wrapSwapTensorsTest(not before)
         for rank in (first, second):
             rank.__enter__()
         first.__exit__(None, None, None)

@@ -1,10 +1,10 @@
-"""Tests and blocks that show known defects of torch: how they are joined over ranks, and how a run reports them."""
+"""Tests and blocks that show known defects of torch: how the blocks of ranks are joined, and how a run reports them."""
 
 import json
 import re
 import tempfile
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runs import INPUTS, ROOT, run_beside
@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects import registry, torch_defect
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.verdict import DefectBlock, joined
 
-# Every version so far has these.
+# Defects of every version so far.
 SHOWN = "fsdp2_extension_gets_one_payload"
 OTHER = "fsdp2_uneven_rows_shown_wrong"
 KILLS = "fsdp2_unit_without_elements_raises"  # with SIGFPE, on some devices
@@ -186,14 +186,11 @@ COUNTS = {  # of tests in the classes
 
 
 class TestInARun(TestCase):
-    """Without it, a known defect could fail the run, or hide a failure with another cause, or a fix go undetected.
-
-    These defects are in every version so far.
-    """
+    """Without it, a known defect could fail the run, or hide a failure with another cause, or a fix go undetected."""
 
     def test_outcomes(self):
-        """A block that shows its defect in one rank lets the test go on, and the rest of the test must pass. If defects
-        are strict, a test or a block that passes in all ranks despite its defect fails.
+        """If a block shows its defect in one rank, the test goes on, and the rest of it must pass. In strict mode, a
+        test or a block that shows its defect in no rank fails.
         """
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder, "tests")
@@ -208,11 +205,9 @@ class TestInARun(TestCase):
         self.assertEqual({name: test["outcome"] for name, test in tests.items()}, expected)
         self.assertEqual((done.returncode, Counter(name.partition(".")[0] for name in tests)), (1, COUNTS))
         shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
-        known = sorted(f"test_it::{test}" for test, state in expected.items() if state == "known defect")
+        known = {f"test_it::{test}" for test, state in expected.items() if state == "known defect"}
         of_signal = "test_it::TestProcesses.test_decorated_dies_as_the_defect_says"
-        self.assertEqual(
-            (sorted(shown[SHOWN]), shown[KILLS]), ([test for test in known if test != of_signal], [of_signal])
-        )
+        self.assertEqual((sorted(shown[SHOWN]), shown[KILLS]), (sorted(known - {of_signal}), [of_signal]))
         of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
         self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
         self.assertIn("3 known defects of torch hit (python -m torch_fsdp_tests.defects)\n", done.stdout)
@@ -238,26 +233,19 @@ class TestBlocks(TestCase):
         self.assertEqual(defect_blocks.current(), [])
 
     def test_in_a_thread_that_runs_no_test_a_block_does_nothing(self):
-        raised = []
-
         def fail() -> None:
-            try:
-                with torch_defect(SHOWN):
-                    self.fail()
-            except AssertionError as error:
-                raised.append(error)
+            with torch_defect(SHOWN):
+                self.fail()
 
-        thread = threading.Thread(target=fail)
-        thread.start()
-        thread.join()
-        self.assertEqual(len(raised), 1)
+        with ThreadPoolExecutor() as threads, self.assertRaises(AssertionError):
+            threads.submit(fail).result()
 
     def test_unknown_defect(self):
         with self.assertRaisesRegex(LookupError, "did you mean fsdp2_extension_gets_one_payload"):
             torch_defect("fsdp2_extension_gets_two_payloads")
 
     def test_joined(self):
-        """The blocks of two ranks in one place are matched by their order."""
+        """Blocks of ranks that are in one place are matched by their order."""
 
         def block(id: str, raised: str, place: str = "here") -> DefectBlock:
             return DefectBlock({"id": id}, place, raised)

@@ -1,4 +1,4 @@
-"""The registry of torch's defects: its command, its scripts, each defect when fixed, and the suite's tests."""
+"""The registry of torch's defects: its contents, its command, its scripts, its reproductions and workarounds."""
 
 import ast
 import dataclasses
@@ -36,7 +36,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
 LIMIT = 300  # seconds for one run of the command
 PLAIN = {"mesh", "device_mesh", "device_id", "auto_wrap_policy"}  # arguments of FSDP in a program without options
-# What a reproduction watches that tries to show on the CPU what only a device does.
+# What a reproduction watches if it shows on the CPU a defect that only matters on another device.
 WATCHES = re.compile(r"wait_stream|record_stream|non_blocking|pre_unshard\b|\bStream\b(?!\.synchronize)")
 Program = Callable[..., tuple[Any, Any]]
 
@@ -60,7 +60,7 @@ class TestRegistry(TestCase):
         self.assertEqual({*registry.ids()} - named_in_tests(), {only_without_cuda})
 
     def test_facts_name_the_defects_that_a_version_fixed(self):
-        """A fact that is true since a fix names its defect, which the version before has and this one has not."""
+        """A fact names the defects whose fix made it true: the version before has them, and this version does not."""
         named = {name: fact for name, fact in torch_facts.facts().items() if fact.fixes}
         self.assertGreater(len(named), 5)
         for name, fact in named.items():
@@ -84,9 +84,9 @@ class TestRegistry(TestCase):
                 self.assertIn(defect.world_size, range(1, 9))
 
     def test_exposure_is_what_the_reproduction_takes(self):
-        """Its options of FSDP and its features are as few as it says. It watches streams only if it needs a device."""
+        """It uses as few options and features as its exposure allows. Only that of ``HARDWARE`` watches streams."""
         most = {Exposure.DEFAULT: 0, Exposure.COMMON: 1}
-        saves = "Saving and loading"  # which features of this group a program takes makes no difference
+        saves = "Saving and loading"  # the features of this group count as one
         groups = {each.short: saves if each.group == saves else each.name for each in FEATURES}
         for id in registry.ids():
             with self.subTest(id):
@@ -104,16 +104,15 @@ class TestRegistry(TestCase):
                 self.assertIs(needs_device or watches, defect.exposure is Exposure.HARDWARE)
 
     def test_every_version_has_an_answer_for_every_defect(self):
-        """None is unknown, also between the versions on which the command ran, and none was read and also seen."""
+        """No answer is undecided, also between the versions that were tried. None is both read and seen."""
         seen, read = registry.recorded()["seen"], registry.recorded()["read"]
         self.assertGreaterEqual(len(seen), 5)
         decided = {Answer.PRESENT.value, Answer.ABSENT.value}
-        for version, answers in seen.items():
+        allowed = {version: decided | {Answer.CANNOT_BE_TRIED.value} for version in seen} | dict.fromkeys(read, decided)
+        for version, answers in (*seen.items(), *read.items()):
             self.assertLessEqual(set(answers), set(registry.ids()), version)
-            self.assertLessEqual(set(answers.values()), decided | {Answer.CANNOT_BE_TRIED.value}, version)
+            self.assertLessEqual(set(answers.values()), allowed[version], version)
         for version, answers in read.items():
-            self.assertLessEqual(set(answers), set(registry.ids()), version)
-            self.assertLessEqual(set(answers.values()), decided, version)
             for found in (seen[each] for each in seen if each.startswith(f"{version}.")):
                 self.assertEqual([id for id in answers if found.get(id) in decided], [], version)
         minors = sorted(int(version.split(".")[1]) for version in seen)
@@ -123,7 +122,7 @@ class TestRegistry(TestCase):
                     self.assertNotEqual(registry.defect(id).expected(f"2.{minor}.0"), Answer.UNDECIDED)
 
     def test_expected_answer_of_a_version(self):
-        """It is that of the nearest known versions, which have to agree."""
+        """It is the answer of the nearest known versions, if these agree."""
         recorded = {
             "read": {"2.10": {"is_lost": "present"}},
             "seen": {
@@ -147,7 +146,7 @@ class TestRegistry(TestCase):
                     self.assertEqual(actual, expected)
 
     def test_defect_that_was_only_read(self):
-        """It is marked in lists and counted apart, and a run on another device does not forget what was seen."""
+        """Lists mark it. A later run that cannot try a defect keeps the recorded answer."""
         defect = registry.defect(SHOWN)
         words = "not seen yet"
         self.assertNotIn(words, "".join((defect.headline, texts.history(defect), texts.listing([defect]))))
@@ -167,14 +166,13 @@ class TestRegistry(TestCase):
 
 
 class TestCommand(TestCase):
-    """Without it, a reproduction could stop to reproduce, or the command could say nothing of it."""
+    """Without it, the command could give a wrong answer, or hide one that is not as expected."""
 
     def printed(self, *arguments: str, answer: Answer = Answer.PRESENT) -> tuple[str | int | None, str]:
-        """The exit status and the output for a defect that was present, with another answer or none."""
+        """The exit status and the output for a defect that is expected to be present and has this answer."""
         defect = registry.defect(SHOWN)
-        finding = trial.Finding(
-            defect, answer, Answer.PRESENT, found={"weight": 0.75}, right={"weight": 1.5}, seconds=2.25
-        )
+        found, right = {"weight": 0.75}, {"weight": 1.5}
+        finding = trial.Finding(defect, answer, Answer.PRESENT, found=found, right=right, seconds=2.25)
         with unittest.mock.patch.object(trial, "try_all", lambda ids, at_a_time: iter([finding])):
             status, out, err = command(*arguments)
         self.assertEqual(err, "")
@@ -185,18 +183,14 @@ class TestCommand(TestCase):
         self.assertEqual(status, 0)
         self.assertRegex(out, rf"(?m)^\[1/1\] {SHOWN}  present  2\.\ds$")
         self.assertRegex(out, r'(?m)^    actual    \{"weight": 0.75\}\n    expected  \{"weight": 1.5\}$')
-        last = "1 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
-        self.assertEqual(out.splitlines()[-2], last)
+        answers = "1 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
         exposures = "of those that are present: 0 default, 0 common, 1 rare, 0 hardware"
-        self.assertEqual(out.splitlines()[-1], exposures)
+        self.assertEqual(out.splitlines()[-2:], [answers, exposures])
 
     def test_package_that_is_missing(self):
-        defect = registry.defect("fsdp2_extension_gets_one_payload")
-        obstacles = [
-            trial._obstacle(dataclasses.replace(defect, package=package), accelerator.current())
-            for package in ("no_such_package", "json")
-        ]
-        self.assertEqual(obstacles, ["it needs the package no_such_package", ""])
+        for package, obstacle in (("no_such_package", "it needs the package no_such_package"), ("json", "")):
+            defect = dataclasses.replace(registry.defect(SHOWN), package=package)
+            self.assertEqual(trial._obstacle(defect, accelerator.current()), obstacle)
 
     def test_json(self):
         status, out = self.printed(SHOWN, "--json")
@@ -206,17 +200,15 @@ class TestCommand(TestCase):
         expected = {"id": SHOWN, "answer": "present", "expected": "present", "found": {"weight": 0.75}, "seconds": 2.25}
         self.assertEqual({name: answer[name] for name in expected}, expected)
 
-    def test_fail_on_present(self):
+    def test_what_fails(self):
+        """The command exits with 1. It names a defect whose answer is not the expected one."""
         self.assertEqual(self.printed(SHOWN, "--fail-on", "present")[0], 1)
-
-    def test_fixed_version_is_reported(self):
-        """The command exits with 1 and names the defect."""
         status, out = self.printed(SHOWN, answer=Answer.ABSENT)
         self.assertEqual(status, 1)
         self.assertIn(f"not as expected: {SHOWN} is absent, but present was expected", out)
 
     def test_selection(self):
-        """Each option takes some kinds, and a defect has to be of one kind of each option."""
+        """A defect is selected if it has one of the kinds of each option."""
         kinds = "--component", "dsd, DTensor", "--consequence", "hang,error", "--exposure", "rare"
         status, out, _ = command("--list", *kinds)
         *lines, last = out.splitlines()
@@ -238,16 +230,12 @@ class TestCommand(TestCase):
             ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
             ("--component", "FSDP2,FSDP3"): "there is no component 'fsdp3'; there are FSDP2, DTensor, ",
             ("--exposure", ""): "there is no exposure ''; there are default, common, rare, hardware",
-            (
-                "fsdp2_extension_gets_one_payload",
-                "--consequence",
-                "hang",
-            ): "none of these defects has these kinds",
+            (SHOWN, "--consequence", "hang"): "none of these defects has these kinds",
         }
         assert_rejected(self, main, cases.items())
 
     def test_issue(self):
-        """The text for torch's tracker has everything that a maintainer needs."""
+        """The text for torch's issue tracker has all parts."""
         status, out = self.printed("--issue", SHOWN)
         self.assertEqual(status, 0)
         for words in ("# An all-gather extension", "## What happens", "```python", "## Where", "PyTorch version:"):
@@ -258,11 +246,9 @@ class TestCommand(TestCase):
 class TestScripts(TestCase):
     """Without it, a script for a bug report could need this suite, or not show its defect.
 
-    The scripts of ``--show`` need only torch. One is tested here, or all with torchrun too if slow tests are requested.
+    The scripts of ``--show`` need only torch. One of them runs here. All run, also with torchrun, if slow tests are
+    requested.
     """
-
-    def _ids(self) -> list[str]:
-        return registry.ids() if TEST_WITH_SLOW else ["fsdp2_extension_gets_one_payload"]
 
     def _run(self, id: str, *command: str) -> bool:
         defect = registry.defect(id)
@@ -280,7 +266,7 @@ class TestScripts(TestCase):
         return "PRESENT" in answers
 
     def test_each_script_imports_what_it_uses(self):
-        """Its imports come from two modules, are sorted, and each is in one line."""
+        """No import is unused, except that of torch."""
         for id in registry.ids():
             with self.subTest(id):
                 tree = ast.parse(texts.script(registry.defect(id)))
@@ -290,7 +276,7 @@ class TestScripts(TestCase):
                 self.assertEqual(imported - used - {"torch"}, set())
 
     def test_with_python_and_torchrun(self):
-        for id in self._ids():
+        for id in registry.ids() if TEST_WITH_SLOW else [SHOWN]:
             with self.subTest(id):
                 defect = registry.defect(id)
                 expected = defect.expected(torch.__version__)
@@ -325,7 +311,7 @@ def has_workaround(defect: Defect) -> bool:
 
 
 class Workaround(trial.Reproduction):
-    """Ranks use the workaround of a defect. It has to lead to what is right."""
+    """Ranks use the workaround of a defect. It has to give the right result."""
 
     @classmethod
     def program(cls, defect: Defect) -> Program:
@@ -343,7 +329,7 @@ class Workaround(trial.Reproduction):
 
 
 class ReproductionThenWorkaround(Workaround):
-    """Ranks reproduce a defect, and then use its workaround: their start, and the first use of FSDP, take longest."""
+    """Ranks reproduce a defect, and then use its workaround, because their start and the first use of FSDP are slow."""
 
     @classmethod
     def program(cls, defect: Defect) -> Program:
@@ -357,17 +343,15 @@ class ReproductionThenWorkaround(Workaround):
 
 
 class TestReproductions(TestCase):
-    """Without it, a reproduction could stop to reproduce, or find its defect in any version, or a workaround could not
-    work.
-    """
+    """Without it, a reproduction could stop to reproduce, or find its defect in any version, and workarounds fail."""
 
     def tried(self, ids: list[str], reproduction: type[trial.Reproduction]) -> list[trial.Finding]:
         return list(trial.try_all(ids, 2 * cores(), reproduction))
 
     def test_all_defects(self):
-        """On the torch under test, every answer is the expected one, within its time, and its workaround is right.
+        """With the installed torch, every answer is the expected one, within its time, and each workaround works.
 
-        A defect may leave something in its process that makes the workaround fail. Then both are tried apart.
+        A defect may change its process so that the workaround fails there. Then each of the two has its own processes.
         """
         together = self.tried(registry.ids(), ReproductionThenWorkaround)
         apart = [finding.defect.id for finding in together if finding.answer is Answer.UNDECIDED]
@@ -397,7 +381,7 @@ class TestReproductions(TestCase):
         self.assertEqual(shown, [])
 
     def test_a_rank_stays_until_all_have_reported(self):
-        """A rank that left at once would break the connections that a slower one is making."""
+        """A rank that leaves at once would break the connections that a slower one is making."""
         assignment = unittest.mock.Mock(test=SHOWN, index=0, world_size=1, file_name="")
         with unittest.mock.patch.object(launch, "run_rank", return_value=(1, 1)):
             trial.Reproduction._serve_rank(assignment)

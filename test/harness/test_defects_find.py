@@ -1,4 +1,4 @@
-"""From words, a traceback or the features in use to the defects that fit, and what versions of torch changed."""
+"""Searches for the defects that fit words, a traceback or the features in use, and what versions of torch changed."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import tempfile
 import unittest.mock
 from pathlib import Path
 
-from runs import INPUTS, outputs
+from runs import INPUTS, assert_rejected, outputs
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import changes, find, ranking, registry, texts, trial, versions_page
@@ -20,10 +20,10 @@ from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Ex
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.installed_torch import torch_facts
 
-# Those of defects are named after them, with a word after a dash for another way to it, and were printed by the scripts
-# of --show. Those of users' mistakes begin with "user_", and most of them were put together by hand.
+# The scripts of --show printed the tracebacks of defects. Their files have the id of the defect as name; a word after a
+# dash marks another traceback of this defect. Files of users' mistakes begin with "user_"; most were written by hand.
 TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebacks").glob("*.txt"))}
-# Words of users with the id of the defect that fits them best, or null. "cites" are the public threads behind them.
+# Words of users, each with the id of the defect that fits best, or null. "cites" has public threads with such words.
 QUERIES = json.loads((INPUTS / "find_queries.json").read_text())
 SHOWN = "fsdp2_group_is_gathered_for_one_output"
 
@@ -36,7 +36,7 @@ def ids(defects: list[registry.Defect]) -> list[str]:
 
 
 class TestOptions(TestCase):
-    """Without it, a command line could be answered in part, and the rest of it ignored."""
+    """Without it, the command could ignore some of its arguments."""
 
     ASKED = (
         *("ids fsdp1_*", "--component FSDP1", "--consequence hang", "--exposure rare", "--list", "--find x"),
@@ -93,7 +93,7 @@ class TestAnswers(TestCase):
         return texts.answer(registry.defect(id), "2.13.0")
 
     def test_answer(self):
-        """It says whether the installed PyTorch has the defect, since when, until when, and how to avoid it."""
+        """It says whether a version of PyTorch has the defect, since when, until when, and how to avoid it."""
         lines = self.answer("fsdp2_outputs_in_dataclasses_raise").splitlines()
         self.assertIn("    torch 2.13.0 does not have it; since 2.9 or earlier, fixed in 2.12", lines)
         self.assertIn("    workaround: Return the tensors in a tuple, a list or a dict.", lines)
@@ -105,7 +105,7 @@ class TestFind(TestCase):
     """Without it, a user with a traceback of a known defect would not find it, or would get a wrong one."""
 
     def test_rates(self):
-        """Of words and tracebacks that a defect fits, 90 % have it first. Of the others, 10 % have anything."""
+        """At least 90 % of the texts with a defect find it first, and at most 10 % of those without one find any."""
         asked = [(query["words"], query["id"]) for query in QUERIES]
         asked += [
             (text, None if name.startswith("user_") else name.partition("-")[0]) for name, text in TRACEBACKS.items()
@@ -121,7 +121,7 @@ class TestFind(TestCase):
         self.assertLessEqual(len(false), 0.1 * others, "\n".join(false))
 
     def test_tracebacks_of_defects(self):
-        """Also through another public function, as ``set_state_dict``, and with the names of ranks before the lines."""
+        """Also those through another public function, such as ``set_state_dict``, or with ranks before their lines."""
         known = {name: text for name, text in TRACEBACKS.items() if not name.startswith("user_")}
         for name, text in known.items():
             with self.subTest(name):
@@ -133,11 +133,9 @@ class TestFind(TestCase):
                         self.assertLess(len(actual), 3)  # two defects may end in the same message
 
     def test_tracebacks_of_users_mistakes(self):
-        """A wrong shape, no process group, no memory left, a wrong key, a collective that others do not join, ..."""
-        mistakes = {name: text for name, text in TRACEBACKS.items() if name.startswith("user_")}
-        self.assertEqual(
-            {name: ids(find.fitting(text)) for name, text in mistakes.items()}, {name: [] for name in mistakes}
-        )
+        """Wrong shapes or keys, no process group, no memory left, a collective that other ranks do not join, ..."""
+        actual = {name: ids(find.fitting(text)) for name, text in TRACEBACKS.items() if name.startswith("user_")}
+        self.assertEqual({name: found for name, found in actual.items() if found}, {})
 
     def test_same_message_from_another_function(self):
         """A ``KeyError: 0`` of the user's own code is not that of ``get_optimizer_state_dict``."""
@@ -147,7 +145,7 @@ class TestFind(TestCase):
         self.assertEqual(ids(find.fitting("KeyError: 0\n")), ["dsd_optimizer_state_while_gathered_raises"])
 
     def test_one_message_of_many_defects(self):
-        """Nothing in the traceback tells which defect it is, so the worst comes first. A warning above it may tell."""
+        """The traceback does not tell which defect it is, so the worst comes first. Other lines may tell."""
         name = "fsdp2_in_place_change_of_output_drops_backward"
         warned = TRACEBACKS[f"{name}-nested"]
         bare = warned[warned.index("Traceback") :].replace("h += x", "...")
@@ -209,7 +207,7 @@ class TestFind(TestCase):
         self.assertEqual(unmarked, [])
 
     def test_features(self):
-        """Those in use have to include all that a defect takes. The worst defect comes first."""
+        """A defect fits if all of its features are in use. The worst defect comes first."""
         actual = find.by_features({"fsdp2", "offload", "tp"})
         self.assertTrue(all({*defect.uses} <= {"fsdp2", "offload", "tp"} for defect in actual))
         self.assertIn("dtensor_uneven_rows_with_tp_are_reordered", ids(actual))
@@ -244,21 +242,19 @@ class TestRanking(TestCase):
 
 
 class TestChanges(TestCase):
-    """Without it, ``--between`` could leave out a defect that was introduced, or tell of what both versions have."""
+    """Without it, ``--between`` could leave out a defect that was introduced, or list one that both versions have."""
 
     def test_from_one_version_to_the_next(self):
         actual = changes.between("2.13", "2.14")
-        self.assertIn("fsdp1_writes_to_inputs_are_lost", [defect.id for defect in actual.fixed])
-        self.assertEqual(
-            [defect.id for defect in actual.introduced],
-            ["fsdp2_order_of_spmd_axes_is_lost", "fsdp2_spmd_axis_of_one_rank_refused"],
-        )
+        self.assertIn("fsdp1_writes_to_inputs_are_lost", ids(actual.fixed))
+        introduced = ["fsdp2_order_of_spmd_axes_is_lost", "fsdp2_spmd_axis_of_one_rank_refused"]
+        self.assertEqual(ids(actual.introduced), introduced)
         words = "torch 2.14 lets parameters of FSDP2 keep the annotations of the package spmd-types."
         self.assertEqual(actual.new, [words])
         self.assertIn("(before 2.14 it cannot show)", changes.text("2.13", "2.14"))
 
     def test_all_versions_add_up(self):
-        """What was introduced and not fixed later is what the last version has and the first has not."""
+        """Introduced and not fixed later are the defects that the last version has and the first does not."""
         versions = registry.versions()
         has: list[set[str]] = [{id for id in registry.ids() if registry.defect(id).is_in(versions[0])}]
         for older, newer in itertools.pairwise(versions):
@@ -272,7 +268,7 @@ class TestChanges(TestCase):
 
 
 class TestPage(TestCase):
-    """Without it, the page could lack a defect, or what it says of a version. ``test_pages`` looks at its form."""
+    """Without it, the page could lack a defect or its versions. ``test_pages`` checks the form of pages."""
 
     def test_every_defect_has_its_part(self):
         page = versions_page.render()
@@ -297,7 +293,7 @@ class TestPage(TestCase):
 
 
 class TestCommand(TestCase):
-    """Without it, ``--find`` and ``--using`` could find something and not print it, or pass over a wrong argument."""
+    """Without it, ``--find`` and ``--using`` could print less than they find, or accept a wrong argument."""
 
     def test_traceback_on_standard_input(self):
         status, out, _ = command("--find", "-", stdin=TRACEBACKS["optimizer_ignored_parameters_break_foreach"])
@@ -307,7 +303,7 @@ class TestCommand(TestCase):
         self.assertEqual(out.splitlines()[-1], last)
 
     def test_what_this_torch_has_comes_first(self):
-        """``setStorage`` is the end of several defects. One cannot show before 2.13, and 2.12 fixed another one."""
+        """Several defects end in ``setStorage``. One cannot show before 2.13, and 2.12 fixed another one."""
         cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
         message = "RuntimeError: setStorage: sizes [2], strides [1] are out of bounds for storage of size 0"
         for version, gone in cases.items():
@@ -328,7 +324,7 @@ class TestCommand(TestCase):
         self.assertNotIn("dtensor_uneven_rows_with_tp_are_reordered", printed)
 
     def test_kinds_choose_among_what_fits(self):
-        """Those of --using and of --find, whose last line counts them."""
+        """--using and --find show only defects of these kinds, and their last line counts them."""
         for how in (("--using", "fsdp2"), ("--find", "evaluation")):
             with self.subTest(how):
                 every, common = (command(*how, *kinds)[1] for kinds in ((), ("--exposure", "common")))
@@ -338,7 +334,7 @@ class TestCommand(TestCase):
                 self.assertIn(f"(0 default, {len(printed)} common, 0 rare, 0 hardware)", common)
 
     def test_bad_arguments(self):
-        for arguments, words in {
+        cases = {
             ("--using", "fsdp2,tensor"): "there is no feature 'tensor'; there are fsdp1, fsdp2, ",
             ("--using", ""): "there is no feature ''",
             ("--between", "2.15.0", "2.9.1"): "2.15 is not older than 2.9",
@@ -348,12 +344,8 @@ class TestCommand(TestCase):
             ("--html", "/no/such/folder/file"): "/no/such/folder/file is not a file in a folder that exists",
             ("--find", "-"): "--find needs words or a traceback",
             ("--find", " "): "--find needs words or a traceback",
-        }.items():
-            with self.subTest(arguments=arguments):
-                status, out, err = command(*arguments)
-                self.assertEqual((status, out), (2, ""))
-                self.assertIn(words, err)
-                self.assertEqual(err.count("\n"), 1)
+        }
+        assert_rejected(self, main, cases.items())
 
 
 if __name__ == "__main__":

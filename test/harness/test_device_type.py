@@ -8,22 +8,15 @@ import unittest.mock
 from typing import Any
 
 import torch
-from samples import run, tests_of
+from samples import run, tests_of, under_test
 
-from torch_fsdp_tests import common_cuda, inductor_utils
+from torch_fsdp_tests import common_cuda, common_utils, inductor_utils
 from torch_fsdp_tests.common_device_type import OpDTypes, instantiate_device_type_tests, ops
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    decorateIf,
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    subtest,
-)
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 
-FOO = accelerator.Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
+FOO = Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
 
 
 class Recording(unittest.TestCase):
@@ -33,16 +26,16 @@ class Recording(unittest.TestCase):
     calls: list
 
 
-def made_for(under_test: Accelerator, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+def made_for(device: Accelerator, body: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Instantiate a class ``TestX`` with this body for a device. Returns the scope that has the class."""
     scope = {"TestX": type("TestX", (Recording,), {**body, "__module__": __name__, "calls": []})}
-    with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
+    with under_test(device):
         instantiate_device_type_tests(scope["TestX"], scope, **options)
     return scope
 
 
-def run_on(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestResult:
-    with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
+def run_on(cls: type[unittest.TestCase], device: Accelerator) -> unittest.TestResult:
+    with under_test(device):
         return run(cls)
 
 
@@ -71,16 +64,16 @@ class DeviceTypeTest(TestCase):
             self.assertEqual(cls.calls, ["bare", (1, device), (2, device)])
 
     def test_the_device_under_test(self):
-        under_test = accelerator.current()
+        current = accelerator.current()
 
         def test_y(self, device):
             self.calls.append(torch.empty(1, device=device).device.type)
 
-        (name, cls), *others = made_for(under_test, {"test_y": test_y}).items()
-        self.assertEqual((name, others), (f"TestX{under_test.type.upper()}", []))
-        self.assertEqual(tests_of(cls), [f"test_y_{under_test.type}"])
-        self.assertTrue(run_on(cls, under_test).wasSuccessful())
-        self.assertEqual(cls.calls, [under_test.type])
+        (name, cls), *others = made_for(current, {"test_y": test_y}).items()
+        self.assertEqual((name, others), (f"TestX{current.type.upper()}", []))
+        self.assertEqual(tests_of(cls), [f"test_y_{current.type}"])
+        self.assertTrue(run_on(cls, current).wasSuccessful())
+        self.assertEqual(cls.calls, [current.type])
 
     def test_devices_left_out_skip_and_say_why(self):
         body = {"test_y": lambda self, device: None}
@@ -110,31 +103,27 @@ class DeviceTypeTest(TestCase):
         def is_foo(arguments):
             return arguments["device"] == "foo"
 
-        test = decorateIf(unittest.skip("by device"), is_foo)(lambda self, device: None)
+        test = common_utils.decorateIf(unittest.skip("by device"), is_foo)(lambda self, device: None)
         cls = made_for(FOO, {"test_if": test})["TestXFOO"]
         self.assertEqual([why for _, why in run_on(cls, FOO).skipped], ["by device"])
 
     def test_compilers_are_those_of_the_device_under_test(self):
         for kind in ("cuda", "xpu", "foo"):
-            device = accelerator.Accelerator(kind, "gloo", 1, 1)
-            with (
-                unittest.mock.patch.object(accelerator, "current", lambda device=device: device),
-                unittest.mock.patch.object(inductor_utils, "why_no_device_compiler", lambda: None),
-            ):
+            has_compiler = unittest.mock.patch.object(inductor_utils, "why_no_device_compiler", lambda: None)
+            with under_test(Accelerator(kind, "gloo", 1, 1)), has_compiler:
                 actual = [inductor_utils.HAS_GPU, inductor_utils.HAS_CUDA, inductor_utils.HAS_XPU_AND_TRITON]
             self.assertEqual(actual, [True, kind == "cuda", kind == "xpu"])
 
     def test_cuda_names_are_about_the_device_under_test(self):
         for count, found in ((1, (True, False)), (2, (True, True))):
-            cuda = accelerator.Accelerator("cuda", "nccl", count, 2)
-            with unittest.mock.patch.object(accelerator, "current", lambda cuda=cuda: cuda):
+            with under_test(Accelerator("cuda", "nccl", count, 2)):
                 self.assertEqual((common_cuda.TEST_CUDA, common_cuda.TEST_MULTIGPU), found)
-        with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
+        with under_test(FOO):
             self.assertFalse(common_cuda.TEST_CUDA or common_cuda.TEST_MULTIGPU)
 
 
 class Op:
-    """What ``ops`` asks of torch's ``OpInfo``. It is one operator on the device ``foo``, and another one elsewhere."""
+    """The part of torch's ``OpInfo`` that ``ops`` uses. Other devices than ``foo`` have other data types."""
 
     def __init__(self, name: str, forward: set[torch.dtype], backward: set[torch.dtype], *decorators: Any) -> None:
         self.formatted_name, self.forward, self.backward, self.decorators = name, forward, backward, decorators

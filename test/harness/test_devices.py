@@ -1,6 +1,6 @@
-"""Each test of upstream is here, and runs on as few devices with one rank each as there. No rank is started for it.
+"""This suite has each test of upstream, which runs on as few devices with one rank each as upstream's does.
 
-Each test is asked on a device that only has a number.
+No rank starts. Each test is asked what it requires, with a device that is only a number of devices.
 """
 
 import functools
@@ -36,9 +36,9 @@ class _Asked(BaseException):
 
 
 def stand_in(count: int) -> mock._patch:
-    """Make a device current that can do everything, but whose backend rejects ranks that share one of ``count``.
+    """Make a device current that has all capabilities, except that ranks cannot share one of ``count`` devices.
 
-    Its tensors would be on the CPU, but nothing makes any.
+    Its tensors would be on the CPU, but no test makes any.
     """
     able = frozenset(CAPABILITIES) - {"shared_device"}
     device = Accelerator("cpu", "exclusive", count, settings.default_ranks(count), able, vendor_name="stand-in")
@@ -115,7 +115,7 @@ def _names_in(path: str) -> frozenset[str]:
 
 
 def behind(file: str, cls: str, name: str, devices: int) -> list[str]:
-    """In what this suite is behind this test of upstream."""
+    """What this suite lacks compared with this test of upstream."""
     id, here = f"{file}::{cls}.{name}", tests().get((file, cls, name), [])
     able = [test for test in here if runs(test, ENOUGH)]  # others skip for another reason
     numbers = [number for number in NUMBERS if number >= devices and not all(runs(test, number) for test in able)]

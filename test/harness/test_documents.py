@@ -1,7 +1,8 @@
-"""The documents: their commands work, their links are valid, they are short, and their words are the usual ones."""
+"""The documents: their commands work, their links are valid, they are short, and they avoid some words."""
 
 import ast
 import concurrent.futures
+import dataclasses
 import doctest
 import functools
 import io
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,14 +20,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from pages import COMMANDS, ROOT, Block, blocks, documents, is_command, prose, simple_commands
+from runs import INPUTS, ROOT
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.verdict import State
 
-INPUTS = Path(__file__).parent / "inputs"
+MARK = re.compile(r"<!-- (executed|parsed|not executed: .+) -->")
+MADE = re.compile(r"<!-- made by .*? -->.*?<!-- end of what .*? made -->", re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+COMMANDS = ("sh", "console")  # the languages of blocks with commands
+PROGRAMS = ("python", "torchrun", "srun", "run_test.py", installation.COMMAND, "pip")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LONGEST_README = 110  # lines
 MOST_WORDS = 13_000  # of all documents together
@@ -33,6 +39,94 @@ OUTPUT_OF = "2.13."  # the version of torch whose output the documents show
 LIMIT = 300  # seconds for an executed block
 LANGUAGES = (*COMMANDS, "text", "python", "json", "toml")
 FOREIGN = {"-e", "-p1"}  # options of other programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block, or a paragraph, which has no language."""
+
+    mark: str  # as in the document, or an empty string
+    language: str | None
+    text: str
+
+    @property
+    def is_checked(self) -> bool:
+        return not self.mark.startswith("not executed")
+
+    def commands(self) -> list[str]:
+        """The commands of a fenced block, each in one line."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            return [line[2:] for line in lines if line.startswith("$ ")]
+        return [line for line in lines if line.strip()]
+
+    def spans(self) -> list[str]:
+        """The texts in backticks of a paragraph."""
+        return [span.replace("\\|", "|") for span in SPAN.findall(self.text)]
+
+
+def documents() -> list[Path]:
+    """Every document of the project."""
+    folders = ("docs", "test", installation.PACKAGE.name)
+    return [*ROOT.glob("*.md"), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks of a document. A mark counts for the block that follows it."""
+    mark, lines = "", iter(text.splitlines())
+    paragraph: list[str] = []
+    for line in lines:
+        fence = re.fullmatch(r"( *)```(\w*)", line)
+        found = MARK.fullmatch(line.strip())
+        if fence or found or not line.strip():
+            if paragraph:
+                yield Block(mark, None, "\n".join(paragraph))
+                mark, paragraph = "", []
+            if found:
+                mark = found[1]
+        if fence:
+            inside = []
+            for code in lines:
+                if code.strip() == "```":
+                    break
+                inside.append(code.removeprefix(fence[1]))
+            yield Block(mark, fence[2], "\n".join(inside))
+            mark = ""
+        elif line.strip() and not found:
+            paragraph.append(line)
+    if paragraph:
+        yield Block(mark, None, "\n".join(paragraph))
+
+
+def prose(text: str) -> str:
+    """The text that a person wrote: without code, and without generated parts."""
+    return "\n\n".join(SPAN.sub("", block.text) for block in blocks(MADE.sub("", text)) if block.language is None)
+
+
+def simple_commands(line: str) -> list[list[str]]:
+    """The programs of a command line, each with its arguments, without pipes and redirections."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    found: list[list[str]] = [[]]
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif re.fullmatch(r"[|&;]+", word):
+            found.append([])
+        elif re.fullmatch(r"[<>&]+", word):
+            skip = True
+            if found[-1] and found[-1][-1].isdigit() and word != "<":
+                found[-1].pop()  # the descriptor of 2>&1
+        else:
+            found[-1].append(word)
+    return [command for command in found if command]
+
+
+def is_command(span: str) -> bool:
+    """Whether a text in backticks is a command, and not a name or an option."""
+    words = [word for word in span.split() if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    return bool(words) and (words[0].startswith(".ci/") or (len(words) > 1 and words[0] in PROGRAMS) or "| " in span)
 
 
 def read(page: Path) -> str:
@@ -49,7 +143,7 @@ def all_blocks() -> Iterator[tuple[str, Block]]:
 
 @functools.cache
 def parsed(lines: tuple[str, ...]) -> tuple[dict[str, str], set[str]]:
-    """The command lines that the parsers of their programs reject, each with what they say, and all known options."""
+    """The command lines that the parsers of their programs reject, each with the reason, and all known options."""
     commands = [(line, words) for line in lines for words in simple_commands(line)]
     command = [sys.executable, str(INPUTS / "parse_commands.py")]
     given = json.dumps([words for _, words in commands])
@@ -88,7 +182,7 @@ def links_of(page: Path) -> list[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """The relative links of a page without an existing file or heading."""
+    """The relative links of a page whose file or heading does not exist."""
     dead = []
     for link in links_of(page):
         file, _, anchor = link.partition("#")
@@ -100,15 +194,17 @@ def dead_links(page: Path) -> list[str]:
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """The words of all code, of other data, and of the documents' own samples."""
-    files = [*ROOT.glob(".ci/*"), *ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("t*/**/*.*")]
+    """The words of code, of data files, and of the samples in documents, and the names of these files."""
+    files = [*ROOT.glob(".ci/*"), *ROOT.glob("*.py"), *ROOT.glob("*.toml")]
+    files += [file for folder in ("test", "torch_fsdp_tests") for file in (ROOT / folder).glob("**/*.*")]
     texts = [read(file) for file in files if file.suffix in ("", ".py", ".toml", ".json", ".txt") and file.is_file()]
     samples = [block.text for _, block in all_blocks() if block.language is not None]
-    return frozenset(name for text in texts + samples for name in re.findall(r"\w+", text))
+    words = {word for text in texts + samples for word in re.findall(r"\w+", text)}
+    return frozenset(words | {file.stem for file in files})
 
 
 def unknown_names(text: str) -> list[str]:
-    """The identifiers in backticks with an underscore that nothing has. A name that ends in one is a prefix."""
+    """The names with an underscore in backticks that are not known. A name that ends in one is a prefix."""
     spans = [span for block in blocks(text) if block.language is None for span in block.spans()]
     names = [name for span in spans for name in re.findall(r"(?<![\w-])\w*_\w+(?![\w-])", span)]
     return [name for name in names if name not in known_names()]
@@ -116,7 +212,7 @@ def unknown_names(text: str) -> list[str]:
 
 @functools.cache
 def words_to_avoid() -> tuple[list[Path], str, dict[re.Pattern[str], str]]:
-    """The files that are checked, a pattern of exceptions, and patterns of words with what to write instead."""
+    """The files to check, a pattern of allowed text, and patterns of words to avoid with their replacements."""
     _, files, allowed, words = re.split(r"^\[\w+\]$", read(INPUTS / "words.txt"), flags=re.MULTILINE)
     rows = (line.rsplit(" | ", 1) for line in words.splitlines() if line)
     patterns = {re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE): instead for pattern, instead in rows}
@@ -128,17 +224,25 @@ def words_to_avoid() -> tuple[list[Path], str, dict[re.Pattern[str], str]]:
 
 
 def words_of(path: Path) -> str:
-    """What the check of words reads: the prose of a document, or all tokens of code but names of tests."""
+    """The text that the check of words reads: the prose of a document, or all tokens of code except names of tests."""
     if path.suffix == ".md":
         return prose(read(path))
     tokens = tokenize.generate_tokens(io.StringIO(read(path)).readline)
     return "\n".join(token.string.replace("_", " ") for token in tokens if not token.string.startswith("test_"))
 
 
+@functools.cache
+def _any_word_to_avoid() -> re.Pattern[str]:
+    """A pattern for lower case, which is much faster. It finds at least what the patterns of single words find."""
+    return re.compile(rf"\b(?:{'|'.join(pattern.pattern for pattern in words_to_avoid()[2])})".lower())
+
+
 def wrong_words(text: str) -> list[str]:
-    """The words in a text that should not be there, each with what to write instead."""
+    """The words in a text that are to be avoided, with their replacements."""
     _, allowed, patterns = words_to_avoid()
-    text = re.sub(allowed, "", re.sub(r"\s+", " ", text))
+    text = re.sub(allowed, "", re.sub(r"\s+", " ", text), flags=re.IGNORECASE)
+    if not _any_word_to_avoid().search(text.lower()):
+        return []
     return [
         f"{text[max(0, found.start() - 30) : found.end() + 20]!r}: instead of {found[0]!r} write: {instead}"
         for pattern, instead in patterns.items()
@@ -148,7 +252,7 @@ def wrong_words(text: str) -> list[str]:
 
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
 class TestDocuments(TestCase):
-    """Without it, a reader could meet a dead link, or never find a document."""
+    """Without it, a document could have dead links, wrong names or words to avoid, or no link to it."""
 
     def test_every_link_leads_somewhere(self):
         found = {name(page): dead_links(page) for page in documents()}
@@ -198,9 +302,8 @@ class TestDocuments(TestCase):
     def test_dead_links_are_found(self):
         with tempfile.TemporaryDirectory() as folder:
             page = Path(folder) / "page.md"
-            page.write_text(
-                "# One & Two\n[a](#one--two) [b](#three) [c](none.md) [d](page.md#one--two) [e](https://x.y)\n"
-            )
+            links = "[a](#one--two) [b](#three) [c](none.md) [d](page.md#one--two) [e](https://x.y)"
+            page.write_text(f"# One & Two\n{links}\n")
             self.assertEqual(dead_links(page), ["#three", "none.md"])
 
     def test_wrong_words_are_found(self):
@@ -266,7 +369,7 @@ class TestCommands(TestCase):
                     self.assertTrue(fits, f"the document shows\n{expected}\nbut this was printed:\n{done.stdout}")
 
     def test_examples(self):
-        """Those that are marked run as a test file."""
+        """The marked example passes as a test file. Others are valid Python or JSON."""
         found = [block for _, block in all_blocks() if block.language in ("python", "json")]
         for block in found:
             ast.parse(block.text) if block.language == "python" else json.loads(block.text)
@@ -316,7 +419,7 @@ class TestVariables(TestCase):
         self.assertEqual([each.name for each in own if f"`{each.name}" not in documented], [])
 
     def test_no_variable_is_outside_of_the_table(self):
-        """The other names that begin like the suite's are those that its processes exchange."""
+        """Other names with the suite's prefix are those that its processes exchange."""
         actual = set()
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
             actual |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from samples import Processes
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
+from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed import fake_pg
@@ -29,7 +30,7 @@ ROWS, COLUMNS = 1030, 3
 
 
 class Watched(list):
-    """Sizes, in elements, of the buffers that pass through some collectives of torch.distributed."""
+    """The sizes, in elements, of the outputs and inputs of collectives of torch.distributed."""
 
     def around(self, name: str) -> AbstractContextManager[object]:
         original = getattr(dist, name)
@@ -41,17 +42,14 @@ class Watched(list):
         return unittest.mock.patch.object(dist, name, watched)
 
 
-class TestFakeWorld(MultiProcessTestCase):
+@instantiate_parametrized_tests
+class TestFakeWorld(Processes):
     """Without it, tests of 1,024 ranks in one process could see wrong ranks, shards or message sizes.
 
     The process is a rank of the harness, so that its group never affects another test.
     """
 
     world_size = 1
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
 
     def fake(self, rank: int, world_size: int = WORLD, **kwargs: Any) -> None:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore(), **kwargs)
@@ -118,7 +116,7 @@ class TestFakeWorld(MultiProcessTestCase):
     def test_fsdp1_flat_parameter(self):
         self.fake(rank=1)
         model = FSDP(nn.Linear(COLUMNS, ROWS, bias=False).to(self.device()), device_id=self.device())
-        # 3,090 elements over 1,024 ranks are 4 a rank, the end padded.
+        # 3,090 elements over 1,024 ranks are 4 for each rank, with padding at the end.
         self.assertEqual(model._handle.flat_param.shape, (4,))
         model(torch.ones(2, COLUMNS, device=self.device())).sum().backward()
         self.assertEqual(model._handle.flat_param.grad.shape, (4,))
@@ -138,8 +136,6 @@ class TestFakeWorld(MultiProcessTestCase):
             self.assertEqual(dist.Backend.default_device_backend_map, known)
         importlib.reload(fake_pg)
 
-
-instantiate_parametrized_tests(TestFakeWorld)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,4 +1,4 @@
-"""Fixes of torch's defects: how they are read and combined, as a patch, and in memory."""
+"""Fixes of torch's defects: their files, how several are combined, as a patch, and in a run."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import unittest
 import unittest.mock
 from pathlib import Path
 
-from runs import LIMIT, ROOT, outputs, run_beside
+from runs import LIMIT, ROOT, assert_rejected, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
@@ -32,10 +32,7 @@ class Unit:
 def gather(units):
     return [unit.gather() for unit in units]
 """
-FIRST, SECOND = (
-    "fsdp2_extension_gets_one_payload",  # both change FSDPParamGroup, in every version so far
-    "fsdp2_late_gradients_are_lost",
-)
+FIRST, SECOND = "fsdp2_extension_gets_one_payload", "fsdp2_late_gradients_are_lost"  # both change FSDPParamGroup
 PROBE = """\
 import os, subprocess, sys, unittest
 
@@ -82,7 +79,7 @@ if __name__ == "__main__":
 
 
 class TestFiles(TestCase):
-    """Without it, a defect could lack both a fix and the reason, or a fix could fit no version."""
+    """Without it, a defect could lack a fix without a reason, or a fix could fit no version."""
 
     def test_each_defect_has_a_fix_or_says_what_it_would_take(self):
         self.assertEqual(fixes.ids(), registry.ids())
@@ -125,9 +122,8 @@ class TestEdits(TestCase):
                 return str(error)
 
     def test_lines_of_a_function(self):
-        actual = self.edited(
-            "@@ Unit.free\n-            each.wait()\n+            each.wait_long()\n             each.free()\n"
-        )
+        hunk = "@@ Unit.free\n-            each.wait()\n+            each.wait_long()\n             each.free()\n"
+        actual = self.edited(hunk)
         self.assertEqual(actual, SOURCE.replace("each.wait()", "each.wait_long()"))
 
     def test_lines_of_the_file(self):
@@ -139,14 +135,13 @@ class TestEdits(TestCase):
         self.assertEqual(actual, SOURCE.replace("@staticmethod", "@final"))
 
     def test_lines_that_do_not_occur_once(self):
-        for hunk, count in (
-            ("@@ gather\n-        self.wait()\n", 0),
-            ("@@ Unit.scatter\n-        self.wait()\n", 0),
-            ("@@ Unit\n-    def gather(self):\n-        return self.shards\n", 0),
+        for hunk in (
+            "@@ gather\n-        self.wait()\n",
+            "@@ Unit.scatter\n-        self.wait()\n",
+            "@@ Unit\n-    def gather(self):\n-        return self.shards\n",
         ):
             with self.subTest(hunk):
-                actual = self.edited(hunk)
-                self.assertRegex(actual, rf"^the fix of fix_0 does not fit .* {count} times$")
+                self.assertRegex(self.edited(hunk), "^the fix of fix_0 does not fit .* 0 times$")
         twice = SOURCE.replace("each.free()", "each.wait()")
         with unittest.mock.patch.dict(globals(), SOURCE=twice):
             self.assertIn(" 2 times", self.edited("@@ Unit.free\n-            each.wait()\n"))
@@ -156,12 +151,11 @@ class TestEdits(TestCase):
         hunks += hunks.replace("<2.14", ">=2.14").replace("old", "new")
         for version, word in (("2.13.1", "old"), ("2.14.0+cu130", "new")):
             with self.subTest(version):
-                self.assertEqual(
-                    self.edited(hunks, version=version), SOURCE.replace("    return [", f"    # {word}\n    return [")
-                )
+                expected = SOURCE.replace("    return [", f"    # {word}\n    return [")
+                self.assertEqual(self.edited(hunks, version=version), expected)
 
     def test_fixes_of_one_file(self):
-        """Each finds its lines in torch's own source, also beside those that another one changes."""
+        """Each one finds its lines in torch's own source, also next to lines that the other one changes."""
         first = "@@ Unit.free\n         for each in shards:\n-            each.wait()\n+            pass\n"
         second = "@@ Unit.free\n             each.wait()\n-            each.free()\n+            each.drop()\n"
         expected = SOURCE.replace("each.wait()", "pass").replace("each.free()", "each.drop()")
@@ -169,7 +163,7 @@ class TestEdits(TestCase):
         self.assertEqual(self.edited(second, first), expected)
 
     def test_one_change_of_two_fixes(self):
-        """It is made once."""
+        """The same change of two fixes is made once."""
         hunk = "@@ gather\n+    # once\n     return [unit.gather() for unit in units]\n"
         self.assertEqual(self.edited(hunk, hunk).count("# once"), 1)
 
@@ -203,10 +197,9 @@ class TestPatch(TestCase):
             self.assertEqual((done.returncode, done.stdout.count("fuzz"), done.stdout.count("offset")), (0, 0, 0))
             patched = {path: Path(folder, path).read_text(encoding="utf-8") for path in paths}
         modules = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
-        code = (
-            "import importlib, inspect, json, sys; sources = {}\nfor path, name in json.loads(sys.argv[1]).items():\n"
-        )
-        code += "    sources[path] = inspect.getsource(importlib.import_module(name))\nprint(json.dumps(sources))"
+        code = "import importlib, inspect, json, sys\n"
+        code += "def source(name): return inspect.getsource(importlib.import_module(name))\n"
+        code += "print(json.dumps({path: source(name) for path, name in json.loads(sys.argv[1]).items()}))"
         variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
         ran = run_beside(ROOT, "-W", "ignore", "-c", code, json.dumps(modules), **variables)
         self.assertEqual(json.loads(ran.stdout or ran.stderr), patched)
@@ -218,16 +211,13 @@ class TestPatch(TestCase):
         self.assertTrue(diff.startswith(f"# {FIRST}: {registry.defect(FIRST).title}\n# {SECOND}: "))
 
     def test_reasons(self):
-        """One without a fix, one that was not tried with this version, and one that this version does not have."""
+        """A defect without a fix, a fix that was not tried with this version, and a defect that it does not have."""
         without = next(id for id in fixes.ids() if not fixes.fix(id).hunks and registry.defect(id).is_in("2.13"))
+        absent = "fsdp1_hybrid_shard_leaves_buffers"
         for id, version, words in (
             (without, "2.13.0", f"{without} has no fix: {fixes.fix(without).words}"),
             (FIRST, "2.16.0", f"the fix of {FIRST} was tried with torch .*, and not with 2.16.0"),
-            (
-                "fsdp1_hybrid_shard_leaves_buffers",
-                "2.13.0",
-                "torch 2.13.0 does not have fsdp1_hybrid_shard_leaves_buffers",
-            ),
+            (absent, "2.13.0", f"torch 2.13.0 does not have {absent}"),
         ):
             with self.subTest(id), unittest.mock.patch.object(fixes, "installed", lambda v=version: (Path(), v)):
                 status, out, err = outputs(main, "--patch", id)
@@ -235,13 +225,11 @@ class TestPatch(TestCase):
                 self.assertRegex(err, f"^torch_fsdp_tests.defects: {words}\n$")
 
     def test_unknown_defect(self):
-        status, _, err = outputs(main, "--patch", "fsdp2_late_gradient")
-        self.assertEqual(status, 2)
-        self.assertIn(f"did you mean {SECOND}", err)
+        assert_rejected(self, main, [(("--patch", "fsdp2_late_gradient"), f"did you mean {SECOND}")])
 
 
 class TestInARun(TestCase):
-    """Without it, a rank could run a version of PyTorch that is not fixed, or a fix that does nothing could pass."""
+    """Without it, a rank could run PyTorch without the fix, or a fix without an effect could go undetected."""
 
     def test_all_processes(self):
         """The file, forked and fresh ranks, and an interpreter that a test starts have the fix. The run says so."""
@@ -262,15 +250,12 @@ class TestInARun(TestCase):
                 self.assertIn(f"--with-fixes {FIRST}", done.stdout)
 
     def test_id_that_has_no_fix(self):
-        for id, words in (
-            ("fsdp2_late_gradient", f"there is no fix of 'fsdp2_late_gradient'; did you mean {SECOND}?"),
-            ("fsdp2_second_order_gradients_raise", "fsdp2_second_order_gradients_raise has no fix: FSDP2 would"),
-        ):
-            with self.subTest(id):
-                status, out, err = outputs(lambda arguments: run_test(arguments, ROOT), "--with-fixes", id)
-                self.assertEqual((status, out), (2, ""))
-                self.assertIn(f"--with-fixes: {words}", err)
-                self.assertEqual(err.count("\n"), 1)
+        cases = {
+            "fsdp2_late_gradient": f"there is no fix of 'fsdp2_late_gradient'; did you mean {SECOND}?",
+            "fsdp2_second_order_gradients_raise": "fsdp2_second_order_gradients_raise has no fix: FSDP2 would",
+        }
+        arguments = [(("--with-fixes", id), f"--with-fixes: {words}") for id, words in cases.items()]
+        assert_rejected(self, lambda argv: run_test(argv, ROOT), arguments)
 
 
 if __name__ == "__main__":

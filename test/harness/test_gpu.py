@@ -1,4 +1,4 @@
-"""``.ci/gpu`` decides what runs first, and loses nothing that a run has recorded. These tests need no device."""
+"""``.ci/gpu``: the order in which it runs files, and its records of all runs. These tests need no device."""
 
 import contextlib
 import io
@@ -24,22 +24,17 @@ EMPTY: dict[str, Any] = {"runs": [], "files": {}, "scripts": {}}
 
 def report(date: str, **files: dict[str, str]) -> dict:
     """A report of files, each with the outcomes of its tests."""
-    return {
-        "date": date,
-        "torch": "2.11.0",
-        "device": "cuda",
-        "machine": {"accelerator": "a GPU"},
-        "suite": {"commit": "abc"},
-        "files": [
-            {"file": name, "tests": [{"test": test, "outcome": how, "reason": "a\nb"} for test, how in tests.items()]}
-            for name, tests in files.items()
-        ],
-    }
+    facts = {"torch": "2.11.0", "device": "cuda", "machine": {"accelerator": "a GPU"}, "suite": {"commit": "abc"}}
+    results = [
+        {"file": name, "tests": [{"test": test, "outcome": how, "reason": "a\nb"} for test, how in tests.items()]}
+        for name, tests in files.items()
+    ]
+    return {"date": date, **facts, "files": results}
 
 
 @unittest.skipUnless(COMMAND.exists(), "needs a checkout")
 class TestGpu(TestCase):
-    """Without it, minutes on a GPU could go to what is known, and what they showed could be lost."""
+    """Without it, minutes on a GPU could be spent on known results, and their new results could be lost."""
 
     def setUp(self):
         super().setUp()
@@ -87,7 +82,7 @@ class TestGpu(TestCase):
         self.assertEqual(self.gpu.fitting("ad", seconds, 9, 150.0), ["a"])  # a file is not split
 
     def test_phases_in_their_order(self):
-        """The time is over before the second file that never ran."""
+        """The order of phases. The time is over before the second file that never ran."""
         actual: list[Any] = []
         gpu: Any = self.gpu
 
@@ -110,11 +105,8 @@ class TestGpu(TestCase):
         collect = [f"--collect={self.folder / 'run'}", f"--record={record}", f"--page={page}"]
         self.assertEqual(self.gpu.main(collect), 0)
         self.assertEqual([*json.loads(record.read_text())["files"]], ["x", "y"])
-        for words in (
-            "| a GPU | 2.11.0 | 2 | 1 files | 1 | 0 | 0 | 0 |",
-            "| `y::T.a` | error: a |",
-            "| `fsdp2_x` | shown",
-        ):
+        rows = "| a GPU | 2.11.0 | 2 | 1 files | 1 | 0 | 0 | 0 |", "| `y::T.a` | error: a |", "| `fsdp2_x` | shown"
+        for words in rows:
             self.assertIn(words, page.read_text())
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             self.assertEqual(self.gpu.main([f"--collect={self.folder / 'none'}", *collect[1:]]), 2)

@@ -1,4 +1,4 @@
-"""A group of ranks whose transport has no processes: it must handle events in any order."""
+"""A group of ranks with a transport that has no processes. The group must handle events in any order."""
 
 import collections
 import selectors
@@ -20,7 +20,7 @@ AT_ONCE = 20  # seconds, even on a busy machine
 
 
 class Nowhere:
-    """A transport whose processes do what the test says. It records their orders."""
+    """A transport without processes, whose events a test makes. It records what it has to send."""
 
     file_name = "nowhere"
 
@@ -68,8 +68,9 @@ class Nowhere:
         return protocol.Collected(tuple(protocol.Remains(each, f"stack {each}", "") for each in self.there))
 
 
+@instantiate_parametrized_tests
 class TestGroup(TestCase):
-    """Without it, a rank could pass after its limit, or a rank that only suffered could be named as the cause."""
+    """Without it, a rank could pass after its limit, or a report could name the wrong rank as the cause."""
 
     def group(self, world_size: int, transport: Any, test: str | None = "test_x") -> RankGroup:
         made = RankGroup(type(self), test, world_size, transport=transport)
@@ -112,7 +113,7 @@ class TestGroup(TestCase):
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
     def test_causes_are_in_the_order_of_time(self):
-        """The order is not that in which they were reported."""
+        """Events may arrive in another order."""
         transport = Nowhere(starts=False)
         made = self.group(2, transport)
         error = Outcome(0, State.ERROR, "consequence")
@@ -189,14 +190,11 @@ class TestGroup(TestCase):
             made.begin("test_y")
 
 
-instantiate_parametrized_tests(TestGroup)
-
-
 class TestServerMail(TestCase):
     """Without it, a wait could overlook the end of a rank, and last until the limit of its test."""
 
     def test_messages_of_all_starts_are_taken_at_once(self):
-        """The news of the first start comes while that of the last is read. Nothing else wakes a wait for it."""
+        """A message of the first start may arrive while one of the last is read. Nothing else wakes a wait for it."""
         ended = [protocol.Ended(start, start, 0, 1.0) for start in (0, 1, 2)]
         news = [iter(ended), iter(())]
         connection = mock.Mock(closed=False, arrived=lambda: news.pop() if news else iter(()))

@@ -1,4 +1,4 @@
-"""Hooks that upstream's harness has for subclasses: all are called as there, or the class that overrides one fails."""
+"""Hooks that upstream's harness has for subclasses: they are called as upstream does, or a class that has one fails."""
 
 import functools
 import os
@@ -11,21 +11,17 @@ from unittest import mock
 
 import overrides
 import torch.distributed as dist
+from samples import Processes, Threads
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed import (
-    TEST_SKIPS,
-    DistributedTestBase,
-    MultiProcContinuousTest,
-    multi_process,
-)
+from torch_fsdp_tests.common_distributed import TEST_SKIPS, DistributedTestBase, MultiProcContinuousTest, multi_process
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, state
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorContinuousTestBase, DTensorTestBase, with_comms
 
 UPSTREAM = Path(__file__).parent / "inputs" / "upstream_hooks.txt"
 LOG = "HOOKS_LOG"  # the variable with the file to which every process of a test appends the hooks that it calls
-LIMIT = 100  # seconds in which all other tests end, also on a busy machine
+LIMIT = 100  # seconds in which a test that does not hang ends, also on a busy machine
 
 CALLED = "the harness calls it, or reads it"
 SET = "the harness sets it, and tests read it"
@@ -34,19 +30,17 @@ REJECTED = "the class fails, with a sentence that says what to do"
 ABSENT = "there is none: "
 
 _QUEUES = ABSENT + "ranks get their tests over connections, and not through queues"
-_FSDP_HELPERS = dict.fromkeys(
+_FSDP_HELPERS = (
     "_check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity _train_for_several_steps "
-    "run_subtests".split(),
-    TESTS,
+    "run_subtests"
 )
-_DTENSOR_HELPERS = dict.fromkeys(
-    "_test_op _test_op_on_dtensor build_device_mesh device_type run_subtests".split(), TESTS
-)
-_FSDP_RANK = {"_run": CALLED, "rank": SET, "file_name": SET}
+_DTENSOR_HELPERS = "_test_op _test_op_on_dtensor build_device_mesh device_type run_subtests"
 
 
-def rows(called: str = "", **others: str) -> dict[str, str]:
-    return {**dict.fromkeys(called.split(), CALLED), **others}
+def rows(called: str = "", tests: str = "", sets: str = "", rejected: str = "", **absent: str) -> dict[str, str]:
+    """What becomes of the names of a class."""
+    fates = {CALLED: called, TESTS: tests, SET: sets, REJECTED: rejected}
+    return {name: fate for fate, names in fates.items() for name in names.split()} | absent
 
 
 TABLE: dict[str, dict[str, str]] = {
@@ -54,63 +48,42 @@ TABLE: dict[str, dict[str, str]] = {
         "TEST_ERROR_EXIT_CODE __init__ _check_return_codes _current_test_name _get_timedout_process_traceback "
         "_join_processes _run _spawn_processes _start_processes destroy_pg_upon_exit join_or_run run_test setUp "
         "tearDown world_size",
-        Event=TESTS,
-        _event_listener=TESTS,
-        is_master=TESTS,
-        file_name=SET,
-        pid_to_pipe=SET,
-        processes=SET,
-        rank=SET,
-        skip_return_code_checks=SET,
-        special_return_code_checks=SET,
-        MAIN_PROCESS_RANK=REJECTED,
-        _should_stop_test_suite=REJECTED,
+        tests="Event _event_listener is_master",
+        sets="file_name pid_to_pipe processes rank skip_return_code_checks special_return_code_checks",
+        rejected="MAIN_PROCESS_RANK _should_stop_test_suite",
     ),
-    "DistributedTestBase": rows("setUp tearDown backend", create_pg=TESTS, rank_to_device=TESTS),
+    "DistributedTestBase": rows("setUp tearDown backend", tests="create_pg rank_to_device"),
     "MultiProcContinuousTest": rows(
         "__init__ _init_pg _run_test_given_id backend_str opts poison_pill setUp setUpClass tearDownClass timeout "
         "world_size",
-        device_type=TESTS,
-        pg=SET,
-        rank=SET,
-        rdvz_file=SET,
-        MAIN_PROCESS_RANK=REJECTED,
-        _ensure_processes_spawned=REJECTED,
-        _get_world_size=REJECTED,
-        _processes_spawned=REJECTED,
-        _spawn_processes=REJECTED,
-        _worker_loop=REJECTED,
-        _worker_run_main_wait=REJECTED,
-        completion_queues=_QUEUES,
-        processes=_QUEUES,
-        task_queues=_QUEUES,
+        tests="device_type",
+        sets="pg rank rdvz_file",
+        rejected="MAIN_PROCESS_RANK _ensure_processes_spawned _get_world_size _processes_spawned _spawn_processes "
+        "_worker_loop _worker_run_main_wait",
+        **dict.fromkeys(("completion_queues", "processes", "task_queues"), _QUEUES),
     ),
     "MultiThreadedTestCase": rows(
         "__init__ _current_test_name _run _spawn_threads join_or_run perThreadSetUp perThreadTearDown "
         "run_test_with_threaded_pg setUp tearDown world_size",
-        assertEqualOnRank=TESTS,
-        assertNotEqualOnRank=TESTS,
-        rank=SET,
-        threads=SET,
-        MAIN_THREAD_RANK=REJECTED,
-        _check_return_codes=REJECTED,
-        _join_threads=REJECTED,
-        exception_queue=REJECTED,
+        tests="assertEqualOnRank assertNotEqualOnRank",
+        sets="rank threads",
+        rejected="MAIN_THREAD_RANK _check_return_codes _join_threads exception_queue",
         _tls=ABSENT + "tolerances belong to the instance, and each rank has its own",
     ),
-    "FSDPTestMixin": {**_FSDP_HELPERS, **_FSDP_RANK},
+    "FSDPTestMixin": rows("_run", _FSDP_HELPERS, "rank file_name"),
     "FSDPTest": rows(
-        "destroy_pg_upon_exit init_method setUp world_size", process_group=TESTS, **_FSDP_HELPERS, **_FSDP_RANK
+        "_run destroy_pg_upon_exit init_method setUp world_size", f"process_group {_FSDP_HELPERS}", "rank file_name"
     ),
-    "FSDPTestContinuous": rows(
-        "_init_pg backend_str setUp tearDown world_size", device_type=TESTS, process_group=TESTS
-    ),
-    "FSDPTestMultiThread": rows("perThreadSetUp perThreadTearDown setUp world_size", run_subtests=TESTS),
-    "DTensorTestMixin": {**_DTENSOR_HELPERS, "init_manual_seed_for_rank": TESTS, "is_local_tensor_enabled": TESTS},
-    "DTensorTestBase": rows("backend destroy_pg init_pg setUp world_size", **_DTENSOR_HELPERS),
-    "DTensorContinuousTestBase": rows("_init_pg backend_str", device_type=TESTS),
+    "FSDPTestContinuous": rows("_init_pg backend_str setUp tearDown world_size", "device_type process_group"),
+    "FSDPTestMultiThread": rows("perThreadSetUp perThreadTearDown setUp world_size", "run_subtests"),
+    "DTensorTestMixin": rows(tests=f"init_manual_seed_for_rank is_local_tensor_enabled {_DTENSOR_HELPERS}"),
+    "DTensorTestBase": rows("backend destroy_pg init_pg setUp world_size", _DTENSOR_HELPERS),
+    "DTensorContinuousTestBase": rows("_init_pg backend_str", "device_type"),
 }
-MIXINS = {"FSDPTestMixin": "FSDPTest", "DTensorTestMixin": "DTensorTestBase"}  # and a class that has them
+MIXINS = {
+    "FSDPTestMixin": "FSDPTest",
+    "DTensorTestMixin": "DTensorTestBase",
+}  # with the class that is tested for each
 
 
 # What the report says about tests of a class whose ranks send messages.
@@ -148,27 +121,22 @@ class Spy:
                 log.write(f"{self.name}\n")
 
 
-def upstreams(base: type) -> str:
-    """The name of the class that upstream has."""
-    return next(each.__name__ for each in base.__mro__ if each.__name__ in TABLE)
+def fates_of(upstreams: str) -> dict[str, str]:
+    """The rows of a class of upstream and of its mixin."""
+    parts = [upstreams, *(mixin for mixin, owner in MIXINS.items() if owner == upstreams)]
+    return {name: fate for part in parts for name, fate in TABLE[part].items()}
 
 
 def spied(base: type, **tests: Any) -> type:
-    """A subclass with two ranks and these tests, which logs its hooks."""
-    parts = [upstreams(base), *(mixin for mixin, owner in MIXINS.items() if owner == upstreams(base))]
-    names = {name for part in parts for name, fate in TABLE[part].items() if fate in (CALLED, TESTS)}
+    """A subclass with two ranks and these tests, or one that passes. It logs its hooks."""
+    upstreams = next(each.__name__ for each in base.__mro__ if each.__name__ in TABLE)
     two = type("Two", (base,), {"world_size": 2, "__module__": __name__})
-    found = {}
-    for name in names:
+    members: dict[str, Any] = {"__module__": __name__, "test_passes": overrides.passes}
+    for name, fate in fates_of(upstreams).items():
         owner = next((each for each in two.__mro__ if name in vars(each)), None)
-        if owner is not None:
-            found[name] = vars(owner)[name]
-    spies = {name: Spy(name, original) for name, original in found.items()}
-    return type(f"Spied{base.__name__}", (two,), {"__module__": __name__, **spies, **tests})
-
-
-def passes(self: Any) -> None:
-    pass
+        if fate in (CALLED, TESTS) and owner is not None:
+            members[name] = Spy(name, vars(owner)[name])
+    return type(f"Spied{base.__name__}", (two,), members | tests)
 
 
 def leaves_group(self: Any) -> None:
@@ -180,15 +148,15 @@ def connects(self: Any) -> None:
 
 
 SPIES = {
-    "MultiProcessTestCase": spied(overrides.Processes, test_passes=leaves_group, **{overrides.HANG: overrides.hangs}),
+    "MultiProcessTestCase": spied(Processes, test_passes=leaves_group, **{overrides.HANG: overrides.hangs}),
     "DistributedTestBase": spied(DistributedTestBase, test_passes=connects),
-    "MultiProcContinuousTest": spied(MultiProcContinuousTest, test_passes=passes),
-    "MultiThreadedTestCase": spied(overrides.Threads, test_passes=passes),
-    "FSDPTest": spied(FSDPTest, test_passes=passes),
-    "FSDPTestContinuous": spied(FSDPTestContinuous, test_passes=passes),
-    "FSDPTestMultiThread": spied(FSDPTestMultiThread, test_passes=passes),
-    "DTensorTestBase": spied(DTensorTestBase, test_passes=with_comms(passes)),
-    "DTensorContinuousTestBase": spied(DTensorContinuousTestBase, test_passes=passes),
+    "MultiProcContinuousTest": spied(MultiProcContinuousTest),
+    "MultiThreadedTestCase": spied(Threads),
+    "FSDPTest": spied(FSDPTest),
+    "FSDPTestContinuous": spied(FSDPTestContinuous),
+    "FSDPTestMultiThread": spied(FSDPTestMultiThread),
+    "DTensorTestBase": spied(DTensorTestBase, test_passes=with_comms(overrides.passes)),
+    "DTensorContinuousTestBase": spied(DTensorContinuousTestBase),
 }
 
 
@@ -202,26 +170,23 @@ def text_of(result: unittest.TestResult) -> str:
     return "\n".join(text for _, text in [*result.errors, *result.failures])
 
 
+@instantiate_parametrized_tests
 class TestTable(TestCase):
     """Without it, an override of a vendor could be ignored, and with it the checks that it makes."""
 
     def test_no_name_of_upstream_is_missing(self):
         names = {line for line in UPSTREAM.read_text().splitlines() if not line.startswith("#")}
-        self.assertEqual(
-            {f"{cls}.{name}" for cls, rows in TABLE.items() for name in rows} ^ names, set(), may_be="empty"
-        )
+        self.assertEqual({f"{cls}.{name}" for cls, rows in TABLE.items() for name in rows} ^ names, set())
 
     @parametrize("base", list(SPIES))
     def test_hooks_are_called(self, base):
-        parts = [base, *(mixin for mixin, owner in MIXINS.items() if owner == base)]
-        fates = {name: fate for part in parts for name, fate in TABLE[part].items()}
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {LOG: f"{folder}/log"}):
             result = result_of(SPIES[base])
-            self.assertEqual((result.testsRun, text_of(result), result.skipped), (1, "", []), may_be="empty")
+            self.assertEqual((result.testsRun, text_of(result), result.skipped), (1, "", []))
             if hasattr(SPIES[base], overrides.HANG):
                 self.assertIn("rank 1 of 2 was still running", text_of(result_of(SPIES[base], overrides.HANG)))
             called = set(Path(folder, "log").read_text().split())
-        self.assertEqual({name for name, fate in fates.items() if fate == CALLED} - called, set(), may_be="empty")
+        self.assertEqual({name for name, fate in fates_of(base).items() if fate == CALLED} - called, set())
 
     @parametrize("base", list(SPIES))
     def test_attributes_are_there(self, base):
@@ -250,6 +215,7 @@ class TestTable(TestCase):
             self.assertEqual(len(result.errors), 1)
 
 
+@instantiate_parametrized_tests
 class TestHooks(TestCase):
     """Without it, the checks of a subclass could vanish, or its ranks could run without what it gives them."""
 
@@ -258,7 +224,7 @@ class TestHooks(TestCase):
     def test_ranks_get_what_a_subclass_gives_them(self, cls, start):
         with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
             result = result_of(cls)
-        self.assertEqual((result.testsRun, text_of(result)), (1, ""), may_be="empty")
+        self.assertEqual((result.testsRun, text_of(result)), (1, ""))
 
     @parametrize(
         "test,codes",
@@ -273,20 +239,17 @@ class TestHooks(TestCase):
         ],
     )
     def test_exit_codes_are_upstreams(self, test, codes):
-        """And an override that accepts them all is named in the notes, with what it accepts."""
+        """The notes name an override that accepts all exit codes, with what it accepts."""
         with mock.patch.object(state.notes, "add") as add:
             result = result_of(overrides.Judges, test)
         name, seconds, seen, sent = overrides.Judges.seen
-        self.assertEqual(
-            (text_of(result), result.skipped, name, seen),
-            ("", [], getattr(overrides.Judges, test).__name__, codes),
-            may_be="empty",
-        )
+        self.assertEqual((text_of(result), result.skipped), ("", []))
+        self.assertEqual((name, seen), (getattr(overrides.Judges, test).__name__, codes))
         self.assertTrue(0 <= seconds < LIMIT, seconds)
-        expected = [f"ValueError: of rank {rank}" for rank in range(2) if codes[rank] == 10]
-        self.assertEqual([text.splitlines()[-1] for text in sent], expected, may_be="empty")
+        errors = [f"ValueError: of rank {rank}" for rank in range(2) if codes[rank] == 10]
+        self.assertEqual([text.splitlines()[-1] for text in sent], errors)
         notes = [note for call in add.call_args_list for note in call.args[1] if "accepts" in note]
-        self.assertEqual(len(notes), int(test != "test_passes"), may_be="zero")
+        self.assertEqual(len(notes), int(test != "test_passes"))
 
     def test_assertions_of_an_override_count(self):
         result = result_of(overrides.JudgesMore)
@@ -295,10 +258,11 @@ class TestHooks(TestCase):
         self.assertIn("ValueError: of rank 0", text_of(result_of(overrides.JudgesMore, "test_raises")))
 
     def test_a_subclass_that_starts_another_number_of_ranks_fails(self):
-        self.assertIn("Starts._start_processes started 1 of 2 ranks: call", text_of(result_of(overrides.StartsTooFew)))
-        self.assertIn(
-            "all 2 ranks have been started: start one for each rank", text_of(result_of(overrides.StartsTooMany))
-        )
+        for cls, words in (
+            (overrides.StartsTooFew, "Starts._start_processes started 1 of 2 ranks: call"),
+            (overrides.StartsTooMany, "all 2 ranks have been started: start one for each rank"),
+        ):
+            self.assertIn(words, text_of(result_of(cls)))
 
     def test_a_launchers_ranks_cannot_be_started_by_a_subclass(self):
         with mock.patch.object(multi_process, "is_launched", lambda: True):
@@ -309,11 +273,8 @@ class TestHooks(TestCase):
     def test_messages_of_a_rank_are_in_the_report(self, test):
         result = result_of(overrides.Listens, test)
         self.assertRegex(text_of(result), WORDS[test])
-        self.assertEqual(len(result.skipped), int(test == "test_skips"), may_be="zero")
+        self.assertEqual(len(result.skipped), int(test == "test_skips"))
 
-
-instantiate_parametrized_tests(TestTable)
-instantiate_parametrized_tests(TestHooks)
 
 if __name__ == "__main__":
     run_tests()

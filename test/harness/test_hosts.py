@@ -23,12 +23,12 @@ def setUpModule():
 
 
 def torchruns() -> list[Node]:
-    """One rank on the first host and two on the second one, and the harness finds the interface."""
+    """One rank on the first host and two on the second one. The harness finds the interface."""
     launchers = []
     for host, (device, address) in enumerate(zip(_hosts.devices, _hosts.addresses, strict=True)):
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(1 + host), "--node-rank", str(host)]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_hosts.addresses[0]}:{PORT}"]
-        # Otherwise torchrun looks up the address of its own name, which does not resolve.
+        # Without these options, torchrun looks up the address of its host's name, which does not resolve.
         torchrun += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", address]
         launchers.append(Node(torchrun, _hosts.prefix(host), {"LINK": device}))
     return launchers
@@ -43,8 +43,8 @@ def by_hand(**variables: str) -> list[Node]:
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
-    """A run in which the link goes down in the last file that begins. And two rounds with a test that fails in the
-    second, at the last rank.
+    """A run in which the link goes down in the second of three files. And two rounds with a test that fails in the
+    second round, at the last rank.
     """
     lost = SuiteRun(["well", "link_goes_down", "well"], *torchruns())
     return lost, SuiteRun(["fails_in_turn"], *by_hand(EVERY="2"), arguments=["--repeat", "2"])
@@ -61,7 +61,7 @@ def rounds() -> SuiteRun:
 
 
 class TestTwoHosts(TestCase):
-    """Without it, a run that needs a name server, or the same machine, or a link that never fails, could pass."""
+    """Without it, runs on several hosts could depend on a name server, on one machine, or on links that never fail."""
 
     def test_names_of_hosts_do_not_resolve(self):
         for host, other in ((0, NAMES[1]), (1, NAMES[0])):
@@ -91,9 +91,8 @@ class TestTwoHosts(TestCase):
         run = rounds()
         self.assertEqual(run.report["exit_code"], 4, run.text)
         hosts = run.report["hosts"]
-        reported = {
-            name: (host["verdict"], host["passed"], host["failed"], host["began"]) for name, host in hosts.items()
-        }
+        names = "verdict", "passed", "failed", "began"
+        reported = {host: tuple(facts[name] for name in names) for host, facts in hosts.items()}
         self.assertEqual(reported, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
         self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
         self.assertIn("hostb is suspect: 1 failure began there, and none on the other hosts", run.text)

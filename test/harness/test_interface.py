@@ -1,4 +1,4 @@
-"""Each public method and parameter of the installed torch's FSDP stands in a test of FSDP, or here as a gap."""
+"""Tests of FSDP use each public method and parameter of the installed torch's FSDP, except for the gaps listed here."""
 
 import ast
 import enum
@@ -13,19 +13,18 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-# What no test gives, with the reason: a parameter as ``fully_shard(mesh)``, a method as ``FSDPModule.unshard()``.
+# What no test uses, with the reason: a parameter as ``fully_shard(mesh)``, a method as ``FSDPModule.unshard()``.
+BASE = "a base class, of which only the default is tested: the tests give the parameter to the derived classes"
 GAPS = {
     "LocalOptimStateDictConfig(offload_to_cpu)": "optimizers have no local state dicts yet: tests take the default",
-    **dict.fromkeys(
-        ("OptimStateDictConfig(offload_to_cpu)", "StateDictConfig(offload_to_cpu)"),
-        "a base class, of which only the default is tested: the tests give the parameter to the derived classes",
-    ),
+    "OptimStateDictConfig(offload_to_cpu)": BASE,
+    "StateDictConfig(offload_to_cpu)": BASE,
 }
 
 CLASSES = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel, ShardedGradScaler, fsdp.UnshardHandle)
 MADE_BY_TORCH = (fsdp.FSDPModule, fsdp.UnshardHandle)
 ALIASES = {"FSDP": "FullyShardedDataParallel"}
-# A file that calls methods of a class names the class, or else this.
+# A file that calls methods of these classes may name this function instead of the class.
 INSTEAD = {"FSDPModule": "fully_shard", "UnshardHandle": "unshard"}
 
 
@@ -38,9 +37,8 @@ def interface() -> dict[str, Callable[..., Any]]:
     for cls in CLASSES:
         methods = {name: getattr(member, "__func__", member) for name, member in vars(cls).items() if name[0] != "_"}
         found |= {f"{cls.__name__}.{name}": each for name, each in methods.items() if inspect.isfunction(each)}
-    return {
-        name: each for name, each in found.items() if each not in MADE_BY_TORCH and not isinstance(each, enum.EnumMeta)
-    }
+    found = {name: each for name, each in found.items() if not isinstance(each, enum.EnumMeta)}
+    return {name: each for name, each in found.items() if each not in MADE_BY_TORCH}
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -51,12 +49,12 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 class Mentions(ast.NodeVisitor):
-    """What one file names, and with which arguments it calls what."""
+    """The names in one file, and the arguments of its calls."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.names: set[str] = set()
         self.given: set[tuple[str, str | int]] = set()  # a keyword, or the place of a positional argument
-        self.forwarded: set[str] = set()  # called with ``**``, or a value of a dict, which a helper calls
+        self.forwarded: set[str] = set()  # called with ``**``, or a value of a dict, which a helper may call
         self.words: set[str] = set()  # keywords of any call, and keys of dicts
         self.visit(tree)
 
@@ -88,7 +86,7 @@ class Mentions(ast.NodeVisitor):
         self.generic_visit(node)
 
     def gives(self, name: str, parameter: str, place: int) -> bool:
-        """Whether a call gives this parameter. For a call out of sight, any word of the file counts."""
+        """Whether a call gives this parameter. If the call is not visible, any keyword or key of the file counts."""
         seen = not self.given.isdisjoint({(name, parameter), (name, place)})
         return seen or (name in self.forwarded and parameter in self.words)
 
@@ -100,12 +98,11 @@ def called(node: ast.expr) -> str:
 
 
 def not_mentioned(offered: Mapping[str, Callable[..., Any]], files: Sequence[Mentions]) -> Iterator[str]:
-    """The public parameters of these callables that no file gives, and the callables that none names."""
+    """The public parameters of these callables that no file gives, and the callables that no file names."""
     for full, function in offered.items():
         owner, _, name = full.rpartition(".")
-        naming = [
-            each for each in files if name in each.names and (not owner or INSTEAD.get(owner, owner) in each.names)
-        ]
+        needed = {name, INSTEAD.get(owner, owner)} - {""}
+        naming = [each for each in files if needed <= each.names]
         if not naming:
             yield f"{full}()"
         for place, parameter in enumerate(parameters_of(function)):
@@ -117,7 +114,7 @@ class TestInterface(TestCase):
     """Without it, a new parameter of FSDP could stay untested."""
 
     def test_only_gaps_are_not_mentioned(self):
-        """Give the parameter in a test, or add it to GAPS with a reason. A gap that a test now fills has to go."""
+        """Use a new parameter in a test, or add it to GAPS with a reason. Remove gaps that a test fills."""
         files = [Mentions(tree) for _, tree in trees(TESTS_OF_FSDP)]
         self.assertEqual(sorted(not_mentioned(interface(), files)), sorted(GAPS))
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun made, and the behaviour of a test file with them, seen from outside.
+"""What a test file reports if torchrun makes its ranks.
 
 A launch of two nodes runs ``inputs/launched.py``. It has every fault but the loss of a process, which
 ``test_launched_suite`` has.
@@ -13,14 +13,8 @@ from collections.abc import Mapping, Sequence
 from launches import TORCHRUN, Launcher, left_after
 from runs import INPUTS, NAME, ROOT, assert_rejected, failures, outputs
 
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    find_free_port,
-    instantiate_parametrized_tests,
-    main,
-    parametrize,
-    run_tests,
-)
+from torch_fsdp_tests import common_utils
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.dispatch import options
 from torch_fsdp_tests.processes import host, launcher
 
@@ -32,7 +26,7 @@ TESTS = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMo
 
 
 class Launch(Launcher):
-    """One torchrun. It starts at once; :meth:`end` waits for it and reads the output of its ranks and its own."""
+    """One torchrun. It starts at once; :meth:`end` waits for it and reads its output and that of its ranks."""
 
     def __init__(self, options: Sequence[str], tests: Sequence[str], **variables: str) -> None:
         limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
@@ -46,9 +40,8 @@ class Launch(Launcher):
         finally:
             self.stop()
         self.outcomes: dict[str, list[str]] = {}
-        for test, cls, outcome in re.findall(
-            rf"^{NAME} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$", self.text, re.MULTILINE
-        ):
+        line = rf"^{NAME} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$"
+        for test, cls, outcome in re.findall(line, self.text, re.MULTILINE):
             self.outcomes.setdefault(f"{cls}.{test}", []).append(outcome)
         self.words = failures(self.text)
         return self
@@ -56,7 +49,7 @@ class Launch(Launcher):
 
 @functools.cache
 def started() -> dict[str, Launch]:
-    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{find_free_port()}"]
+    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{common_utils.find_free_port()}"]
     ranks = (["--node-rank", "0", "--nproc-per-node", "2"], ["--node-rank", "1", "--nproc-per-node", "1"])
     first, second = (Launch([*nodes, *own], [*TESTS, "TestAlone"], TORCH_FSDP_TESTS_SHOW_OUTPUT="1") for own in ranks)
     return {"first": first, "second": second}
@@ -67,35 +60,28 @@ def launched(name: str) -> Launch:
     return started()[name].end()
 
 
+@instantiate_parametrized_tests
 class TestTwoNodes(TestCase):
     """Without it, the failure of one rank under torchrun could be lost, and torchrun could end with status 0."""
 
     def test_every_test_is_reported_once_by_rank_0(self):
-        self.assertEqual(
-            launched("first").outcomes,
-            {
-                "TestAll.test_asks_first": ["skipped 'known before any rank starts'"],
-                "TestAll.test_dies": ["ERROR"],
-                "TestAll.test_expected_failure": ["expected failure"],
-                "TestAll.test_fails": ["FAIL"],
-                "TestAll.test_hangs": ["ERROR"],
-                "TestAll.test_passes": ["ok"],
-                "TestAll.test_skips": ["skipped 'not today'"],
-                "TestHeardLate.test_dies": ["ERROR"],
-                "TestHeardAtTheLimit.test_hangs": ["ERROR"],
-                "TestFewer.test_ends_together": ["ok"],
-                "TestFewer.test_passes": ["ok"],
-                "TestFewer.test_passes_again": ["ok"],
-                "TestMore.test_is_left_out": ["skipped 'needs 5 ranks, but the launcher made 3'"],
-                "TestStaying.test_1_begins": ["ok"],
-                "TestStaying.test_2_same_ranks": ["ok"],
-                "TestStaying.test_3_fails": ["ERROR"],
-                "TestStaying.test_4_new_ranks": ["ok"],
-                "TestStaying.test_5_ends_together": ["ok"],
-                "TestThreads.test_passes": ["ok"],
-                "TestAlone.test_passes": ["ok"],
-            },
-        )
+        expected = {
+            "TestAll.test_asks_first": "skipped 'known before any rank starts'",
+            "TestAll.test_dies": "ERROR",
+            "TestAll.test_expected_failure": "expected failure",
+            "TestAll.test_fails": "FAIL",
+            "TestAll.test_hangs": "ERROR",
+            "TestAll.test_skips": "skipped 'not today'",
+            "TestHeardLate.test_dies": "ERROR",
+            "TestHeardAtTheLimit.test_hangs": "ERROR",
+            "TestMore.test_is_left_out": "skipped 'needs 5 ranks, but the launcher made 3'",
+            "TestStaying.test_3_fails": "ERROR",
+        }
+        expected |= {f"{cls}.test_passes": "ok" for cls in ("TestAll", "TestFewer", "TestThreads", "TestAlone")}
+        expected |= {f"TestFewer.test_{test}": "ok" for test in ("ends_together", "passes_again")}
+        later = ("1_begins", "2_same_ranks", "4_new_ranks", "5_ends_together")
+        expected |= {f"TestStaying.test_{test}": "ok" for test in later}
+        self.assertEqual(launched("first").outcomes, {test: [outcome] for test, outcome in expected.items()})
 
     @parametrize(
         "test,words",
@@ -158,17 +144,23 @@ def launch_of(environment: Mapping[str, str]) -> launcher.Launch:
     return launch
 
 
+@instantiate_parametrized_tests
 class TestRule(TestCase):
-    """Without it, variables left in a shell could make a plain run wait for ranks that never come.
-
-    The environments that count as a launch.
-    """
+    """Without it, variables left in a shell could make a plain run wait for ranks that never come."""
 
     def test_torchrun_is_known_by_its_own_variable(self):
         launch = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
         self.assertEqual(launch, launcher.Launch(1, 4, 1, "here", 29500, agent_store=True))
 
-    @parametrize("left", [FULL, {"RANK": "0", "WORLD_SIZE": "8"}, {"TORCHELASTIC_RUN_ID": "none"}, {}])
+    @parametrize(
+        "left",
+        [
+            *(FULL, {"RANK": "0", "WORLD_SIZE": "8"}, {"TORCHELASTIC_RUN_ID": "none"}, {}),
+            SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell in an allocation
+            SLURM | {"SLURM_STEP_NUM_TASKS": ""},  # a script given to sbatch
+            SLURM | {"TORCH_FSDP_TESTS_LAUNCHED": "0"},
+        ],
+    )
     def test_leftover_variables_of_a_shell_are_no_launch(self, left):
         self.assertIsNone(launcher.from_environment(left))
 
@@ -184,29 +176,12 @@ class TestRule(TestCase):
         self.assertEqual(len(others), 5)
         self.assertTrue(launch_of(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).one_host)
 
-    @parametrize(
-        "changed",
-        [
-            {"SLURM_STEP_NUM_TASKS": "1"},  # a shell in an allocation
-            {"SLURM_STEP_NUM_TASKS": ""},  # a script given to sbatch
-            {"TORCH_FSDP_TESTS_LAUNCHED": "0"},
-        ],
-    )
-    def test_single_slurm_task_is_no_launch(self, changed):
-        self.assertIsNone(launcher.from_environment(SLURM | changed))
-
     def test_torchrun_below_srun_is_the_launcher(self):
         self.assertEqual(launcher.from_environment(SLURM | ELASTIC), launcher.from_environment(ELASTIC))
 
     @parametrize(
         "nodes,first",
-        [
-            ("a[1-3,5]", "a1"),
-            ("a[07-11],b", "a07"),
-            ("b7,a[1-2]", "b7"),
-            ("r[0-1]n[2,4]-i,x", "r0n2-i"),
-            ("b", "b"),
-        ],
+        [("a[1-3,5]", "a1"), ("a[07-11],b", "a07"), ("b7,a[1-2]", "b7"), ("r[0-1]n[2,4]-i,x", "r0n2-i"), ("b", "b")],
     )
     def test_the_first_host_of_a_list(self, nodes, first):
         self.assertEqual(launcher.first_host(nodes), first)
@@ -242,15 +217,12 @@ class TestRule(TestCase):
             launcher.from_environment(ELASTIC | wrong)
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
-        find_launch = unittest.mock.Mock(side_effect=lambda: launcher.from_environment(ELASTIC | {"RANK": "4"}))
+        find_launch = functools.partial(launcher.from_environment, ELASTIC | {"RANK": "4"})
         with unittest.mock.patch.object(launcher, "current", find_launch):
-            status, _, err = outputs(main.run_tests, "test_x.py")
+            status, _, err = outputs(common_utils.main.run_tests, "test_x.py")
         self.assertEqual(status, 2)
         self.assertRegex(err, r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")
 
-
-instantiate_parametrized_tests(TestTwoNodes)
-instantiate_parametrized_tests(TestRule)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,4 +1,4 @@
-"""The suite's own command under torchrun, on one machine: its output, reports and leftovers, seen from outside."""
+"""``run_test.py`` under torchrun on one machine: its output, its reports, and what it leaves on the machine."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ def standalone(ranks: int) -> Node:
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
-    """A run with each fault of a file, and last the loss of a worker, which ends the run; and a run that waits."""
+    """A run with each kind of fault, of which the loss of a worker comes last and ends the run. A run that waits."""
     files = ["ranks_fail", "import_fails", "import_hangs", "process_dies", "well", "worker_dies", "well"]
     return SuiteRun(files, standalone(RANKS)), SuiteRun(["waits", "well"], standalone(2))
 
@@ -49,8 +49,8 @@ def interrupted_early() -> dict[str, SuiteRun]:
         node = Node(standalone(2).launcher, variables={"WAITS_IN": place})
         runs[place] = SuiteRun(["well"], node, script="early.py")
     for place, run in runs.items():
-        run.wait_for("rank 0")
-        run.wait_for("rank 1")
+        for rank in range(2):
+            run.wait_for(f"rank {rank}")
         run.signal(EARLY[place])
     return {place: run.end() for place, run in runs.items()}
 
@@ -100,6 +100,7 @@ class TestFaults(TestCase):
         self.assertRegex(faults().text, r"(?m)^\d+ passed, \d+ failed, 0 skipped$")
 
 
+@instantiate_parametrized_tests
 class TestSignal(TestCase):
     """Without it, Ctrl-C could lose the results."""
 
@@ -117,8 +118,6 @@ class TestSignal(TestCase):
         self.assertNotIn("SIGKILL", run.text)  # torchrun sends it to processes that have not left after 30 s
         self.assertEqual(run.left, [])
 
-
-instantiate_parametrized_tests(TestSignal)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,4 +1,4 @@
-"""No module of the package imports one from a higher layer. The syntax trees show imports inside functions too."""
+"""No module of the package imports one from a higher layer. Imports inside functions count."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from sources import PACKAGE, TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-# The lowest layer comes first. A module imports only its own package and lower layers. What is not listed is above all.
+# The lowest layer comes first. A module imports only its own package and lower layers. Others are above all layers.
 LAYERS = (
     {"settings", "installation"},
     {"processes"},
@@ -37,12 +37,10 @@ def is_above(name: str, other: str) -> bool:
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a module outside of functions and of what only a type checker sees."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        ):
-            continue
-        yield node
-        yield from at_import(node)
+        only_checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not isinstance(node, ast.FunctionDef) and not only_checked:
+            yield node
+            yield from at_import(node)
 
 
 def imports(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
@@ -106,14 +104,14 @@ class TestLayers(TestCase):
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "localhost" in node.value
         }
-        self.assertEqual(actual, {PACKAGE / "processes" / "peers.py"})  # it compares with the name
+        self.assertEqual(actual, {PACKAGE / "processes" / "peers.py"})  # which only compares names with it
 
     def test_all_kinds_of_imports_are_seen(self):
         source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"
-        relative = (
+        source += (
             "def function():\n    from . import g\n    from .. import h\n    from ..i import j\n    import torch.k\n"
         )
-        tree, package = ast.parse(source + relative), ("torch_fsdp_tests", "x")
+        tree, package = ast.parse(source), ("torch_fsdp_tests", "x")
         actual = [name.removeprefix("torch_fsdp_tests.") for name in imports(ast.walk(tree), package)]
         self.assertEqual(actual, ["a.b", "c", "d.e.f", "x.g", "h", "i.j", "torch.k"])
         self.assertEqual(len(list(imports(at_import(tree), package))), 3)

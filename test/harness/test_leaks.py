@@ -1,4 +1,4 @@
-"""What tests leave behind, and what remains after the test process ends, seen from outside.
+"""What tests leak, and what remains when their process has ended.
 
 The real command runs the leaks of ``inputs/faults.py`` in all three kinds of ranks, and the tests of
 ``inputs/many.py`` at the same time.
@@ -26,19 +26,17 @@ SHARED_MEMORY = Path("/dev/shm")
 GONE = 2  # seconds after the end of the test process in which its ranks must disappear
 KINDS = ("Process", "Thread", "Staying")
 LEAKING = [f"{kind}Leaks" for kind in KINDS]
-IN_SIGHT = requires(
-    lambda: None if host.shows_processes() else Reason("this system shows no processes: it has no /proc")
-)
+IN_SIGHT = requires(lambda: None if host.shows_processes() else Reason("this system shows no processes in /proc"))
 OTHERS = ["ProcessGroupLeak", "StayingOrphan"]
+STRICT = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
 
 
 @functools.cache
 def started() -> dict[str, Run]:
-    strict = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
     return {
         "many": Run(INPUTS / "many.py"),
-        "strict": Run(FAULTS, *strict, TORCH_FSDP_TESTS_STRICT_LEAKS="1"),
-        # Each class runs separately, because a leak of several tests is reported once with their number.
+        "strict": Run(FAULTS, *STRICT, TORCH_FSDP_TESTS_STRICT_LEAKS="1"),
+        # Each class runs separately, because a leak that several tests have is reported once, with their number.
         **{cls: Run(FAULTS, cls) for cls in (*LEAKING, *OTHERS)},
     }
 
@@ -47,11 +45,12 @@ def ended(name: str) -> Run:
     return started()[name].end()
 
 
+@instantiate_parametrized_tests
 @IN_SIGHT
 class TestLeaks(TestCase):
     """Without it, a leak could change later tests, and no report would show which test left it.
 
-    The leaks of a test are reported at the test and cleaned up, and do not change its verdict.
+    The leaks of a test are reported with its name and cleaned up. They do not change its verdict.
     """
 
     @parametrize("cls", LEAKING)
@@ -91,23 +90,18 @@ class TestLeaks(TestCase):
     def test_named_by_some_kinds(self, words):
         self.assertRegex("\n".join(ended(words.partition(".")[0].partition(" ")[0]).leaks), rf"(?m)^{words}$")
 
-    def test_groups_that_the_harness_ends_are_no_leak(self):
-        run = ended("ProcessLeaks")
-        self.assertEqual(run.outcomes["ProcessLeaks.test_the_group"], "ok")
-        self.assertNotIn("ProcessLeaks.test_the_group", "\n".join(run.leaks))
-
     @parametrize("cls", LEAKING)
     def test_touch_no_later_test(self, cls):
-        run, later = ended(cls), ["settings_after", "outputs_after"]
-        if cls.startswith("Staying"):
-            later += ["groups_after", "own_group_after"]
-        for test in later:
+        """They pass and have no leaks themselves. A group that the harness ends is no leak."""
+        of_kind = {"ProcessLeaks": ["the_group"], "StayingLeaks": ["groups_after", "own_group_after"]}
+        run = ended(cls)
+        for test in ("settings_after", "outputs_after", *of_kind.get(cls, ())):
             self.assertEqual(run.outcomes[f"{cls}.test_{test}"], "ok", run.words.get(f"{cls}.test_{test}"))
             self.assertNotIn(f"{cls}.test_{test}", "\n".join(run.leaks))
 
     @parametrize("cls", [*LEAKING, *OTHERS])
     def test_change_no_verdict(self, cls):
-        """Only tests that die fail. A test that closes its output does not."""
+        """Only a test that dies fails. One that closes its output does not."""
         self.assertEqual({*ended(cls).words} - {"ProcessLeaks.test_torchs_shared_memory"}, set())
 
     def test_nothing_is_left(self):
@@ -120,8 +114,7 @@ class TestLeaks(TestCase):
 
     def test_strict(self):
         """TORCH_FSDP_TESTS_STRICT_LEAKS makes a leak a failure of the test that left it."""
-        names = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
-        self.assertEqual(ended("strict").outcomes, dict.fromkeys(names, "ERROR"), ended("strict").text)
+        self.assertEqual(ended("strict").outcomes, dict.fromkeys(STRICT, "ERROR"), ended("strict").text)
 
 
 @IN_SIGHT
@@ -129,7 +122,7 @@ class TestChildren(TestCase):
     """Without it, a process that a test leaves could be overlooked while the thread that started it ends."""
 
     def test_processes_are_seen_while_their_forking_thread_ends(self):
-        """The kernel then hands the children to another thread. Single readings overlook 30 of 100 such ends."""
+        """The kernel then gives the children to another thread. A single reading overlooks them in 30 of 100 cases."""
         for _ in range(100):
             self._look_at_one()
 
@@ -157,7 +150,7 @@ class TestChildren(TestCase):
 class TestManyTests(TestCase):
     """Without it, a long file could slowly use up memory, file descriptors or threads.
 
-    276 tests in one file. The first tests of each kind do not count, because they import and cache much.
+    The first tests of each kind do not count, because they import and cache much.
     """
 
     def test_nothing_grows(self):
@@ -175,6 +168,7 @@ class TestManyTests(TestCase):
             self.assertLessEqual(late - early, allowed, f"{place}: {values}")
 
 
+@instantiate_parametrized_tests
 class TestEndOfTheTestProcess(TestCase):
     """Without it, a test process that is stopped or killed could leave ranks and files on the machine."""
 
@@ -193,11 +187,11 @@ class TestEndOfTheTestProcess(TestCase):
                 run.kill()
 
     def hanging(self, scratch: str) -> int:
-        """How many ranks hang."""
+        """The number of ranks that hang."""
         return sum(each.read_text().count("hanging") for each in Path(scratch).glob("*/output?"))
 
     def relatives(self, scratch: str) -> list[str]:
-        """Processes whose working directory is the scratch directory: the test process and all its descendants."""
+        """The test process and its descendants. Their working directory is the scratch directory."""
         pids = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -217,7 +211,7 @@ class TestEndOfTheTestProcess(TestCase):
         ],
     )
     def test_signal_while_all_ranks_hang(self, number, own_handler, code, words, count):
-        """SIGTERM shows the stacks. If the file has a handler, it decides then what happens."""
+        """SIGTERM shows the stacks. A handler of the file then decides how the process ends."""
         ended, text, left = self.hang(number, FAULTS_OWN_HANDLER=own_handler)
         self.assertEqual((ended, left), (code, []))
         if count is not None:
@@ -225,14 +219,11 @@ class TestEndOfTheTestProcess(TestCase):
 
     @parametrize("moment", ["Making", "Removing"])
     def test_sigterm_at_any_moment(self, moment):
-        """It may come right after the folder of a test's ranks was made, or right before it is removed."""
+        """It may arrive right after the folder of a test's ranks was made, or right before it is removed."""
         run = Run(INPUTS / "ended.py", moment).end()
         self.assertEqual(run.code, -signal.SIGTERM)
         self.assertEqual(run.left, [])
 
-
-instantiate_parametrized_tests(TestLeaks)
-instantiate_parametrized_tests(TestEndOfTheTestProcess)
 
 if __name__ == "__main__":
     run_tests()

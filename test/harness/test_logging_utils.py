@@ -1,4 +1,4 @@
-"""logging_utils and inductor_utils."""
+"""``logging_utils`` and ``inductor_utils``: settings end with their block, and a missing compiler is detected."""
 
 from __future__ import annotations
 

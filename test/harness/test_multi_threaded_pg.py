@@ -1,4 +1,4 @@
-"""The threaded process group: compared with gloo on the same data, or with plain arithmetic if gloo cannot do it."""
+"""The threaded process group, compared with gloo on the same data, or with plain arithmetic where gloo raises."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from samples import Processes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import Outcome
-from torch_fsdp_tests.ranks.threaded_pg import (
-    CollectiveTimeout,
-    Mismatch,
-    PeerFailed,
-    ThreadLocalWorld,
-)
+from torch_fsdp_tests.ranks.threaded_pg import CollectiveTimeout, Mismatch, PeerFailed, ThreadLocalWorld
 from torch_fsdp_tests.verdict import State
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -34,22 +30,14 @@ INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 COMPLEX = [torch.complex64]
 REAL = [*FLOATS, *INTEGERS, torch.bool]
 MOVABLE = [*REAL, *COMPLEX]
-# What gloo can reduce, found by trying. It supports AVG for floating point only.
-REDUCIBLE = {
-    "SUM": MOVABLE,
-    "AVG": [*FLOATS, *COMPLEX],
-    "PRODUCT": REAL,
-    "MIN": REAL,
-    "MAX": REAL,
-    "BAND": [*INTEGERS, torch.bool],
-    "BOR": [*INTEGERS, torch.bool],
-    "BXOR": [*INTEGERS, torch.bool],
-}
+# The data types that gloo can reduce, found by trying.
+REDUCIBLE = {"SUM": MOVABLE, "AVG": [*FLOATS, *COMPLEX], **dict.fromkeys(("PRODUCT", "MIN", "MAX"), REAL)}
+REDUCIBLE |= {op: [*INTEGERS, torch.bool] for op in ("BAND", "BOR", "BXOR")}
 HOST = torch.device("cpu")  # the CPU is the subject: gloo's tensors live there
 
 
 def sample(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Data of a rank: different for each rank, the same in each process."""
+    """Random data, which differs between ranks, and is the same for a rank in a process and in a thread."""
     source = torch.Generator(HOST).manual_seed(100 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -113,7 +101,7 @@ def gathered(rank: int, size: int, dtype: torch.dtype) -> Results:
 
 
 def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
-    """The same for collectives in which each pair of ranks exchanges data, and for groups of some."""
+    """The same for collectives in which all pairs of ranks exchange data, and for groups of some ranks."""
     own, zeros = partial(sample, rank, dtype), partial(torch.zeros, dtype=dtype)
     yield "all_to_all_single", filled(dist.all_to_all_single, zeros(2 * size, 3), own(2 * size, 3))
     splits = [rank + peer for peer in range(size)]  # rank i sends i + j rows to rank j, and receives as many from it
@@ -132,13 +120,13 @@ def exchanged(rank: int, size: int, dtype: torch.dtype) -> Results:
         outputs = [zeros(2, 3) for _ in range(size)]
         yield "all_to_all", filled(dist.all_to_all, outputs, chunks(own(2 * size, 3), size))
     except RuntimeError as error:
-        # The gloo of torch before 2.13, which raises before it sends anything.
+        # Before torch 2.13, gloo has no all_to_all, and raises before it sends anything.
         if "does not support alltoall" not in str(error):
             raise
 
 
 def without_complex(rank: int, size: int, dtype: torch.dtype) -> Results:
-    """The same for collectives that gloo lacks for complex numbers. Others pass them to gloo as pairs of reals."""
+    """The same for collectives that gloo lacks for complex numbers. The others view these as pairs of real numbers."""
     outputs = [torch.zeros(3, dtype=dtype) for _ in range(size)] if rank == 2 else None
     dist.gather(sample(rank, dtype, 3), outputs, dst=2)
     yield "gather", outputs or []
@@ -206,28 +194,23 @@ def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
     return outcomes
 
 
-class ThreadsTestCase(MultiProcessTestCase):
+class ThreadsTestCase(Processes):
     """A rank process runs a test's threads. If a thread hangs, it can be killed with the process."""
 
     world_size = 1
 
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
 
 class TestBesideGloo(ThreadsTestCase):
-    """Without it, a test with ranks in threads could see other results of collectives than over gloo.
+    """Without it, collectives of ranks in threads could have other results than over gloo.
 
-    Each rank process has gloo's results for its rank. It computes them again in a threaded world, and compares.
+    Each rank process gets the results of its rank over gloo, and compares them with those in a threaded world.
     """
 
     world_size = 4
 
     def gloo(self, body: Callable[[int, int], Any]) -> Any:
-        dist.init_process_group(
-            "gloo", rank=self.rank, world_size=self.world_size, store=dist.FileStore(self.file_name, self.world_size)
-        )
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size, store=store)
         try:
             return body(self.rank, self.world_size)
         finally:
@@ -258,7 +241,7 @@ class TestArithmetic(ThreadsTestCase):
     """Without it, a reduction that gloo does not support, or rounds otherwise, could be wrong."""
 
     def check_sum(self, values: list[torch.Tensor], ops: list[Any], expected: torch.Tensor) -> None:
-        """Each rank reduces its value with its operation. The result is the same on each rank."""
+        """All-reduce ``values[rank]`` with ``ops[rank]`` on each rank. All ranks must get the expected result."""
 
         def body(rank):
             tensor = values[rank].clone()
@@ -297,7 +280,7 @@ class TestArithmetic(ThreadsTestCase):
             ):
                 with self.assertRaisesRegex(ValueError, f"all_reduce on rank {rank}: .*{dtype}"):
                     dist.all_reduce(torch.ones(2, dtype=dtype), op)
-            # Nothing was left behind in the group: the ranks can still meet.
+            # The errors left the group intact: the ranks can still meet.
             tensor = torch.ones(1)
             dist.all_reduce(tensor)
             return tensor.item()
@@ -371,7 +354,7 @@ class TestWork(ThreadsTestCase):
         self.assertEqual(results_of(3, body), [((False, 1.0), 6.0), ((False, 2.0), 6.0), ((True, 6.0), 6.0)])
 
     def test_two_groups_in_opposite_order(self):
-        # A backend that blocks in the call would deadlock here. A real backend does not block.
+        # A backend whose calls block would deadlock here. Those of real backends do not.
         def body(rank):
             groups = [dist.new_group(), dist.new_group()]
             tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
@@ -425,8 +408,6 @@ class TestWork(ThreadsTestCase):
             self.assertEqual([outcome[0] for outcome in outcomes], [[2.0, 2.0]] * 2)
 
     def test_dispatch_modes_see_nothing_of_other_ranks(self):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
         class Count(TorchDispatchMode):
             seen = 0
 
@@ -454,7 +435,7 @@ class TestFailures(ThreadsTestCase):
             others_arrived.wait()
             if work is None:
                 raise LookupError("lost my way")
-            with self.assertRaises(RuntimeError):  # another rank's failure must not satisfy this expectation
+            with self.assertRaises(RuntimeError):  # PeerFailed is no RuntimeError, so it passes through
                 work.wait()
 
         start = time.monotonic()
@@ -486,8 +467,8 @@ class TestFailures(ThreadsTestCase):
             self.assertEqual([outcome.exception for outcome in outcomes], ["PeerFailed", "LookupError"])
         self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])  # the next world is whole
 
-    def mismatch(self, size: int, body: Callable[[int], object], *words: str) -> None:
-        """Each rank catches the mismatch itself, and each of `words` is in each message."""
+    def mismatch(self, body: Callable[[int], object], *words: str) -> None:
+        """Both ranks catch the mismatch. All of `words` are in both messages."""
 
         def caught(rank):
             with self.assertRaises(Mismatch) as seen:
@@ -497,27 +478,23 @@ class TestFailures(ThreadsTestCase):
             dist.all_reduce(tensor)
             return str(seen.exception), tensor.item()
 
-        for message, total in results_of(size, caught):
-            self.assertEqual(total, size)
+        for message, total in results_of(2, caught):
+            self.assertEqual(total, 2)
             for word in words:
                 self.assertIn(word, message)
 
     def test_mismatches_name_rank_and_collective(self):
-        two, three = torch.ones(2), torch.ones(3)
+        dtypes, ops = [torch.float32, torch.float64], [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
         self.mismatch(
-            2,
-            lambda rank: dist.all_reduce(two.clone()) if rank else dist.barrier(),
-            "rank 0 calls barrier()",
-            "rank 1 calls all_reduce(SUM, float32[2])",
+            lambda rank: dist.all_reduce(torch.ones(2)) if rank else dist.barrier(),
+            *("rank 0 calls barrier()", "rank 1 calls all_reduce(SUM, float32[2])"),
         )
-        self.mismatch(2, lambda rank: dist.all_reduce([two, three][rank].clone()), "rank 0", "[2]", "rank 1", "[3]")
-        self.mismatch(2, lambda rank: dist.all_reduce(two.to([torch.float32, torch.float64][rank])), "float64[2]")
-        ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
-        self.mismatch(2, lambda rank: dist.all_reduce(two.clone(), ops[rank]), "SUM", "MAX")
-        self.mismatch(2, lambda rank: dist.broadcast(two.clone(), rank), "root 0", "root 1")
+        self.mismatch(lambda rank: dist.all_reduce(torch.ones(2 + rank)), "rank 0", "[2]", "rank 1", "[3]")
+        self.mismatch(lambda rank: dist.all_reduce(torch.ones(2, dtype=dtypes[rank])), "float64[2]")
+        self.mismatch(lambda rank: dist.all_reduce(torch.ones(2), ops[rank]), "SUM", "MAX")
+        self.mismatch(lambda rank: dist.broadcast(torch.ones(2), rank), "root 0", "root 1")
         self.mismatch(
-            2,
-            lambda rank: dist.all_gather([torch.ones(2), torch.ones(2)], [two, three][rank].clone()),
+            lambda rank: dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2 + rank)),
             "rank 0 expects float32[2] from rank 1, which sends float32[3]",
         )
 
@@ -543,15 +520,13 @@ class TestFailures(ThreadsTestCase):
 
     def test_wrong_sizes_are_refused_before_anybody_waits(self):
         def body(rank):
-            with self.assertRaisesRegex(ValueError, "all_gather_into_tensor on rank 0: .* must be 4, not 3"):
-                dist.all_gather_into_tensor(torch.zeros(3), torch.ones(2))
-            with self.assertRaisesRegex(ValueError, "all_to_all_single on rank 0: the sum of the split sizes"):
-                dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1, 1], [1, 1])
+            if rank == 0:
+                with self.assertRaisesRegex(ValueError, "all_gather_into_tensor on rank 0: .* must be 4, not 3"):
+                    dist.all_gather_into_tensor(torch.zeros(3), torch.ones(2))
+                with self.assertRaisesRegex(ValueError, "all_to_all_single on rank 0: the sum of the split sizes"):
+                    dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1, 1], [1, 1])
 
-        def rank_0_only(rank):
-            return body(rank) if rank == 0 else None
-
-        self.assertEqual(results_of(2, rank_0_only), [None, None])
+        self.assertEqual(results_of(2, body), [None, None])
 
     def test_a_wait_ends_at_its_limit_and_names_the_absent(self):
         done = threading.Event()
@@ -560,8 +535,7 @@ class TestFailures(ThreadsTestCase):
             if rank == 1:
                 done.wait()
                 return
-            group = dist.group.WORLD
-            work = group.allreduce([torch.ones(2)])
+            work = dist.group.WORLD.allreduce([torch.ones(2)])
             try:
                 work.wait(timedelta(milliseconds=50))
             finally:
@@ -573,7 +547,7 @@ class TestFailures(ThreadsTestCase):
         self.assertRegex(str(timeout), r"all_reduce.*ranks \[0\] wait for ranks \[1\].* within 0\.05 s")
 
     def test_all_threads_are_bound_to_one_device(self):
-        """Otherwise a DeviceMesh would choose one by rank, in threads that come before the device's runtime starts."""
+        """Otherwise a DeviceMesh that is made before the device's runtime starts would choose a device by rank."""
         bound = []
         with unittest.mock.patch.object(accelerator.Accelerator, "bind", lambda device, rank: bound.append(rank)):
             run_threads(3, lambda rank: Outcome(rank, State.PASSED))
@@ -594,7 +568,7 @@ class TestFakeModes(ThreadsTestCase):
     """Without it, builds of torch with CUDA could crash in the second thread."""
 
     def test_each_thread_may_enter_one_after_another_has_ended(self):
-        """Without a device, the device guard of torch 2.11's CUDA builds ends with the thread that entered it first."""
+        """In CUDA builds of torch 2.11 without a GPU, the device guard ends with the thread that entered it first."""
 
         def body(rank):
             with FakeTensorMode():

@@ -7,8 +7,9 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 
+@instantiate_parametrized_tests
 class TestNames(TestCase):
-    """Without it, a helper could replace a method of the harness by accident, and failures of ranks could be lost."""
+    """Without it, a helper of a test could override a method of the harness, and failures of ranks could be lost."""
 
     def made(self, name: str, *bases: type) -> Any:
         return type("TestX", bases, {name: lambda self, *args: None})
@@ -44,8 +45,6 @@ class TestNames(TestCase):
         first.addClassCleanup(lambda: None)
         self.made("test_y", first)
 
-
-instantiate_parametrized_tests(TestNames)
 
 if __name__ == "__main__":
     run_tests()

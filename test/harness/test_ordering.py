@@ -7,21 +7,16 @@ from unittest import SkipTest, mock
 
 import torch
 import torch.distributed as dist
+from samples import Threads
 
-from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed import MultiThreadedTestCase
+from torch_fsdp_tests import common_utils, settings
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    defect_blocks,
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import races, registry, torch_defect
 from torch_fsdp_tests.device import accelerator, ordering
 
 
+@instantiate_parametrized_tests
 class TestOrdering(TestCase):
     """Without it, the race detector could overlook a missing wait between streams, or report a race that is none."""
 
@@ -64,7 +59,7 @@ class TestOrdering(TestCase):
         self.assertEqual(self._races(), [])
 
     def test_waiting_for_a_stream(self):
-        """Later work on the other stream is not waited for."""
+        """The wait does not cover later work on the other stream."""
         self.side.wait_stream(self.here)
         self.write(self.side)
         self.here.wait_stream(self.side)
@@ -74,7 +69,7 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
     def test_waiting_for_an_event(self):
-        """An event represents the work before it was recorded."""
+        """An event represents only the work that was issued before it was recorded."""
         event = self.here.record_event()
         self.side.wait_event(event)
         self.write(self.side)
@@ -124,7 +119,7 @@ class TestOrdering(TestCase):
         self.assertEqual(self._races(), [("aten::clone on stream 1", "aten::add_.Tensor on the host")])
 
     def test_number_that_the_host_computes_with(self):
-        """Where it is used together with the host's memory, it is there too, although the CPU does not tell."""
+        """A number that is used together with the host's memory is there, although a CPU tensor does not show it."""
         number = self.x.sum()
         in_host = self.recording.move(self.x, non_blocking=False)
         in_host.mul_(number)
@@ -152,13 +147,11 @@ class TestOrdering(TestCase):
         self.assertEqual(self._races()[0][0], "aten::add.Tensor on stream 1")
         self.assertIn("memory's next owner", self._races()[0][1])
 
-    @parametrize(
-        "stream,waits,races", [("side", "never", 0), ("third", "after_the_read", 0), ("third", "too_early", 1)]
-    )
+    @parametrize("stream,waits,races", [("side", "never", 0), ("third", "after_the_read", 0), ("third", "early", 1)])
     def test_memory_that_is_kept_for_a_stream(self, stream, waits, races):
-        """Memory that was read on the side stream is freed for this stream, which may wait for the side stream."""
+        """Memory that the side stream has read is kept for a stream and freed. This stream may wait for the other."""
         self.side.wait_stream(self.here)
-        if waits == "too_early":
+        if waits == "early":
             self.third.wait_stream(self.side)
         self.read(self.side)
         if waits == "after_the_read":
@@ -176,17 +169,10 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
 
-instantiate_parametrized_tests(TestOrdering)
-
-
-class TestThreads(MultiThreadedTestCase):
+class TestThreads(Threads):
     """Without it, ranks that are threads could change each other's current stream, or share a recording."""
 
     world_size = 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_threads()
 
     def test_each_rank_has_its_own_recording(self):
         module, x = torch.get_device_module(self.device.type), torch.zeros(8, device=self.device)
@@ -210,7 +196,7 @@ class TestChecked(FSDPTest):
     world_size = 1
 
     def test_asynchronous_collective(self):
-        """One of FSDP runs on a stream of the backend, for which the current one has to wait."""
+        """A collective that FSDP issues runs on a stream of the backend, for which the current stream has to wait."""
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
@@ -231,10 +217,10 @@ class TestChecked(FSDPTest):
         self.assertEqual(recording.races, [])
 
     def test_known_defect_explains_a_race(self):
-        """It does so if the registry has its words, or if it shows in a block with the race."""
+        """The registry has words of such a race. ``test_whole_test`` has a race in a block that shows the defect."""
         known = "fsdp1_dropped_gradients_race_with_the_reduction"
         site = ordering.CallSite("file", 1, registry.defect(known).races[0].rstrip(")"))
-        with defect_blocks.recorded() as blocks:
+        with common_utils.defect_blocks.recorded() as blocks:
             races.conclude([ordering.Race("this", "that", (site, None))])
         self.assertEqual([block.defect["id"] for block in blocks], [known])
         other = ordering.Race("this", "that", (ordering.CallSite("file", 1, "other"), None))
@@ -260,12 +246,10 @@ class TestChecked(FSDPTest):
                 self.assertEqual(x.sum(), 0)
             x.add_(1)
 
-        with defect_blocks.recorded():
+        with common_utils.defect_blocks.recorded():
             self._under_detector(explained)
-        with (
-            mock.patch.object(module, "current_stream", object),
-            self.assertRaisesRegex(SkipTest, "streams of its own"),
-        ):
+        own_streams = mock.patch.object(module, "current_stream", object)
+        with own_streams, self.assertRaisesRegex(SkipTest, "streams of its own"):
             self._under_detector(race)
         with self.assertRaisesRegex(SkipTest, "what compiled code does"):
             self._under_detector(lambda: torch.compile(race))

@@ -10,16 +10,10 @@ from unittest import mock
 import torch
 from samples import class_with, run, tests_of
 
+from torch_fsdp_tests import common_utils
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtests
 from torch_fsdp_tests.common_distributed.case import run_in_rank
-from torch_fsdp_tests.common_utils import (
-    TestCase,
-    decorateIf,
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    subtest,
-)
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.ranks import Outcome
 from torch_fsdp_tests.verdict import State
 
@@ -74,7 +68,7 @@ class NamesTest(TestCase):
 
     def test_names_from_a_function_and_decorators_by_value(self):
         made, calls = class_with(
-            decorateIf(unittest.skip("five"), lambda arguments: arguments["a"] == 5),
+            common_utils.decorateIf(unittest.skip("five"), lambda arguments: arguments["a"] == 5),
             parametrize("a", [1, 3, 5]),
             parametrize("b", [1], name_fn=lambda b: f"is{b}"),
         )
@@ -104,10 +98,7 @@ class NamesTest(TestCase):
 
 
 class SubtestsTest(TestCase):
-    """Without it, a combination of values could be left out without an error.
-
-    ``run_subtests`` in a rank.
-    """
+    """Without it, ``run_subtests`` in a rank could leave out a combination of values without an error."""
 
     VALUES: dict[str, Sequence[int]] = {"a": [1, 2], "b": [3, 4, 5]}
 

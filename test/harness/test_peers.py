@@ -1,4 +1,4 @@
-"""How launched processes find rank 0, which ones are rejected, and what an idle rank costs the dispatcher.
+"""How launched processes find rank 0, which ones are rejected, and how little traffic an idle rank causes.
 
 The launcher's store is a dictionary here. The processes of other ranks are threads of this process.
 """
@@ -28,11 +28,11 @@ from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.processes.peers import Hello, Peers
 
 MANY = 64  # ranks
-LEAST = 0.3  # seconds until a process that introduces itself must be accepted
+LEAST = 0.3  # seconds in which a process that sends its hello must be accepted
 
 
 class Store(dict[str, str]):
-    """The methods of the launcher's store that are used."""
+    """The methods of the launcher's store that the suite uses."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
@@ -49,15 +49,19 @@ class PeersCase(TestCase):
         return Launch(rank, size, rank, "127.0.0.1", 1, one_host=True)
 
     def close_later(self, made: Peers) -> Peers:
-        self.addCleanup(self.close, made)
+        def close() -> None:
+            made._listener.close()
+            made._selector.close()
+            for peer in made.of_rank.values():
+                peer.connection.close()
+
+        self.addCleanup(close)
         return made
 
-    @staticmethod
-    def close(made: Peers) -> None:
-        made._listener.close()
-        made._selector.close()
-        for peer in made.of_rank.values():
-            peer.connection.close()
+    def workers(self, size: int = 3) -> Workers:
+        made = Workers(self.launch(0, size))
+        self.close_later(made._peers)
+        return made
 
 
 class TestStrangers(PeersCase):
@@ -114,7 +118,7 @@ class TestStrangers(PeersCase):
             b"GET / HTTP/1.1\n",
             b'["Hello", {}]\n',
             b'["Signalled", {"signal": 9}]\n',
-            b"x" * (peers.HELLO_SIZE + 1),  # no more is read than a hello takes
+            b"x" * (peers.HELLO_SIZE + 1),  # more than a hello takes
         )
         strangers = [self.stranger() for _ in greetings]
         for end, greeting in zip(strangers, greetings, strict=True):
@@ -157,8 +161,7 @@ class TestDismissal(PeersCase):
     """Without it, a run that is rejected could end with another status at each rank, or leave ranks that wait."""
 
     def test_agents_that_connect_late_leave_with_the_status_of_rank_0(self):
-        workers = Workers(self.launch(0))
-        self.close_later(workers._peers)
+        workers = self.workers()
         first, _ = peers.join(self.launch(1), worker.ORDERS)
         dismissing = threading.Thread(target=workers.dismiss, args=[ExitStatus.USAGE_ERROR])
         dismissing.start()
@@ -175,7 +178,7 @@ class TestRefusal(PeersCase):
 
     @staticmethod
     def answer(end: Connection, machine: worker.Machine) -> None:
-        """What a worker does before the first file. The connection ends with the run."""
+        """Answer as a worker does before the first file."""
         end.receive()
         end.send(machine)
 
@@ -185,8 +188,7 @@ class TestRefusal(PeersCase):
         suite = own.suite | {"torch_fsdp_tests/processes/host.py": "another"}
         del suite["torch_fsdp_tests/inductor_utils.py"]
         machines = [own, dataclasses.replace(own, suite=suite), dataclasses.replace(own, torch="1.0")]
-        workers = Workers(self.launch(0, 4))
-        self.close_later(workers._peers)
+        workers = self.workers(4)
         for rank, machine in enumerate(machines, 1):
             end, _ = peers.join(self.launch(rank, 4), worker.ORDERS)
             self.addCleanup(end.close)
@@ -212,7 +214,7 @@ class TestRefusal(PeersCase):
 
 
 class TestAddress(PeersCase):
-    """Without it, the other machines could get an address that they do not reach."""
+    """Without it, the other machines could get an address that they cannot reach."""
 
     def test_interface_that_the_user_names_gives_the_address(self):
         launch = dataclasses.replace(self.launch(0), address="192.0.2.1", one_host=False)  # no machine has this address
@@ -224,13 +226,11 @@ class TestIdleRanks(PeersCase):
     """Without it, a launch of a thousand ranks could fail for lack of open files, or be slowed by idle ranks."""
 
     def run_file(self, size: int) -> dict[int, int]:
-        """The bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
-        workers = Workers(self.launch(0, size))
-        self.close_later(workers._peers)
+        """The number of bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
+        workers = self.workers(size)
         with ThreadPoolExecutor(size) as threads:
-            joining = {
-                rank: threads.submit(peers.join, self.launch(rank, size), worker.ORDERS) for rank in range(1, size)
-            }
+            launches = [self.launch(rank, size) for rank in range(1, size)]
+            joining = {launch.rank: threads.submit(peers.join, launch, worker.ORDERS) for launch in launches}
             workers.wait_for_all()
         folder = Path("/checkout/test")
         run = RunTests(test_directory=folder, default_directory=folder)
@@ -253,7 +253,7 @@ class TestIdleRanks(PeersCase):
         return traffic
 
     def test_a_thousand_ranks(self):
-        """They need more open files than a process may have by default, and descriptors that select() rejects."""
+        """They need more open files than a process may have by default, and select() rejects such descriptors."""
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))

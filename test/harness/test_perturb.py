@@ -1,4 +1,4 @@
-"""Each kind of perturbation detects a bug that training alone does not show, and changes nothing without a bug."""
+"""Each kind of perturbation shows a bug that training alone does not show, and changes nothing without a bug."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def forget(model: nn.Module) -> None:
-    """What the bugs do: the gradients are gone."""
+    """Drop all gradients, as most of the bugs do."""
     for param in model.parameters():
         param.grad = None
 
 
 def drops(owner: Any, name: str, when: Callable[..., bool] = lambda *args, **kwargs: True) -> Bug:
-    """The bug that a function drops the gradients of the model, as far as ``when`` of its arguments says."""
+    """The bug that a function drops the gradients of the model, if ``when`` is true for its arguments."""
 
     def bug(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         def make(former: Any) -> Any:
@@ -73,8 +73,9 @@ def drops(owner: Any, name: str, when: Callable[..., bool] = lambda *args, **kwa
     return bug
 
 
-def without(owner: Any, name: str, replacement: Any) -> Bug:
-    return lambda model: replaced(owner, name, lambda former: replacement)
+def group_drops(name: str, when: Callable[[], bool]) -> Bug:
+    """The same for a method of FSDP2's parameter group, whose private name is looked up late."""
+    return lambda model: drops(internals.fsdp2_param_group.FSDPParamGroup, name, lambda *args: when())(model)
 
 
 @contextlib.contextmanager
@@ -91,14 +92,10 @@ def collecting_drops(model: nn.Module) -> Iterator[None]:
 
 
 def late_rank(*args: Any) -> bool:
-    """Whether the ranks arrive at different times, on one machine."""
+    """Whether the ranks, which are on one machine, arrive at different times."""
     times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(times, torch.tensor([time.monotonic()], dtype=torch.float64))
     return bool(max(times) - min(times) > kinds.SLEEP / 2)
-
-
-def has_gradients(module: Any, *args: Any, **kwargs: Any) -> bool:
-    return any(param.grad is not None for param in module.parameters())
 
 
 def loaded_halves(former: Any) -> Any:
@@ -126,20 +123,14 @@ def keeping(former: Any) -> Any:
 
 
 kept: list[torch.Tensor] = []
-# For each kind a bug that another kind, with the checks around it, does not show.
+# For each kind a bug that it shows, and that ``collect`` and the checks around each insertion do not show.
 BUGS: dict[str, Bug] = {
-    "eval": lambda model: drops(
-        internals.fsdp2_param_group.FSDPParamGroup, "post_forward", is_plain_forward_in_eval_mode
-    )(model),
-    "inference": lambda model: drops(
-        internals.fsdp2_param_group.FSDPParamGroup, "post_forward", lambda *args: torch.is_inference_mode_enabled()
-    )(model),
+    "eval": group_drops("post_forward", lambda: not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()),
+    "inference": group_drops("post_forward", torch.is_inference_mode_enabled),
     "inner": lambda model: drops(
         internals.fsdp2_state.FSDPState, "_root_pre_forward", lambda self, module, *args: not self._is_root
     )(model),
-    "dropped": lambda model: drops(
-        internals.fsdp2_param_group.FSDPParamGroup, "pre_forward", lambda *args: torch.is_grad_enabled()
-    )(model),
+    "dropped": group_drops("pre_forward", torch.is_grad_enabled),
     "state_dict": drops(nn.Module, "state_dict"),
     "dsd": lambda model: drops(internals.dsd._module, "_verify_options")(model),
     "load": drops(nn.Module, "load_state_dict"),
@@ -152,23 +143,20 @@ BUGS: dict[str, Bug] = {
     "zero_grad": lambda model: replaced(nn.Module, "zero_grad", lambda former: lambda self: self.requires_grad_(False)),
     "full_tensor": lambda model: replaced(DTensor, "full_tensor", keeping),
     "exception": lambda model: replaced(FSDPModule, "reset_iter_state", lambda former: lambda self: None),
-    "context": without(FSDP, "no_sync", no_sync_without_finally),
+    "context": lambda model: replaced(FSDP, "no_sync", lambda former: no_sync_without_finally),
     "backward": drops(torch.Tensor, "backward", lambda self, *args: self._base is None and self.grad_fn is not None),
     "collect": collecting_drops,
     "sleep": drops(torch.optim.SGD, "_init_group", late_rank),
 }
 
 
-# Without a reset, FSDP2 does not document how to train on after an exception.
+# Without ``reset_iter_state()``, FSDP2 does not document how to continue the training after an exception.
 KINDS = [kind for kind in BUGS if kind != "exception" or hasattr(FSDPModule, "reset_iter_state")]
 
 
-def is_plain_forward_in_eval_mode(*args: Any) -> bool:
-    return not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
+@instantiate_parametrized_tests
 class TestKinds(TrainingMixin, FSDPTest):
-    """Without it, a kind could insert nothing, or something that no reference and no invariant judges."""
+    """Without it, a kind could insert nothing, or an operation whose effect no check would see."""
 
     world_size = 2
 
@@ -182,9 +170,7 @@ class TestKinds(TrainingMixin, FSDPTest):
         else:
             for module in (model[1], model):
                 fully_shard(module, reshard_after_forward=True)
-        session: Any = contextlib.nullcontext(None)
-        if kinds:
-            session = insertion.perturbed(self.id(), kinds)
+        session: Any = insertion.perturbed(self.id(), kinds) if kinds else contextlib.nullcontext()
         with session as inserting, bug(model) if bug is not None else contextlib.nullcontext():
             batches = lambda: self._inputs(4, 3)  # noqa: E731
             compare = compare_outputs if api == "fsdp1" else check_parity
@@ -215,7 +201,7 @@ class TestKinds(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_taken(self):
-        """It may not share memory with the model, keep more than its elements, or be held by something else."""
+        """Taken tensors may not share memory with the model, keep other memory alive, or stay alive themselves."""
         model = fully_shard(nn.Linear(4, 4).to(self.device))
         weight, plain = model.weight.to_local().detach(), torch.ones(2, device=self.device)
         held: list[torch.Tensor] = []
@@ -237,7 +223,7 @@ class TestKinds(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("api", ["ddp", "fsdp1", "fsdp2"])
     def test_models_of_some_ranks(self, api):
-        """Nothing is inserted into them, and then all ranks insert the same into what they share."""
+        """Nothing is inserted into them. After that, all ranks insert the same into a model that they share."""
         alone = dist.new_group([0])
         with insertion.perturbed(self.id(), ("collect", "backward", "freeze")) as session:
             if self.rank == 0:
@@ -257,7 +243,7 @@ class TestKinds(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_mock_that_cannot_begin(self):
-        """It does not end the perturbation of what follows."""
+        """After it, perturbations go on."""
         with insertion.perturbed(self.id(), ("collect",)) as session:
             with self.assertRaises(AttributeError), mock.patch.object(kinds, "no_such_name"):
                 pass
@@ -266,13 +252,10 @@ class TestKinds(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_where_nothing_is_inserted(self):
-        """A test that watches what its training loop calls is not perturbed meanwhile."""
+        """Nothing is inserted while a mock is in force, because it may watch what the training loop calls."""
         with insertion.perturbed(self.id(), ("collect",)) as session, mock.patch.object(kinds, "SLEEP", 0):
             self._train("fsdp2", None, ())
             self.assertEqual(session.inserted, [])
-
-
-instantiate_parametrized_tests(TestKinds)
 
 
 def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
@@ -282,7 +265,7 @@ def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
 
 
 class TestNumbers(TrainingMixin, FSDPTest):
-    """Without it, a record could lack a step or a value, or two different trainings have equal records."""
+    """Without it, a record could lack a step or a value, or be the same for two different trainings."""
 
     world_size = 2
 
@@ -311,14 +294,13 @@ class TestNumbers(TrainingMixin, FSDPTest):
         for name in ("parameter 0 of group 0", "parameter 1 of group 0"):
             self.assertNotEqual(other[0][name], steps[0][name])
         self.assertNotEqual(other[1]["loss"], steps[1]["loss"])
-        names = {
-            f"{what} {place} of group 0" for what in ("gradient", "parameter", "momentum_buffer") for place in (0, 1)
-        }
+        kinds_of_values = "gradient", "parameter", "momentum_buffer"
+        names = {f"{kind} {place} of group 0" for kind in kinds_of_values for place in (0, 1)}
         self.assertEqual([set(step) for step in steps], [names | {"loss"}] * 2)
 
 
 class TestNames(TestCase):
-    """Without it, a kind without an operation could be offered, or a wrong name be a traceback."""
+    """Without it, a kind could lack its operation, or a wrong name could end in a traceback."""
 
     def test_each_kind_has_an_operation(self):
         self.assertEqual(set(settings.PERTURBATIONS), set(kinds.KINDS))

@@ -8,11 +8,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._shard.sharded_tensor as st
+from samples import under_test
 from torch.distributed import rpc
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.distributed._shard.sharded_tensor import TEST_GPU_NUM, ShardedTensorTestBase, with_comms
 
 
@@ -20,9 +21,8 @@ class TestComms(TestCase):
     """Without it, a test for another accelerator could run, or a tensor be sent to another rank's device."""
 
     def test_another_accelerator_is_a_skip(self):
-        foo = accelerator.Accelerator("foo", "foos", 2, 2)
         body, case = mock.Mock(__name__="body"), mock.Mock()
-        with mock.patch.object(accelerator, "current", lambda: foo):
+        with under_test(Accelerator("foo", "foos", 2, 2)):
             with_comms(init_rpc=False, backend="foos")(body)(case, "argument")
             with self.assertRaisesRegex(unittest.SkipTest, "needs the backend nccl, but foos is under test"):
                 with_comms(body)(case)
@@ -31,9 +31,9 @@ class TestComms(TestCase):
         body.assert_called_once_with(case, "argument")
 
     def test_a_device_is_mapped_to_that_of_the_peer(self):
-        cuda = accelerator.Accelerator("cuda", "nccl", 4, 4, frozenset({"device_index"}))
+        cuda = Accelerator("cuda", "nccl", 4, 4, frozenset({"device_index"}))
         case = mock.Mock(rank=1, world_size=4, file_name="/file", collective_timeout=7)
-        with mock.patch.object(accelerator, "current", lambda: cuda), mock.patch.object(rpc, "init_rpc") as init_rpc:
+        with under_test(cuda), mock.patch.object(rpc, "init_rpc") as init_rpc:
             ShardedTensorTestBase.init_rpc(case)
         options = init_rpc.call_args.kwargs["rpc_backend_options"]
         own = torch.device("cuda", 1)

@@ -1,4 +1,4 @@
-"""The suite under srun: Slurm with two hosts, which are network namespaces of this machine."""
+"""The suite under ``srun`` of a Slurm cluster of two hosts, which are network namespaces of this machine."""
 
 import functools
 import os
@@ -11,6 +11,7 @@ import time
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hosts import NAMES, TwoHosts
 from launches import LOST, WAITS, WELL, Node, SuiteRun
@@ -32,9 +33,9 @@ class Slurm:
         lacking = [tool for tool in (*DAEMONS, "srun", "sinfo") if shutil.which(tool) is None]
         if lacking:
             raise unittest.SkipTest(f"needs Slurm with munge: {', '.join(lacking)} not found")
-        self.hosts = TwoHosts("10.213.9", resolve=True)  # as a cluster's machines do
+        self.hosts = TwoHosts("10.213.9", resolve=True)  # as the machines of a cluster know each other's names
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-        self.folder.chmod(0o755)  # munged wants it
+        self.folder.chmod(0o755)  # munged requires it
         self._daemons: list[subprocess.Popen] = []
         unittest.addModuleCleanup(self._close)
         try:
@@ -50,18 +51,11 @@ class Slurm:
         (self.folder / "key").chmod(0o400)
         self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         (self.folder / "slurm.conf").write_text(self._configuration())
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used, but looked for
-        files = [
-            f"--{name}={self.folder / path}"
-            for name, path in (
-                ("key-file", "key"),
-                ("socket", "socket/munge"),
-                ("pid-file", "munged.pid"),
-                ("log-file", "munged.log"),
-                ("seed-file", "seed"),
-            )
-        ]
-        self._daemon(0, "munged", "--foreground", "--force", *files)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # required, but not used
+        files = {"key-file": "key", "socket": "socket/munge", "pid-file": "munged.pid", "log-file": "munged.log"}
+        files["seed-file"] = "seed"
+        options = [f"--{name}={self.folder / path}" for name, path in files.items()]
+        self._daemon(0, "munged", "--foreground", "--force", *options)
         self._wait_until((self.folder / "socket" / "munge").exists)
         self._daemon(0, "slurmctld", "-D", "-c")
         for host, name in enumerate(NAMES):
@@ -94,7 +88,7 @@ class Slurm:
             "JobAcctGatherType": "jobacct_gather/none",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_CPU",
-            "SlurmdParameters": "config_overrides",  # the hosts may have fewer processors than they say
+            "SlurmdParameters": "config_overrides",  # the machine may have fewer processors than the nodes below
         }
         lines = [f"{name}={value}" for name, value in values.items()]
         for name, address in zip(NAMES, self.hosts.addresses, strict=True):
@@ -104,16 +98,10 @@ class Slurm:
 
     def _daemon(self, host: int, *command: str) -> None:
         with open(self.folder / f"{command[0]}-{host}.output.log", "wb") as output:
-            self._daemons.append(
-                subprocess.Popen(
-                    [*self.hosts.prefix(host), *command],
-                    env=os.environ | self.variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+            command = (*self.hosts.prefix(host), *command)
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            environment = os.environ | self.variables
+            self._daemons.append(subprocess.Popen(command, env=environment, **streams, start_new_session=True))
 
     def _complaints(self) -> str:
         lines = [line for path in self.folder.glob("*.output.log") for line in path.read_text().splitlines()]
@@ -121,13 +109,8 @@ class Slurm:
 
     def run(self, *command: str) -> str:
         """Run a program of Slurm's on the first host, and return what it prints."""
-        done = subprocess.run(
-            [*self.hosts.prefix(0), *command],
-            env=os.environ | self.variables,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command = (*self.hosts.prefix(0), *command)
+        done = subprocess.run(command, env=os.environ | self.variables, capture_output=True, text=True, timeout=60)
         return done.stdout.strip()
 
     def _close(self) -> None:
@@ -148,22 +131,14 @@ def setUpModule():
 
 @functools.cache
 def begun() -> tuple[SuiteRun, SuiteRun]:
-    """A run with a file of each kind of tests, and last the loss of a worker: srun itself does not end a job then. And
-    a run that waits.
-    """
-    jobs = {("faults", 2): ["well", "worker_dies", "well"], ("waits", 1): ["waits", "well"]}
-    faults, waits = (
-        SuiteRun(
-            files,
-            Node(
-                ["srun", f"--job-name={name}", "--nodes=2", f"--ntasks-per-node={ranks}", sys.executable],
-                _slurm.hosts.prefix(0),
-                _slurm.variables,
-            ),
-        )
-        for (name, ranks), files in jobs.items()
-    )
-    return faults, waits
+    """A run in which a worker is lost, which does not make srun itself end the job. And a run that waits."""
+
+    def srun(name: str, ranks: int, *files: str) -> SuiteRun:
+        """Run these files with this number of ranks on each host."""
+        command = ["srun", f"--job-name={name}", "--nodes=2", f"--ntasks-per-node={ranks}", sys.executable]
+        return SuiteRun(files, Node(command, _slurm.hosts.prefix(0), _slurm.variables))
+
+    return srun("faults", 2, "well", "worker_dies", "well"), srun("waits", 1, "waits", "well")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The group that moves tensors of a device through the host, on the host: its own tensors are taken for a device's."""
+"""The staged backend, which moves tensors of a device through the host. Here it takes CPU tensors for a device's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +6,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from samples import Processes
 from test_multi_threaded_pg import every_case, objects
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import staged
 
 
-class TestStaged(MultiProcessTestCase):
-    """Without it, ranks that share a device could get other results, or results without a wait."""
+class TestStaged(Processes):
+    """Without it, ranks that share a device could get wrong results, or results before they wait for them."""
 
     world_size = 4
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
 
     def over(self, backend: str, body: Callable[[int, int], Any]) -> Any:
         store = dist.FileStore(f"{self.file_name}-{backend}", self.world_size)
@@ -42,7 +38,7 @@ class TestStaged(MultiProcessTestCase):
         self.assertEqual(self.over("staged", objects), self.over("gloo", objects))
 
     def test_mean(self):
-        """gloo has none."""
+        """gloo has no ``ReduceOp.AVG``."""
 
         def body(rank: int, size: int) -> None:
             part, whole = torch.zeros(2), torch.arange(2.0 * size) + rank
@@ -54,7 +50,7 @@ class TestStaged(MultiProcessTestCase):
         self.over("staged", body)
 
     def test_ranks_that_send_to_each_other(self):
-        """No rank waits before it has received."""
+        """Also if all ranks send before they receive."""
 
         def body(rank: int, size: int) -> None:
             own, other = torch.full((3,), float(rank)), torch.zeros(3)
@@ -76,7 +72,7 @@ class TestStaged(MultiProcessTestCase):
             work = dist.all_gather_into_tensor(output, own, async_op=True)
             dist.barrier()
             self.assertEqual(output, torch.zeros(size))
-            own.fill_(5)  # what a rank has given may change at once
+            own.fill_(5)  # a rank may change its input at once
             work.wait()
             self.assertEqual(output, torch.ones(size))
             output.zero_()

@@ -1,4 +1,4 @@
-"""torch's private names are looked up late, so that a rename inside torch only affects tests that use the name.
+"""The suite looks up torch's private names late, so that a rename in torch only affects tests that use the name.
 
 ``inputs/renamed`` simulates a version of PyTorch with other names. It cannot rename names of C++.
 """
@@ -44,10 +44,7 @@ RENAMED = {
 
 @functools.cache
 def renamed() -> tuple[str, dict[str, list[dict[str, Any]]]]:
-    """Run a file of each folder on a version of PyTorch with some renamed names. Returns the output and the tests.
-
-    The second file is long. All of it is imported, and some of its tests run.
-    """
+    """Run tests of three files on a version of PyTorch with renamed names. Returns the output and the tests by file."""
     files = [FSDP1, f"{FSDP2}::{PARAMETERS}", f"{GROUPS}::{COMPLETES_GROUP.replace('.', '::')}"]
     names = " ".join(RENAMED.values())
     with tempfile.TemporaryDirectory() as folder:
@@ -57,12 +54,13 @@ def renamed() -> tuple[str, dict[str, list[dict[str, Any]]]]:
     return done.stdout + done.stderr, {file["file"]: file["tests"] for file in report["files"]}
 
 
+@instantiate_parametrized_tests
 class TestRenamed(TestCase):
     """Without it, a version of PyTorch that renames a private name could break whole files."""
 
     @parametrize("file", [subtest(FSDP1, name="fsdp1"), subtest(FSDP2, name="fsdp2")])
     def test_file_skips_tests_that_need_a_renamed_name(self, file):
-        """Nothing fails. A test that needs a name reports it, and the file to update."""
+        """No test fails. A test that needs a name skips, and its reason has the name and the file to update."""
         text, tests = renamed()
         outcomes = {test["outcome"] for test in tests[file]} - {"known defect"}
         self.assertEqual(outcomes, {"passed", "skipped"}, text)
@@ -71,7 +69,7 @@ class TestRenamed(TestCase):
 
     @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     def test_release_that_seems_to_lack_something_is_reported(self):
-        """The test that needs it runs all the same. TestFacts has the strict mode."""
+        """The test that needs it runs anyway. TestFacts has the strict mode."""
         text, tests = renamed()
         outcomes = {test["test"]: test["outcome"] for test in tests[GROUPS]}
         self.assertEqual(outcomes[COMPLETES_GROUP], "passed")
@@ -125,10 +123,10 @@ if __name__ == "__main__":
 
 
 class TestKindsOfSkips(TestCase):
-    """Without it, a version of PyTorch that renames half of FSDP could count as too old for half of the tests."""
+    """Without it, skips for renamed names could count as skips for missing features of PyTorch."""
 
     def test_kinds_of_tests_and_subtests(self):
-        """Both classes have the same ones. TestNames and TestFacts have the strict mode."""
+        """They are the same with and without ranks. TestNames and TestFacts have the strict mode."""
         with tempfile.TemporaryDirectory() as folder:
             tests, listed = Path(folder, "tests"), Path(folder, "list.json")
             tests.mkdir()
@@ -156,18 +154,12 @@ class TestKindsOfSkips(TestCase):
 
 
 class TestNames(TestCase):
-    """Without it, a missing name could be looked up at import, or be a skip in strict mode."""
+    """Without it, a name could be looked up at import, or a missing name could be a skip in strict mode."""
 
     def setUp(self) -> None:
         super().setUp()
         self.addCleanup(mock.patch.stopall)
         mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: "0"}).start()
-
-    def test_a_module_is_imported_when_it_is_used(self):
-        late = torch_names.module("torch.distributed.no_such_module")
-        words = "has no torch.distributed.no_such_module, which test/harness/"
-        with self.assertRaisesRegex(torch_names.NameIsGone, words):
-            _ = late.anything
 
     def test_a_missing_name_is_a_skip(self):
         late = torch_names.module("torch.distributed.fsdp._common_utils")
@@ -177,11 +169,14 @@ class TestNames(TestCase):
         self.assertIn("torch.distributed.fsdp._common_utils.gone", str(skip.exception))
         self.assertIn("test/harness/test_torch_names.py uses: update that file", str(skip.exception))
 
-    def test_a_missing_name_is_an_error_in_strict_mode(self):
-        with mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: "1"}):
-            with self.assertRaisesRegex(torch_names.NameIsGone, "has no torch.distributed.no_such_module") as error:
-                _ = torch_names.module("torch.distributed.no_such_module").anything
-        self.assertNotIsInstance(error.exception, unittest.SkipTest)
+    def test_a_missing_module_is_a_skip_when_it_is_used_and_an_error_in_strict_mode(self):
+        late = torch_names.module("torch.distributed.no_such_module")
+        for strict in (False, True):
+            with mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: str(int(strict))}):
+                words = "has no torch.distributed.no_such_module, which test/harness/"
+                with self.assertRaisesRegex(torch_names.NameIsGone, words) as error:
+                    _ = late.anything
+            self.assertEqual(isinstance(error.exception, unittest.SkipTest), not strict)
 
     def test_a_patch_reaches_the_module(self):
         late = torch_names.module("torch.distributed.fsdp._common_utils")
@@ -206,10 +201,10 @@ class TestNames(TestCase):
 
 
 class TestWherePrivateNamesStand(TestCase):
-    """Without it, an update to a new torch would have to search all tests."""
+    """Without it, one would have to search all tests for a name that a new version of PyTorch renames."""
 
     def test_names_of_three_files_are_in_one_room(self):
-        """A private name of torch that three test files use belongs into ``fsdp/internals.py``."""
+        """A private name of torch that three test files use belongs into ``torch_fsdp_tests/fsdp/internals.py``."""
         files = collections.defaultdict(set)
         for path, tree in trees(TESTS_OF_FSDP, files="test_*.py"):
             for name in _private_names(tree):
@@ -243,11 +238,11 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 class TestFacts(TestCase):
     """Without it, tests could be skipped on a PyTorch version that can run them, or a changed release go undetected.
 
-    ``torch_facts``. Each test of a single fact sets whether the installed torch counts as a release.
+    Each test of a single fact sets whether the installed torch counts as a release.
     """
 
     def _fact(self, since: tuple[int, int], is_release: bool, probe: mock.Mock) -> torch_facts.Fact:
-        """A fact whose differences are not reported to the run."""
+        """A fact whose differences from the release are not reported to the run."""
         self.addCleanup(mock.patch.stopall)
         mock.patch.object(torch_facts, "IS_RELEASE", is_release).start()
         mock.patch.object(torch_facts, "unlike_release", []).start()
@@ -258,12 +253,12 @@ class TestFacts(TestCase):
         return torch_facts.Fact(since, "does it", probe)
 
     def _probes(self) -> list[mock.Mock]:
-        """Probes that find the fact, do not find it, and fail."""
+        """Probes that return true, return false, and raise."""
         fails = mock.Mock(side_effect=TypeError("changed"))
         return [mock.Mock(return_value=True), mock.Mock(return_value=False), fails]
 
     def test_probes_agree_with_versions(self):
-        """A fact that is probed on the installed torch matches what the fact says about its version."""
+        """On the installed torch, the probe of a fact agrees with the version since which the fact holds."""
         probed = {name: fact for name, fact in torch_facts.facts().items() if fact.probe is not None}
         self.assertGreater(len(probed), 10)
         for name, fact in probed.items():
@@ -298,7 +293,7 @@ class TestFacts(TestCase):
         self.assertEqual(fact.lacks(), "needs a version of PyTorch that does it (9.0 or newer)")
 
     def test_a_release_is_what_its_version_says(self):
-        """If the probe disagrees, a test that needs the fact runs where it should. The difference is reported once."""
+        """Whatever the probe says, the version decides whether a test runs. A difference is reported once."""
         differs = re.escape(f"the installed PyTorch differs from release {torch.__version__.partition('+')[0]}")
         unknown = r"cannot tell whether torch [\w.+]+ does it: changed"
         yes, no, fails = self._probes()
@@ -315,7 +310,7 @@ class TestFacts(TestCase):
                 self.assertRegex("".join(torch_facts.unlike_release), words)
 
     def test_a_release_that_differs_fails_the_test_in_strict_mode(self):
-        """It is no skip, and no assertion that a known defect could explain."""
+        """The exception is no skip, and no AssertionError, which a known defect could explain."""
         _, no, _ = self._probes()
         fact = self._fact(OLD, is_release=True, probe=no)
         with mock.patch.dict("os.environ", {settings.STRICT_DEFECTS_VARIABLE: "1"}):
@@ -324,8 +319,8 @@ class TestFacts(TestCase):
         self.assertFalse(issubclass(torch_facts.TorchDiffers, (AssertionError, unittest.SkipTest)))
 
     def test_the_probe_decides_between_releases(self):
+        yes, no, _ = self._probes()
         for since in (OLD, (9, 0)):
-            yes, no, _ = self._probes()
             self.assertTrue(self._fact(since, is_release=False, probe=yes))
             self.assertFalse(self._fact(since, is_release=False, probe=no))
             self.assertEqual(torch_facts.unlike_release, [])
@@ -346,8 +341,6 @@ class TestFacts(TestCase):
         words = "torch.no_such_module cannot be imported in advance, so every process will import it itself: No module"
         self.assertIn(words, remark)
 
-
-instantiate_parametrized_tests(TestRenamed)
 
 if __name__ == "__main__":
     run_tests()

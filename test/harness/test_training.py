@@ -1,4 +1,4 @@
-"""Tests of the helpers for training tests: subtests by decorator, recorded collectives, a comparison that can fail."""
+"""The helpers for training tests: ``@subtests``, recorded collectives, and comparisons that can fail."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ from torch_fsdp_tests.fsdp import collectives, combinations
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.training import (
-    TrainingMixin,
-    check_full,
-    check_gradients,
-    check_parity,
-    shard_each,
-    train,
-)
+from torch_fsdp_tests.fsdp.training import TrainingMixin, check_full, check_gradients, check_parity, shard_each, train
 
 
 def cases_of(decorate: Any) -> list[dict[str, Any]]:
@@ -56,7 +49,7 @@ class TestSubtests(unittest.TestCase):
         self.assertEqual(cases_of(decorate), [{"a": 1}, {"a": 2}])
 
     def test_pairwise(self):
-        """Each valid pair of values occurs, in fewer cases than there are combinations."""
+        """Each valid pair of values occurs, with fewer cases than combinations."""
         valid = lambda a, b, c: (a, b) != (2, 2)  # noqa: E731
         with mock.patch.object(combinations, "TEST_WITH_SLOW", False):
             found = cases_of(subtests(pairwise=True, valid=valid, a=[0, 1, 2], b=[0, 1, 2], c=[0, 1, 2]))
@@ -112,18 +105,18 @@ class TestRecordedCollectives(FSDPTest):
         self.assertEqual([group.size() for group in calls.values("reduce_scatter", "group")], [2, 2])
         self.assertEqual(calls.values("AR", "group"), [])
         train(model, torch.ones(1, 2, device=self.device))
-        self.assertEqual(len(calls), 6)  # nothing is recorded after the context
+        self.assertEqual(len(calls), 6)  # nothing is recorded outside of the context
 
 
 def turned(model: Any) -> nn.Module:
-    """The layers of an MLP in the other order."""
+    """The layers of an MLP in reverse order."""
     layers: Any = nn.Module()
     layers.out_proj, layers.in_proj = model.out_proj, model.in_proj
     return layers
 
 
-# How two models may differ. Each function changes a plain model or its sharded copy, or returns two other models. The
-# key is what a failure says.
+# How two models may differ, by words of the failure. Each function changes the plain model or its sharded copy, or else
+# returns two other models.
 DIFFERENCES: dict[str, Callable[[Any, Any], Any]] = {
     "parameter out_proj.weight": lambda plain, sharded: sharded.out_proj.weight.detach().to_local()[-1].add_(1),
     "gradient out_proj.weight": lambda plain, sharded: sharded.out_proj.weight.grad.to_local()[0].add_(1),

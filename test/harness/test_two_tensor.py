@@ -1,4 +1,4 @@
-"""TwoTensor: every operation handles both parts, and the wrapper looks like one tensor."""
+"""``TwoTensor``: operations run on both parts, and the wrapper behaves like one tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_fsdp_tests.two_tensor import TwoTensor
 
 
 class TwoTensorTest(TestCase):
-    """Without it, a mistake in ``TwoTensor`` could look like a mistake of FSDP with tensor subclasses."""
+    """Without it, a bug of ``TwoTensor`` could look like a bug of FSDP with tensor subclasses."""
 
     def setUp(self):
         super().setUp()

@@ -27,11 +27,7 @@ from torch_fsdp_tests.common_distributed import (
     with_dist_debug_levels,
 )
 from torch_fsdp_tests.common_fsdp import get_devtype
-from torch_fsdp_tests.common_utils import (
-    FILE_SCHEMA,
-    TestCase,
-    run_tests,
-)
+from torch_fsdp_tests.common_utils import FILE_SCHEMA, TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 
 NAMES = Path(__file__).with_name("inputs") / "upstream_names.txt"
@@ -39,9 +35,9 @@ IMPORTED = [line for line in NAMES.read_text().splitlines() if not line.startswi
 
 
 def defined_and_used() -> tuple[set[str], set[str]]:
-    """The names that the modules for upstream's define, and those that this project uses.
+    """The names that the replacements of upstream's modules define, and the names that this project uses.
 
-    To import a name into the ``__init__`` of its package is no use.
+    The import of a name into the ``__init__`` of its package does not count as a use.
     """
     defined, used = set(), set()
     for path, tree in trees(PACKAGE, TESTS_OF_FSDP):
@@ -60,7 +56,7 @@ def defined_and_used() -> tuple[set[str], set[str]]:
 
 
 class TestNames(TestCase):
-    """Without it, a test file of upstream or of a vendor could stop to run here."""
+    """Without it, a test file of upstream or of a vendor could stop working here."""
 
     def test_every_name_that_others_import_is_here(self):
         self.assertGreater(len(IMPORTED), 100)
@@ -120,9 +116,8 @@ class TestProcesses(MultiProcessTestCase):
     @requires_nccl_version((2, 10), "for the sake of the test")
     @skip_if_lt_x_gpu(2)
     def test_file_name(self):
-        dist.init_process_group(
-            "gloo", init_method=f"{FILE_SCHEMA}{self.file_name}", rank=self.rank, world_size=self.world_size
-        )
+        method = f"{FILE_SCHEMA}{self.file_name}"
+        dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=self.world_size)
         ranks = [None] * self.world_size
         dist.all_gather_object(ranks, self.rank)
         self.assertEqual(ranks, [0, 1, 2])
@@ -140,9 +135,7 @@ class TestProcesses(MultiProcessTestCase):
 class TestBase(DistributedTestBase):
     """Without it, an upstream test that calls ``create_pg`` could get no group, or one for another device."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def test_create_pg(self, device):
         group = self.create_pg(device)
@@ -152,7 +145,7 @@ class TestBase(DistributedTestBase):
 
 
 class TestDebugLevels(DynamoDistributedMultiProcTestCase):
-    """Without it, a test for several levels of torch's checks could run once, or leave a level behind."""
+    """Without it, a test for several levels of torch's checks could run once, or leak a level."""
 
     seen: list
 
@@ -191,7 +184,7 @@ class TestDebugLevels(DynamoDistributedMultiProcTestCase):
 
 
 class TestDirectories(MultiProcessTestCase):
-    """Without it, the ranks of an upstream test could have no directory, or each its own, or leave it behind."""
+    """Without it, the ranks of an upstream test could have no directory, or each its own, or leak it."""
 
     world_size = 2
 
@@ -228,9 +221,7 @@ class TestDirectories(MultiProcessTestCase):
 class TestThreads(MultiThreadedTestCase):
     """Without it, an upstream test in threads could run without ``perThreadSetUp`` or ``assertEqualOnRank``."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def setUp(self):
         super().setUp()

@@ -1,7 +1,7 @@
 """A device that no module of this project knows. It only needs its vendor's package.
 
-``inputs/vendor`` has such a package as an installation would put it beside torch: its modules, and the file that names
-its entry point. Its tensors are on the CPU, so this cannot test tensors of a separate type.
+``inputs/vendor`` has what the installation of such a package would put beside torch: its modules, and the file that
+names its entry point. Its tensors are on the CPU, so these tests say nothing about tensors of a separate type.
 """
 
 import contextlib
@@ -30,10 +30,8 @@ REQUESTED = {"device": NAME, "backend": "gloo", "ranks": 3}
 @contextlib.contextmanager
 def installed(**variables: str) -> Iterator[None]:
     """Put the vendor's package on the path of this process. Only the given settings are set."""
-    with (
-        unittest.mock.patch.dict(os.environ, clean_environment() | variables, clear=True),
-        unittest.mock.patch.object(sys, "path", [*sys.path, str(VENDOR)]),
-    ):
+    path = unittest.mock.patch.object(sys, "path", [*sys.path, str(VENDOR)])
+    with path, unittest.mock.patch.dict(os.environ, clean_environment() | variables, clear=True):
         accelerator._resolve.cache_clear()
         try:
             yield
@@ -45,18 +43,17 @@ class TestNewDevice(TestCase):
     """Without it, a vendor would have to change this project before it could test its device."""
 
     def test_whole_file_runs_on_the_vendors_device(self):
-        """Every test of a file that was written before the device existed. The vendor binds each rank to a device that
-        the dispatcher lends by the vendor's own variable. Tests of two ranks use two frames, each alone. A test of four
-        ranks does not skip: its ranks share the frames over another backend.
+        """The vendor binds each rank to a device that the dispatcher assigns with the vendor's own variable. Each rank
+        of a test of two ranks has a frame of its own. A test of four ranks does not skip: its ranks share the frames
+        over another backend.
         """
         variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1", "SOROBAN_EXCLUSIVE": "1"}
         options = ("--device", NAME, "--devices", "1,0", "-i", FILE, "-v")
         done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 2, devices not shared", done.stdout)
-        counts = re.findall(
-            r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch hit)", done.stdout, re.MULTILINE
-        )
+        ends = r"^(\d+) (?:passed, 0 failed, 0 skipped$|known defects? of torch hit)"
+        counts = re.findall(ends, done.stdout, re.MULTILINE)
         written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
         self.assertGreaterEqual(sum(map(int, counts)), written)
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)( alone)?$", done.stdout, re.MULTILINE))
@@ -64,7 +61,7 @@ class TestNewDevice(TestCase):
         self.assertEqual(bound, {("0", "1", " alone"), ("1", "0", " alone")} | shared)
 
     def test_dispatcher_finds_what_its_vendor_counts_without_torch(self):
-        code = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
+        code = "from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
         code += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
         done = run_beside(VENDOR, "-c", code, NAME)
         self.assertEqual(done.stdout, "('0', '1') False\n", done.stderr)
@@ -95,11 +92,9 @@ class TestNewDevice(TestCase):
         self.assertIn(f"{NAME} with gloo does not have it", device.lacks("streams"))
 
 
+@instantiate_parametrized_tests
 class TestWishes(TestCase):
-    """Without it, ``--device`` could select another device than its variable does for a single file.
-
-    The dispatcher's options, the variables, and the harness' settings agree.
-    """
+    """Without it, ``--device`` could select another device than its variable does for a single file."""
 
     def of_dispatcher(self, *arguments: str, **environment: str) -> dict[str, Any]:
         run = options.parse(["--list", *arguments], environment, ROOT)
@@ -133,8 +128,6 @@ class TestWishes(TestCase):
         with installed():
             self.assertEqual(accelerator.current(), unset)
 
-
-instantiate_parametrized_tests(TestWishes)
 
 if __name__ == "__main__":
     run_tests()

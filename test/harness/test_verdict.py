@@ -1,4 +1,4 @@
-"""Outcomes by numbers: what counts as passed, what a known failure explains, and which rank is to blame."""
+"""Verdicts from the ends of ranks: what counts as passed, what a known failure explains, and which rank is to blame."""
 
 import dataclasses
 import functools
@@ -12,26 +12,15 @@ from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.dispatch import result, worker, workers
 from torch_fsdp_tests.processes import messages
-from torch_fsdp_tests.ranks.outcome import (
-    BODY_MARK,
-    COLLECTIVE_TIMEOUT_FRACTION,
-    THEN_RAISED,
-    Ending,
-    Outcome,
-    RankReport,
-    RanksErred,
-    RanksFailed,
-    capture,
-    death_of_server,
-    judge,
-    raised,
-)
+from torch_fsdp_tests.ranks import outcome
+from torch_fsdp_tests.ranks.outcome import Ending, Outcome, RankReport, capture, judge, raised
 from torch_fsdp_tests.verdict import COUNTED, RankResult, State, Verdict, by_cause, closing_line, tally
 from torch_fsdp_tests.verdict.stream import Ended, TestResult
 
 
+@instantiate_parametrized_tests
 class TestDeaths(TestCase):
-    """Without it, a report could say how a process died, but not what to look for."""
+    """Without it, a report could name the signal that ended a process without a hint about its cause."""
 
     @parametrize(
         "number,hint",
@@ -50,17 +39,17 @@ class TestDeaths(TestCase):
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(rank.headline(plural=True), f"were{words[3:]} before reporting anything")
         self.assertEqual(Ending.from_wait_status(number).in_words(), words)
-        self.assertEqual(death_of_server(number), f"the rank server {words}")
+        self.assertEqual(outcome.death_of_server(number), f"the rank server {words}")
         self.assertEqual(file.in_words(), words)
         self.assertEqual(workers._death(worker.FileEnded(1, number, "")), words)
 
     def test_an_exit_code_has_none(self):
-        self.assertEqual(
-            RankResult(1, State.CRASHED, exit_code=9).headline(), "exited with code 9 before reporting anything"
-        )
-        self.assertEqual(Ending(code=9).in_words(), "exited with code 9")
-        self.assertEqual(result.ProcessEnd(result.EndKind.EXITED, 9).in_words(), "exited with code 9")
-        self.assertEqual(workers._death(worker.FileEnded(1, 9 << 8, "")), "exited with code 9")
+        words = "exited with code 9"
+        rank = RankResult(1, State.CRASHED, exit_code=9)
+        self.assertEqual(rank.headline(), f"{words} before reporting anything")
+        self.assertEqual(Ending(code=9).in_words(), words)
+        self.assertEqual(result.ProcessEnd(result.EndKind.EXITED, 9).in_words(), words)
+        self.assertEqual(workers._death(worker.FileEnded(1, 9 << 8, "")), words)
 
 
 class TestCounts(TestCase):
@@ -96,7 +85,7 @@ class TestCounts(TestCase):
 
 
 LIMIT = 100.0
-GAVE_UP = LIMIT * COLLECTIVE_TIMEOUT_FRACTION  # when a collective times out
+GAVE_UP = LIMIT * outcome.COLLECTIVE_TIMEOUT_FRACTION  # when a collective times out
 KILLED = Ending(signal=signal.SIGKILL, ours=True)
 
 
@@ -113,7 +102,7 @@ def reported(rank: int, at: float, error: BaseException) -> RankReport:
 
 
 def stays(report: RankReport, at: float) -> RankReport:
-    """The rank has reported, and then its process did not end until it was killed."""
+    """The rank has reported, but its process did not end until it was killed."""
     return dataclasses.replace(report, ending=KILLED, at=at)
 
 
@@ -123,7 +112,7 @@ def leaves(report: RankReport, code: int) -> RankReport:
 
 
 def in_body(error: BaseException) -> BaseException:
-    setattr(error, BODY_MARK, True)
+    setattr(error, outcome.BODY_MARK, True)
     return error
 
 
@@ -135,52 +124,43 @@ def died(rank: int, at: float, number: int = signal.SIGSEGV) -> RankReport:
     return RankReport(rank, None, Ending(signal=number), at)
 
 
-LATE, EARLY = RuntimeError("Timed out waiting"), RuntimeError("Connection closed by peer")
+LATE, EARLY, WRONG = RuntimeError("Timed out waiting"), RuntimeError("Connection closed by peer"), AssertionError()
 
-# For each name: the reports, and what follows: the state of the test, and the ranks in the order of causes.
+CRASHED, ERROR, FAILED, TIMED_OUT = State.CRASHED, State.ERROR, State.FAILED, State.TIMED_OUT
+WAITED = reported(0, GAVE_UP, LATE)
+# For each name: the reports of ranks, the state of the test, and the ranks in the order in which they are to blame.
 BLAMED = {
-    "collective_times_out": ([reported(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
-    "two_wait_for_one": (
-        [reported(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3), reported(2, GAVE_UP + 1, LATE)], State.TIMED_OUT, [1, 0, 2],
-    ),
-    "watchdog_aborts": ([died(0, GAVE_UP + 1, signal.SIGABRT), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
-    "one_errs_late_and_is_waited_for": (
-        [reported(0, GAVE_UP, LATE), reported(1, GAVE_UP + 1, ValueError())], State.ERROR, [1, 0],
-    ),
-    "one_fails_late_and_another_waits": (
-        [reported(0, GAVE_UP, AssertionError()), hung(1, GAVE_UP + 3)], State.FAILED, [0, 1],
-    ),
-    "one_errs_early_and_another_waits": ([hung(0, 4.0), reported(1, 1.0, EARLY)], State.ERROR, [1, 0]),
-    "all_wait_for_each_other": ([reported(0, GAVE_UP + 1, LATE), reported(1, GAVE_UP, EARLY)], State.ERROR, [1, 0]),
-    "one_waits_for_one_that_passed": ([reported(0, GAVE_UP, LATE), passed(1)], State.ERROR, [0]),
-    "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], State.TIMED_OUT, [1]),
-    "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], State.CRASHED, [1, 0]),
-    "one_dies_and_another_sees_it": ([reported(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
-    "one_dies_and_the_news_is_late": ([reported(0, 1.0, EARLY), died(1, 3.9)], State.CRASHED, [1, 0]),
-    "one_passes_and_then_hangs": ([passed(0), stays(passed(1), LIMIT)], State.TIMED_OUT, [1]),
-    "all_pass_and_then_hang": ([stays(passed(0), LIMIT), stays(passed(1), LIMIT)], State.TIMED_OUT, [0, 1]),
-    "one_skips_and_then_hangs": ([skipped(0, 1.0), stays(skipped(1, 1.0), LIMIT)], State.TIMED_OUT, [1, 0]),
-    "one_skips_and_another_passes_and_hangs": (
-        [skipped(0, 1.0), stays(passed(1), LIMIT)], State.TIMED_OUT, [1, 0],
-    ),
-    "one_fails_and_another_passes_and_hangs": (
-        [stays(passed(0), 4.0), reported(1, 1.0, AssertionError())], State.FAILED, [1, 0],
-    ),
-    "one_hangs_after_another_waited_for_it": (
-        [reported(0, GAVE_UP, LATE), stays(passed(1), LIMIT)], State.TIMED_OUT, [1, 0],
-    ),
-    "one_skips_and_another_sees_it": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
-    "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], State.ERROR, [1, 0]),
-    "one_skips_and_another_fails": ([reported(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
-    "one_errs_before_another_skips": ([reported(0, 1.0, EARLY), skipped(1, 1.1)], State.ERROR, [0, 1]),
-}  # fmt: skip
+    "collective_times_out": ([WAITED, hung(1, GAVE_UP + 3)], TIMED_OUT, [1, 0]),
+    "two_wait_for_one": ([WAITED, hung(1, GAVE_UP + 3), reported(2, GAVE_UP + 1, LATE)], TIMED_OUT, [1, 0, 2]),
+    "watchdog_aborts": ([died(0, GAVE_UP + 1, signal.SIGABRT), hung(1, GAVE_UP + 3)], TIMED_OUT, [1, 0]),
+    "one_errs_late_and_is_waited_for": ([WAITED, reported(1, GAVE_UP + 1, ValueError())], ERROR, [1, 0]),
+    "one_fails_late_and_another_waits": ([reported(0, GAVE_UP, WRONG), hung(1, GAVE_UP + 3)], FAILED, [0, 1]),
+    "one_errs_early_and_another_waits": ([hung(0, 4.0), reported(1, 1.0, EARLY)], ERROR, [1, 0]),
+    "all_wait_for_each_other": ([reported(0, GAVE_UP + 1, LATE), reported(1, GAVE_UP, EARLY)], ERROR, [1, 0]),
+    "one_waits_for_one_that_passed": ([WAITED, passed(1)], ERROR, [0]),
+    "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], TIMED_OUT, [1]),
+    "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], CRASHED, [1, 0]),
+    "one_dies_and_another_sees_it": ([reported(0, 1.0, EARLY), died(1, 1.5)], CRASHED, [1, 0]),
+    "one_dies_and_the_news_is_late": ([reported(0, 1.0, EARLY), died(1, 3.9)], CRASHED, [1, 0]),
+    "one_passes_and_then_hangs": ([passed(0), stays(passed(1), LIMIT)], TIMED_OUT, [1]),
+    "all_pass_and_then_hang": ([stays(passed(0), LIMIT), stays(passed(1), LIMIT)], TIMED_OUT, [0, 1]),
+    "one_skips_and_then_hangs": ([skipped(0, 1.0), stays(skipped(1, 1.0), LIMIT)], TIMED_OUT, [1, 0]),
+    "one_skips_and_another_passes_and_hangs": ([skipped(0, 1.0), stays(passed(1), LIMIT)], TIMED_OUT, [1, 0]),
+    "one_fails_and_another_passes_and_hangs": ([stays(passed(0), 4.0), reported(1, 1.0, WRONG)], FAILED, [1, 0]),
+    "one_hangs_after_another_waited_for_it": ([WAITED, stays(passed(1), LIMIT)], TIMED_OUT, [1, 0]),
+    "one_skips_and_another_sees_it": ([reported(0, 1.1, EARLY), skipped(1, 1.0)], ERROR, [1, 0]),
+    "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], ERROR, [1, 0]),
+    "one_skips_and_another_fails": ([reported(0, 1.1, WRONG), skipped(1, 1.0)], FAILED, [0, 1]),
+    "one_errs_before_another_skips": ([reported(0, 1.0, EARLY), skipped(1, 1.1)], ERROR, [0, 1]),
+}
 
 
+@instantiate_parametrized_tests
 class TestBlame(TestCase):
     """Without it, a report could blame a rank that only waited for the one that failed, or omit a rank."""
 
     def test_which_ranks_another_one_may_have_caused(self):
-        """A host is not suspect because its ranks report that a peer of another host is gone."""
+        """Rank 0 may follow the death of rank 1: it reports a lost connection. Rank 2 has a failure of its own."""
         verdict = judge([reported(0, 1.0, EARLY), died(1, 0.5), reported(2, 1.0, AssertionError("1 != 2"))], LIMIT, {})
         self.assertEqual([rank.may_follow for rank in verdict.ranks], [True, False, False])
 
@@ -207,7 +187,7 @@ class TestBlame(TestCase):
             self.assertTrue(state is expected if expected else state.is_bad, f"{state}: {chosen}")
 
     def test_every_rank_is_named_once(self):
-        """Also the one that is fine."""
+        """Also one that passed."""
         verdict = judge([passed(0), reported(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
         paragraphs = [text.partition("\n")[0] for text in verdict.text.split("\n\n")]
         self.assertEqual(
@@ -221,7 +201,7 @@ class TestBlame(TestCase):
         )
 
     def test_error_after_a_death_names_the_dead_rank(self):
-        """Only the errors that a missing rank can cause: otherwise a reader begins with the wrong one."""
+        """Only an error that a missing rank can cause does so. A reader would look at the wrong rank otherwise."""
         ranks = [died(0, 1.0), reported(1, 1.1, RuntimeError("Connection closed")), reported(2, 1.2, ValueError())]
         paragraphs = [text.partition("\n")[0] for text in judge(ranks, LIMIT, {}).text.split("\n\n")]
         self.assertEqual(paragraphs[1:], ["rank 1 of 3 raised (possibly because rank 0 died):", "rank 2 of 3 raised:"])
@@ -244,6 +224,7 @@ EXPECTED = {
 }
 
 
+@instantiate_parametrized_tests
 class TestExpectedFailures(TestCase):
     """Without it, an expected failure could depend on how fast a process exits, or hide a crash or a hang."""
 
@@ -251,7 +232,7 @@ class TestExpectedFailures(TestCase):
     def test_may_be_expected(self, name):
         *reports, may_be = EXPECTED[name]
         for each in (reports, [dataclasses.replace(end, rank=1 - end.rank) for end in reports]):
-            with self.assertRaises((RanksFailed, RanksErred)) as raised:
+            with self.assertRaises((outcome.RanksFailed, outcome.RanksErred)) as raised:
                 raise_verdict(judge(each, LIMIT, {}))
             self.assertEqual(self._may_be_expected(raised.exception), may_be)
 
@@ -293,7 +274,7 @@ class TestSteps(TestCase):
                 raised = None
             except BaseException as error:
                 raised = error
-                self.assertEqual(len(getattr(error, THEN_RAISED)), max(len(failed) - 1, 0))
+                self.assertEqual(len(getattr(error, outcome.THEN_RAISED)), max(len(failed) - 1, 0))
             self.assertEqual(called, [*names])
             self.assertIs(raised and type(raised), STEPS[expected[0]][1] if expected else None, names)
             if isinstance(raised, SystemExit):
@@ -303,12 +284,13 @@ class TestSteps(TestCase):
         def fails_in_body() -> None:
             raise in_body(AssertionError("as expected"))
 
-        outcome = capture(0, lambda: run_all([fails_in_body, lambda: open("no such file")]), lambda: 0.0)
-        self.assertEqual((outcome.state, outcome.exception, outcome.from_body), (State.FAILED, "AssertionError", False))
-        self.assertRegex(outcome.text, "(?s)AssertionError: as expected\n\nafter that:\n.*FileNotFoundError")
+        found = capture(0, lambda: run_all([fails_in_body, lambda: open("no such file")]), lambda: 0.0)
+        self.assertEqual((found.state, found.exception, found.from_body), (State.FAILED, "AssertionError", False))
+        self.assertRegex(found.text, "(?s)AssertionError: as expected\n\nafter that:\n.*FileNotFoundError")
         self.assertTrue(capture(0, lambda: run_all([fails_in_body]), lambda: 0.0).from_body)
 
 
+@instantiate_parametrized_tests
 class TestExitCodes(TestCase):
     """Without it, a test that expects or tolerates an exit code could pass with another end of a rank."""
 
@@ -337,11 +319,6 @@ class TestExitCodes(TestCase):
         verdict = judge([each.with_any_ending() for each in (passed(0), end)], LIMIT, {})
         self.assertEqual(verdict.state, state)
 
-
-instantiate_parametrized_tests(TestDeaths)
-instantiate_parametrized_tests(TestBlame)
-instantiate_parametrized_tests(TestExpectedFailures)
-instantiate_parametrized_tests(TestExitCodes)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,6 +1,6 @@
 """``run_test.py`` whose process of rank 0 waits before the first test, at the place that ``WAITS_IN`` names.
 
-Each process leaves a mark: that of rank 0 when it is there, and the others before they ask for rank 0.
+Each process leaves a mark: that of rank 0 at this place, and the others before they look for rank 0.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A test file for test_leaks.py. Its process is terminated while it makes or removes files or processes of ranks.
+"""A test file for test_leaks.py, whose process gets SIGTERM while it makes or removes files or processes of ranks.
 
 Discovery does not find this file.
 """

@@ -1,6 +1,7 @@
 """A test file with every fault that test_ranks.py checks. Discovery does not find it.
 
-Each fault is written once, and runs in three kinds of ranks: processes of one test, threads, and processes that stay.
+Each fault is written once, and runs in three kinds of ranks: processes of one test, threads, and processes that stay
+for all tests of their class.
 """
 
 import atexit
@@ -24,13 +25,8 @@ import torch
 import torch.distributed as dist
 from meeting import WAIT, ends_together
 
-from torch_fsdp_tests.common_distributed import (
-    TIMEOUT_OVERRIDE,
-    MultiProcContinuousTest,
-    MultiProcessTestCase,
-    MultiThreadedTestCase,
-    run_subtests,
-)
+from torch_fsdp_tests import common_distributed
+from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
 from torch_fsdp_tests.common_fsdp import FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import machine
@@ -105,14 +101,6 @@ class Processes(Timed, MultiProcessTestCase):
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
 
 
-class FsdpThreads(Timed, FSDPTestMultiThread):
-    pass
-
-
-class FsdpStaying(Timed, FSDPTestContinuous):
-    pass
-
-
 class Threads(Timed, MultiThreadedTestCase):
     def setUp(self):
         super().setUp()
@@ -133,27 +121,53 @@ def only_rank_1(case: Case, fault: Callable[[], object]) -> None:
     dist.barrier()
 
 
+def at_rank_1(fault: Callable[[Case], object]) -> Callable[[Case], None]:
+    """A test in which rank 1 runs this fault. No report shows its own frame."""
+    return lambda case: only_rank_1(case, lambda: fault(case))
+
+
+def by_rank_1(fault: Callable[[Case], object]) -> Callable[[Case], None]:
+    """A test in which rank 1 runs this fault, and the other ranks pass."""
+
+    def test(case: Case) -> None:
+        if case.rank == 1:
+            fault(case)
+
+    return test
+
+
 def rank_1_leaves_with(case: Case, fault: Callable[..., object], *arguments: Any) -> None:
-    """Rank 1 does this when its process exits. One that stays exits later, with its class."""
+    """Rank 1 calls this when its process exits. A rank that stays exits only after its class, and does not call it."""
     if case.rank == 1 and not isinstance(case, Staying):
         atexit.register(fault, *arguments)
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def passes(case: Case) -> None:
+    pass
+
+
+def fails(case: Case) -> None:
+    case.fail("the test")
+
+
+def skips(case: Case) -> None:
+    case.skipTest("for a reason")
 
 
 # --- the faults -------------------------------------------------------------------------------------------------------
 
 
 class Deaths(Case):
-    def test_exit(self):
-        only_rank_1(self, lambda: os._exit(3))
-
-    def test_sys_exit(self):
-        only_rank_1(self, lambda: sys.exit(5))
+    test_exit = at_rank_1(lambda case: os._exit(3))
+    test_sys_exit = at_rank_1(lambda case: sys.exit(5))
+    test_sigkill = at_rank_1(lambda case: die(signal.SIGKILL))
 
     def test_sys_exit_zero(self):
         sys.exit(0)
-
-    def test_sigkill(self):
-        only_rank_1(self, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def test_sigsegv(self):
         only_rank_1(self, lambda: ctypes.string_at(0))
@@ -164,7 +178,7 @@ class Deaths(Case):
     def test_leaving_a_shared_file(self):
         def fault():
             open(f"{SHARED_MEMORY}/torch_{os.getpid()}_faults", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(signal.SIGKILL)
 
         only_rank_1(self, fault)
 
@@ -176,9 +190,7 @@ class Deaths(Case):
 class Late(Case):
     """A rank dies after its test. Ranks that stay end when their class is over."""
 
-    def test_after_success(self):
-        if self.rank == 1:
-            atexit.register(os._exit, 3)
+    test_after_success = by_rank_1(lambda case: atexit.register(os._exit, 3))
 
 
 class Early(Case):
@@ -192,14 +204,12 @@ class Early(Case):
 
 
 class Words(Case):
+    test_passes = at_rank_1(lambda case: None)
+    test_one_raises = at_rank_1(lambda case: case.fail("the one"))
+    test_expected_failure = unittest.expectedFailure(at_rank_1(lambda case: case.fail("as expected")))
+
     def test_forked_before_the_host_is_described(self):
         self.assertEqual(described, [])
-
-    def test_passes(self):
-        only_rank_1(self, lambda: None)
-
-    def test_one_raises(self):
-        only_rank_1(self, lambda: self.fail("the one"))
 
     def test_all_raise_alike(self):
         self.fail("alike")
@@ -255,11 +265,7 @@ class Words(Case):
                 self.assertNotEqual(number, 1)
 
     def test_no_subtest(self):
-        run_subtests(self, {"number": []}, print)
-
-    @unittest.expectedFailure
-    def test_expected_failure(self):
-        only_rank_1(self, lambda: self.fail("as expected"))
+        common_distributed.run_subtests(self, {"number": []}, print)
 
     @unittest.expectedFailure
     def test_expected_failure_and_slow_exit(self):
@@ -284,7 +290,7 @@ class Meeting(Case):
     """For ranks that are processes."""
 
     def test_do_not_interrupt_each_other(self):
-        """Without this policy, network threads that ask for a lock cost a sixth of the time."""
+        """Ranks have a scheduling policy without which interrupts by network threads cost a sixth of the time."""
         if sys.platform == "linux":
             self.assertNotEqual(os.sched_getscheduler(0), os.SCHED_OTHER)
 
@@ -296,32 +302,28 @@ class Meeting(Case):
 
 
 class Skips(Case):
+    test_all = skips
+    test_one = by_rank_1(skips)
+
     def test_stays_for_the_others(self):
-        """Rank 0 skips at once, and does not exit before rank 1 skips too."""
+        """Rank 0 skips at once, and does not exit before rank 1 also skips."""
         self.connect()
         pids: list = [None, None]
         dist.all_gather_object(pids, os.getpid())
         if self.rank == 1 and sys.platform == "linux":
             with open(os.pidfd_open(pids[0])) as rank_0:
                 self.assertEqual(select.select([rank_0], [], [], WAIT)[0], [])
-        raise unittest.SkipTest("for a reason")
-
-    def test_all(self):
-        raise unittest.SkipTest("for a reason")
+        skips(self)
 
     def test_all_by_exit_code(self):
         sys.exit(74)
-
-    def test_one(self):
-        if self.rank == 1:
-            raise unittest.SkipTest("for a reason")
 
     def test_one_while_another_waits(self):
         if isinstance(self, Staying):
             return  # a rank that stays does not leave when it skips
         self.connect()
         if self.rank == 1:
-            raise unittest.SkipTest("for a reason")
+            skips(self)
         dist.barrier()
 
 
@@ -331,7 +333,7 @@ class Hangs(Case):
 
     def test_hang_after_a_skip(self):
         rank_1_leaves_with(self, time.sleep, FOREVER)
-        self.skipTest("for a reason")
+        skips(self)
 
     def test_hang_stopped_after_success(self):
         rank_1_leaves_with(self, os.kill, os.getpid(), signal.SIGSTOP)
@@ -344,7 +346,7 @@ class Hangs(Case):
 
     def test_hang_stopped(self):
         def fault():
-            os.kill(os.getpid(), signal.SIGSTOP)
+            die(signal.SIGSTOP)
             time.sleep(FOREVER)  # if there are several threads, the one that sends the signal may run on for a moment
 
         only_rank_1(self, fault)
@@ -389,11 +391,7 @@ class Fixtures(Case):
     def test_set_up(self):
         time.sleep(FOREVER)
 
-    def test_tear_down(self):
-        pass
-
-    def test_clean_up(self):
-        pass
+    test_tear_down = test_clean_up = passes
 
     def test_clean_up_in_rank(self):
         if self.rank == 1:
@@ -402,7 +400,7 @@ class Fixtures(Case):
 
     def test_clean_up_in_rank_after_a_failure(self):
         self.addCleanup(print, "cleaned up", flush=True)
-        self.fail("the test")
+        fails(self)
 
     def test_clean_up_that_skips_after_a_failure(self):
         self.addCleanup(self.skipTest, "in a clean-up")
@@ -418,7 +416,7 @@ class Fixtures(Case):
 
     def test_clean_up_that_fails_after_a_skip(self):
         self.addCleanup(self.broken, "a rank's clean-up")
-        self.skipTest("for a reason")
+        skips(self)
 
     def test_clean_up_that_fails_after_a_failure(self):
         self.addCleanup(self.broken, "a rank's clean-up")
@@ -430,22 +428,18 @@ class Fixtures(Case):
 
 
 class ClassFixture(Case):
+    test_never = passes
+
     @classmethod
     def setUpClass(cls):
         raise ValueError("in setUpClass")
 
-    def test_never(self):
-        pass
-
 
 class Leaks(Case):
-    def test_a_child(self):
-        if self.rank == 1:
-            subprocess.Popen(["sleep", "999"], start_new_session=True)
-
-    def test_a_thread(self):
-        if self.rank == 1:
-            threading.Thread(target=time.sleep, args=(FOREVER,), name="left").start()
+    test_a_child = by_rank_1(lambda case: subprocess.Popen(["sleep", "999"], start_new_session=True))
+    test_a_thread = by_rank_1(lambda case: threading.Thread(target=time.sleep, args=(FOREVER,), name="left").start())
+    test_an_orphan = by_rank_1(lambda case: subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"]))
+    test_files = by_rank_1(lambda case: os.mkdir(os.path.join(tempfile.gettempdir(), "left")))
 
     def test_a_thread_that_fails(self):
         if self.rank == 1:
@@ -470,10 +464,6 @@ class Leaks(Case):
     def test_outputs_after(self):
         print("to be read", flush=True)
         print("to be read", flush=True, file=sys.stderr)
-
-    def test_files(self):
-        if self.rank == 1:
-            os.mkdir(os.path.join(tempfile.gettempdir(), "left"))
 
     def test_shared_memory(self):
         from multiprocessing import shared_memory
@@ -500,37 +490,21 @@ class Leaks(Case):
         self.assertNotEqual(random.random(), random.Random(5).random())
         self.assertNotEqual(numpy.random.rand(), numpy.random.RandomState(5).rand())
 
-    def test_an_orphan(self):
-        if self.rank == 1:
-            subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"])
-
 
 class Essentials(Case):
-    """Behaviour that the test cases for FSDP must get right too, although they share their code with the others."""
+    """Behaviour that the test cases for FSDP must also have, although they share their code with the others."""
 
     def test_a_passes(self):
         dist.barrier()
         print(f"pid {os.getpid()}")
 
-    test_b_passes = test_a_passes
-
-    def test_c_raises(self):
-        only_rank_1(self, lambda: self.fail("the one"))
-
-    test_d_passes = test_a_passes
-
-    def test_e_dies(self):
-        only_rank_1(self, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-    def test_f_skips(self):
-        raise unittest.SkipTest("for a reason")
-
-    test_g_passes = test_a_passes
-
     def test_i_clean_up(self):
         self.addCleanup(Fixtures.broken, "a rank's clean-up")
 
-    test_j_passes = test_a_passes
+    test_b_passes = test_d_passes = test_g_passes = test_j_passes = test_a_passes
+    test_c_raises = Words.test_one_raises
+    test_e_dies = Deaths.test_sigkill
+    test_f_skips = skips
 
 
 # --- each of the faults in each kind of ranks -------------------------------------------------------------------------
@@ -565,9 +539,7 @@ class ProcessCodes(Processes):
     def test_special(self):
         os._exit(7)
 
-    def test_any(self):
-        if self.rank == 1:
-            os._exit(7)
+    test_any = by_rank_1(lambda case: os._exit(7))
 
 
 class ProcessLeaks(Leaks, Processes):
@@ -593,15 +565,12 @@ class ProcessGroupLeak(Processes):
 
 
 class ProcessNone(MultiProcessTestCase):
-    def test_none(self):
-        pass
+    test_none = passes
 
 
 class ProcessZero(Processes):
     world_size = 0
-
-    def test_zero(self):
-        pass
+    test_zero = passes
 
 
 class ProcessZServer(Processes):
@@ -621,15 +590,17 @@ class ThreadEarly(Early, Threads):
 
 
 class ThreadUnbound(Threads):
+    test_bind = passes
+
     def setUp(self):
         with unittest.mock.patch.dict(os.environ, FAULTS_UNBOUND="1"):
             super().setUp()
 
-    def test_bind(self):
-        pass
-
 
 class ThreadFixtures(Fixtures, Threads):
+    test_tear_down_of_a_thread = test_group_that_cannot_be_destroyed = passes
+    test_tear_down_that_skips_after_a_failure = fails
+
     def perThreadSetUp(self):
         super().perThreadSetUp()
         if "set_up_of_a_thread" in self._testMethodName and self.rank == 1:
@@ -648,27 +619,17 @@ class ThreadFixtures(Fixtures, Threads):
     def test_set_up_of_a_thread(self):
         dist.barrier()
 
-    def test_tear_down_of_a_thread(self):
-        pass
-
-    def test_tear_down_that_skips_after_a_failure(self):
-        self.fail("the test")
-
-    def test_group_that_cannot_be_destroyed(self):
-        pass
-
     @unittest.expectedFailure
     def test_expected_failure_by_set_up_of_a_thread(self):
         pass
 
 
-class ThreadFsdp(Essentials, FsdpThreads):
+class ThreadFsdp(Essentials, Timed, FSDPTestMultiThread):
     pass
 
 
 class ThreadNone(MultiThreadedTestCase):
-    def test_none(self):
-        pass
+    test_none = passes
 
 
 class ThreadZServer(Threads):
@@ -695,7 +656,7 @@ class StayingMeeting(Meeting, Staying):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         super()._init_pg(rank, world_size, rdvz_file)
         if rank == 1:
-            time.sleep(0.3)  # connects for longer than the other
+            time.sleep(0.3)  # it connects later than rank 0
             dist.distributed_c10d._get_default_store().set("connected", "")
 
     def test_begins_with_all_connected(self):
@@ -722,7 +683,7 @@ class StayingOrphan(Staying):
     test_orphan = Leaks.test_an_orphan
 
 
-class StayingFsdp(Essentials, FsdpStaying):
+class StayingFsdp(Essentials, Timed, FSDPTestContinuous):
     pass
 
 
@@ -746,12 +707,11 @@ class StayingLater(Staying):
     def test_a(self):
         dist.barrier()
 
-    def test_b(self):
-        dist.barrier()
+    test_b = test_a
 
 
 class StayingStuck(Staying):
-    """A rank skips, and then does not exit."""
+    """A rank skips, and its process does not exit after that."""
 
     @classmethod
     def setUpClass(cls):
@@ -763,7 +723,7 @@ class StayingStuck(Staying):
     def test_skips(self):
         if self.rank == 1:
             atexit.register(time.sleep, FOREVER)
-        self.skipTest("for a reason")
+        skips(self)
 
 
 class StayingServer(StayingLater):
@@ -779,12 +739,11 @@ class StayingZServer(Staying):
 
 
 class StayingHangsLater(Hangs, Staying):
-    def test_passes(self):
-        pass
+    test_passes = passes
 
 
 class EveryKind(Processes):
-    """For the death of the test process: ranks of all kinds hang while it waits for the ranks of its own test."""
+    """For tests that end the test process: ranks of all kinds hang while it waits for those of its own test."""
 
     def setUp(self):
         super().setUp()
@@ -792,7 +751,7 @@ class EveryKind(Processes):
         threads, stay = RankGroup(ThreadHangsLater, name, 2, threads=True), RankGroup(StayingHangsLater, None, 2)
         self.addCleanup(threads.close)
         self.addCleanup(stay.close)
-        stay.run("test_passes", LIMIT)  # the ranks wait for each other first, and this serves them
+        stay.run("test_passes", LIMIT)  # first, ranks wait for each other, which this serves
         stay.begin(name)
 
     def test_no_end(self):
@@ -800,10 +759,10 @@ class EveryKind(Processes):
 
 
 HANGING = [name for name in vars(Hangs) if name.startswith("test_hang")]
-TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
+common_distributed.TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
 # The base classes must not run as tests themselves.
-for base in (Processes, Threads, Staying, FsdpThreads, FsdpStaying):
+for base in (Processes, Threads, Staying):
     assert not unittest.defaultTestLoader.getTestCaseNames(base)
 
 if __name__ == "__main__":

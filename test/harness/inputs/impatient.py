@@ -1,4 +1,4 @@
-"""``run_test.py`` with shorter limits, for tests that wait until they are over."""
+"""``run_test.py`` with shorter limits, for tests that wait for these limits."""
 
 import runpy
 from pathlib import Path

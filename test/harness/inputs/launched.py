@@ -72,13 +72,13 @@ class TestAll(FSDPTest):
 
 
 class TestHeardLate(FSDPTest):
-    """The process of rank 1 detects its rank's death long after rank 0 has seen the consequences."""
+    """The process of rank 1 detects the death of its rank long after rank 0 has seen the consequences."""
 
     test_dies = TestAll.test_dies
 
 
 class TestHeardAtTheLimit(FSDPTest):
-    """Rank 0 gets the end of the hanging rank 1 while it asks all ranks for stacks. The others wait for rank 1."""
+    """Rank 0 receives the end of the hanging rank 1 while it asks all ranks for stacks. The others wait for rank 1."""
 
     test_hangs = TestAll.test_hangs
 

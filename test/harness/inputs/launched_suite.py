@@ -1,6 +1,5 @@
-"""The test files of a launched suite. Each copy of this file, such as ``test_3_well.py``, has the tests of its name.
-
-A fault happens at the last rank.
+"""The test files of a launched suite. A copy of this file has the tests of its name: ``test_3_well.py`` has those of
+``well``. Faults happen at the last rank.
 """
 
 import os
@@ -115,7 +114,7 @@ if NAME in ("import_fails", "import_hangs"):
 
 if NAME == "process_dies":
     if IS_LAST_PROCESS:
-        subprocess.Popen(["sleep", "1001"], start_new_session=True)  # it is left behind
+        subprocess.Popen(["sleep", "1001"], start_new_session=True)  # it leaks
 
     class TestProcess(FSDPTest):
         def test_1_raises(self):
@@ -150,7 +149,7 @@ if NAME in ("worker_dies", "link_goes_down"):
 if NAME == "fails_in_turn":
 
     class TestTurns(FSDPTest):
-        """One test fails at the last rank whenever it has run so many times, and the other never."""
+        """One test fails at the last rank in each ``EVERY``-th of its runs, and the other one never fails."""
 
         def test_fails_in_turn(self):
             if self.rank == LAST:

@@ -1,4 +1,4 @@
-"""276 tests of all kinds that do nothing. Some of them record the resources of the test process and its rank server."""
+"""276 tests of all kinds of ranks that do nothing. Some record what the test process and its rank server use."""
 
 import gc
 import os

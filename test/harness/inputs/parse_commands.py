@@ -73,7 +73,7 @@ def check(words: Sequence[str]) -> None:
 
 
 def _accepted(parse: Callable[[list[str]], object], arguments: list[str]) -> argparse.Namespace:
-    """What the parser of a program makes of its arguments."""
+    """Return the namespace that the parser of a program makes of its arguments, or raise :class:`Problem`."""
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):

@@ -1,7 +1,7 @@
 """Measures the seconds until a connection ends whose other side is silent: ``silent.py LIMIT [data]``.
 
-With ``data``, some data is unacknowledged by the other side. The other side becomes silent because the loopback
-interface goes down. The process has a network namespace of its own for this.
+The other side becomes silent because the loopback interface goes down, in a network namespace of this process. With
+``data``, the other side has not acknowledged some data.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Makes the change: compiles a mutant's module from a changed syntax tree when it is imported.
 
-Neither source nor bytecode is written. Forks of a process, including ranks, have the changed module too. Interpreters
+Neither source nor bytecode is written. Forks of a process, including ranks, also have the changed module. Interpreters
 that tests start run this code through ``site/sitecustomize.py``.
 """
 
@@ -115,7 +115,7 @@ def forget(packages: Collection[str]) -> dict[str, ModuleType]:
     """Let the modules of packages be imported again when they are next used. Returns what :func:`install` needs.
 
     Other modules may refer to them, as torch's compiler does, so each remains the same object, but empty. Modules that
-    refer to a class or function of the packages are imported again too.
+    refer to a class or function of the packages are also imported again.
     """
     modules = [(name, module) for name, module in sys.modules.items() if module]
     names = {name for name, _ in modules if any(is_in(package, name) for package in packages)}

@@ -1,9 +1,9 @@
-"""Build the device ``abacus`` for the installed torch, and lay it into a folder as an installation would.
+"""Build the device ``abacus`` for the installed torch, and install it into a folder.
 
     python test/harness/inputs/abacus/build.py FOLDER
     PYTHONPATH=FOLDER python run_test.py -i distributed
 
-Needs a C++ compiler of the year 2020 or later (``c++``, or what ``CXX`` names) and about a minute.
+Needs a compiler for C++20 (``c++``, or the one that ``CXX`` names) and about a minute.
 """
 
 import os

@@ -1,5 +1,5 @@
-// A device that torch can tell from the host in every way. The host cannot touch its memory. Its streams do nothing, and
-// all work is done at once, unless ABACUS_LATE is set: see late.h.
+// An emulated device, which is separate from the CPU for torch. The host cannot touch its memory. Its streams do
+// nothing, and all work is done at once, unless ABACUS_LATE is set: see late.h.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -80,8 +80,8 @@ int64_t limit = 0; // of the bytes that a process reserves on a device
 Counter allocated[kMost], reserved[kMost];
 std::atomic<int64_t> allocations[kMost], retries[kMost], refusals[kMost];
 
-// Each device has a range of addresses, which its tensors show. No memory is there, so whoever touches them dies. The
-// bytes of an address are ``distance`` further on, and only this file knows.
+// The tensors of a device have addresses in a range without memory, so a host that touches them dies. The bytes of an
+// address are ``distance`` further on, which only this file knows.
 char* shown = nullptr; // the first address of the first device
 size_t range = 0, distance = 0;
 struct sigaction action_before;
@@ -105,7 +105,7 @@ void tell_who_touched(int number, siginfo_t* info, void*) {
     [[maybe_unused]] const auto written = write(2, text, std::min<size_t>(size, sizeof(text) - 1));
   }
   sigaction(number, &action_before, nullptr);
-  if (info->si_code <= 0) { // nobody tries an instruction again
+  if (info->si_code <= 0) { // a process sent the signal, so no instruction raises it again
     raise(number);
   }
 }
@@ -124,9 +124,9 @@ void lay_out_addresses() {
 }
 
 struct Block {
-  char* data; // as tensors show it
+  char* data; // the address that tensors have
   size_t size;
-  size_t used; // by the tensor that has it
+  size_t used; // by its tensor
   c10::DeviceIndex device;
   late::Stream stream; // on which it was allocated
   std::set<late::Stream> users; // that were passed to record_stream
@@ -134,7 +134,7 @@ struct Block {
 
 // Freed memory stays here. The next allocation on the stream where it was allocated may have it at once, although tasks may
 // still use it: the tasks of its next owner come later on the same stream. Only streams that were passed to record_stream
-// must have done first what they were given. The next owner finds poison.
+// must finish their tasks first. The next owner finds poison.
 class Pool {
  public:
   Block* take(size_t size, c10::DeviceIndex device) {
@@ -175,7 +175,7 @@ class Pool {
     }
   }
 
-  // Give back what nobody has.
+  // Release the memory that no tensor has.
   void empty(c10::DeviceIndex device) {
     late::queue()->force_device(device);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -239,7 +239,7 @@ class Pool {
   void give_back(Block* block) {
     constexpr size_t page = 1 << 16;
     auto* data = static_cast<char*>(reach(block->data));
-    auto* first = data + (page - reinterpret_cast<size_t>(data) % page) % page; // pages that no other block has a part of
+    auto* first = data + (page - reinterpret_cast<size_t>(data) % page) % page; // the first page of this block only
     if (first + page <= data + block->size) {
       madvise(first, (data + block->size - first) / page * page, MADV_DONTNEED);
     }
@@ -271,7 +271,7 @@ class Pool {
   static constexpr int kPoison = 0xFF; // a floating-point number of such bytes is NaN
   std::mutex mutex_;
   std::map<late::Stream, std::multimap<size_t, Block*>> free_;
-  std::vector<std::pair<Block*, std::vector<late::Id>>> kept_; // by streams that were passed to record_stream
+  std::vector<std::pair<Block*, std::vector<late::Id>>> kept_; // for streams that were passed to record_stream
   std::map<size_t, size_t> holes_[kMost]; // the addresses without a block: where they begin, and how many
 };
 
@@ -331,7 +331,7 @@ void unpin(void* data) {
   forget_unused(data);
 }
 
-// The start of the pinned memory that an address is in, or null.
+// The start of the pinned memory that contains an address, or null.
 void* find_pinned(const void* data) {
   for (const auto& [start, each] : pinned) {
     if (data >= start && data < static_cast<const char*>(start) + std::max<size_t>(each.size, 1)) {
@@ -363,14 +363,14 @@ PinnedMemory pinned_memory;
 
 // ---- devices and streams
 
-// When each stream will be done with the sleeps that it was given. Nothing else takes time: a wait carries it on, and
-// the host's clock goes on only while it waits. So a time does not depend on how fast the host is, and nobody waits
-// for it.
+// Virtual time: when each stream will have finished its sleeps. Nothing else takes time. A stream that waits for
+// another one takes over its time, and the clock of the host advances only while the host waits. So times do not depend
+// on the speed of the host, and a sleep takes no real time.
 class Clocks {
  public:
   using Time = std::chrono::nanoseconds;
 
-  // Let a stream be busy until a time, and for ``more`` after that. The result is when it is done.
+  // Keep a stream busy until a time, and for ``more`` after that. Returns when it will be done.
   Time busy(late::Stream stream, Time until, Time more = {}) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& time = times_[stream];
@@ -499,7 +499,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return is_over(late::queue()->tail(key_of(stream)), clocks.busy(key_of(stream), {}));
   }
   static bool is_over(late::Id task, Clocks::Time time) {
-    if (time > clocks.host()) { // whoever asks in a loop waits
+    if (time > clocks.host()) { // a caller that asks in a loop waits a bit
       clocks.host_waits(std::min(time, clocks.host() + std::chrono::microseconds(100)));
       return false;
     }
@@ -529,7 +529,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // ---- the general interface of a device
 
-// Random numbers are a function of a seed and an offset, as DTensor wants it: sixteen bytes of state.
+// Random numbers are a function of a seed and an offset, as DTensor expects: sixteen bytes of state.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(c10::DeviceIndex index)
       : GeneratorImpl(c10::Device(kType, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
@@ -558,7 +558,7 @@ struct Generator final : c10::GeneratorImpl {
     offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    // As the generators of other devices do it: no operator that a dispatch mode would count.
+    // Like the generators of other devices, call no operator, which a dispatch mode would count.
     at::Tensor state = at::detail::empty_cpu({16}, at::TensorOptions().dtype(at::kByte));
     auto* words = static_cast<uint64_t*>(state.data_ptr());
     words[0] = seed_;
@@ -571,7 +571,7 @@ struct Generator final : c10::GeneratorImpl {
     made->offset_ = offset_;
     return made;
   }
-  // A generator of the host for the next operation.
+  // A generator of the CPU for the next operation.
   at::Generator draw() {
     auto host = at::detail::createCPUGenerator(seed_ * 0x9E3779B97F4A7C15 + offset_);
     offset_ += 4;
@@ -658,7 +658,7 @@ bool is_here(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
-// The same memory as a tensor of the host. It does not keep the memory, except with ``kept``.
+// The memory of a tensor as a CPU tensor. Only with ``kept`` does it keep the tensor alive.
 at::Tensor bare(const at::Tensor& tensor, bool kept = false) {
   at::AutoDispatchBelowADInplaceOrView below;
   auto* data = tensor.storage().nbytes() == 0 ? nullptr : tensor.data_ptr();
@@ -672,7 +672,7 @@ at::Tensor bare(const at::Tensor& tensor, bool kept = false) {
   return made;
 }
 
-// The same memory as a tensor of the host, which keeps the tensor alive. The memory of a late stream stays in its pool.
+// The same, which keeps the tensor alive, unless streams are late: their memory stays in the pool.
 at::Tensor on_host(const at::Tensor& tensor) {
   return is_here(tensor) ? bare(tensor, !late::is_on()) : tensor;
 }
@@ -725,9 +725,9 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
-thread_local bool host_computes = false; // for a device that works at once, so its copies are no matter of the host
+thread_local bool host_computes = false; // for a device that works at once: the copies for this make no host wait
 
-// Copies to and from pinned memory may be late, and the host waits for others.
+// Copies to and from pinned memory may be late. The host waits for other copies from and to it.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   last_operator = "aten::_copy_from";
   TORCH_CHECK(
@@ -847,7 +847,7 @@ bool has_compatible_type(const at::Tensor& tensor, const at::Tensor& source) {
   return dense(tensor) && dense(source);
 }
 
-// What a late operator is given: ``change`` replaces the tensors, and ``device`` the devices.
+// An argument of a late operator: ``change`` replaces its tensors, and ``device`` replaces devices.
 c10::IValue changed(
     const c10::IValue& value, const std::function<at::Tensor(const at::Tensor&)>& change, c10::Device device) {
   if (value.isTensor()) {
@@ -883,7 +883,7 @@ std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> values) {
   return found;
 }
 
-// A tensor of which a late operator reads what it holds now: numbers, and the host's tensors.
+// The operand of a late operator: the memory of the device, or a copy of a CPU tensor with its present values.
 at::Tensor as_operand(const at::Tensor& tensor) {
   if (!tensor.defined() || is_here(tensor)) {
     return tensor.defined() ? bare(tensor) : tensor;
@@ -909,14 +909,15 @@ at::Tensor as_meta(const at::Tensor& tensor) {
 std::mutex synchronized_mutex;
 std::map<std::string, int64_t> synchronized; // operators that could not be late, and how often
 
-// Give an operator to the current stream, and replace its arguments by its results, whose values come later. Return false
-// if it cannot be late: it gives views or something else than tensors, or nothing but the values tells how large they are.
+// Add an operator to the current stream, and replace its arguments by its results, whose values come later. Return
+// false if it cannot be late: it returns views or other things than tensors, or its results have sizes that depend on
+// values.
 bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t base = stack->size() - schema.arguments().size();
   const auto given = c10::ArrayRef<c10::IValue>(*stack).slice(base);
   if (schema.name().rfind("aten::", 0) != 0) {
-    return false; // it may be in Python
+    return false; // its kernel may be in Python
   }
   if (schema.name().rfind("aten::native_batch_norm", 0) == 0) {
     return false; // the statistics that it saves have other sizes and dtypes than its meta kernel says
@@ -941,7 +942,7 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!device) {
     return false;
   }
-  bool fresh = false; // whether it gives new tensors
+  bool fresh = false; // whether it returns new tensors
   std::vector<size_t> written; // for each result, the argument that it is
   for (const auto& result : schema.returns()) {
     const auto* alias = result.alias_info();
@@ -1004,7 +1005,7 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   torch::jit::Stack operands;
   for (size_t i = 0; i < given.size(); ++i) {
-    // An out= operator of the host may make its result larger for a while, which memory of the device cannot be.
+    // An out= operator of the CPU may resize its result for a while, which memory of the device does not allow.
     operands.push_back(changed(given[i], schema.arguments()[i].is_out() ? as_result : as_operand, c10::kCPU));
   }
   torch::jit::Stack results;
@@ -1065,7 +1066,7 @@ bool defer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   return true;
 }
 
-// Give an operator of the host to the current stream.
+// Add an operator to the current stream. It must be able to be late.
 template <typename... Arguments>
 torch::jit::Stack deferred(const char* name, Arguments&&... arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
@@ -1127,7 +1128,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {back(of_input), back(of_weight), back(of_bias)};
 }
 
-// The host's dropout would draw from the host's generator, and late.
+// The dropout of the CPU would use the generator of the CPU, and only when its task runs.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   auto mask = at::empty_like(input, input.options().dtype(c10::kBool)).bernoulli_(train.value_or(true) ? 1 - p : 1);
   return {p == 1 ? at::zeros_like(input) : input.mul(mask).mul_(train.value_or(true) ? 1 / (1 - p) : 1), mask};
@@ -1137,7 +1138,7 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   pool.record(static_cast<Block*>(tensor.storage().data_ptr().get_context()), key_of(stream));
 }
 
-// A device computes with what is on it. Numbers, lists and indices may come from the host.
+// A device computes with tensors that are on it. Only numbers, and CPU tensors in lists such as indices, are allowed.
 void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   std::optional<c10::Device> found;
   const auto check = [&found](const at::Tensor& tensor) {
@@ -1162,7 +1163,7 @@ void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& st
   }
 }
 
-// The host computes. It draws random numbers from the device's generator.
+// Compute on the CPU, with random numbers of the device's generator.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   last_operator = op.schema().name().c_str();
   const auto& arguments = op.schema().arguments();
@@ -1231,7 +1232,7 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-// Autocast, of the operations that the models of the tests have.
+// Autocast of the operations that the models of the tests use.
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
@@ -1337,7 +1338,7 @@ class Ledger final : public c10d::Backend {
     }
   }
 
-  // Other ranks may need what was given to this one.
+  // Run what is left of the collectives: other ranks may need them.
   ~Ledger() override {
     if (group_ == nullptr) {
       return;
@@ -1391,7 +1392,7 @@ class Ledger final : public c10d::Backend {
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     check_dtypes(output, input);
-    // gloo would cut it along its first dimension
+    // gloo would split it along its first dimension
     return give(
         {output}, {input}, [gloo = gloo_, out = on_host(output).view(-1), in = on_host(input).view(-1), opts]() mutable {
           return gloo->_allgather_base(out, in, opts);
@@ -1478,7 +1479,7 @@ class Ledger final : public c10d::Backend {
     return made;
   }
 
-  // Start a collective, or give it to the stream of this group, which goes on after the current stream.
+  // Start a collective, or add it to the stream of this group, which waits for the current stream.
   template <typename Call>
   Work give(Tensors outputs, Tensors inputs, Call call) {
     if (group_ == nullptr) {
@@ -1499,7 +1500,7 @@ class Ledger final : public c10d::Backend {
     return c10::make_intrusive<Late>(task, stream, std::move(outputs), std::move(kept), blocks);
   }
 
-  // What the host gives to gloo itself. The host waits for it, too.
+  // The tensors of a call of gloo that the host makes at once, after it has waited for them.
   Tensors now(const Tensors& tensors) {
     if (group_ == nullptr) {
       return on_host(tensors);
@@ -1527,7 +1528,7 @@ class Ledger final : public c10d::Backend {
         });
   }
 
-  // gloo knows no average: sum, wait and divide.
+  // gloo has no average: sum, wait and divide.
   template <typename Options, typename Call>
   Work averaged(Tensors outputs, Tensors inputs, Options opts, Call call) {
     const bool mean = opts.reduceOp == c10d::ReduceOp::AVG;

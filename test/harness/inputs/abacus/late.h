@@ -26,7 +26,7 @@ using Id = uint64_t; // of a task: a later task has a larger one, and 0 is none
 using Stream = std::pair<int, int64_t>; // a device, and the number of a stream there
 using Run = std::function<void()>;
 
-constexpr int kPatience = 100; // questions whether a task is done, until somebody who asks in a loop gets a yes
+constexpr int kPatience = 100; // how often a caller that asks in a loop whether a task is done gets a no
 
 // What the ranks of a process group share: the number of the last collective whose result some rank needs.
 struct Demand {
@@ -58,7 +58,7 @@ struct Group {
   }
 };
 
-// Lets go of Python's lock, which a DTensor holds while it computes. A thread that ends a collective may need it.
+// Releases the GIL, which a DTensor holds while it computes. A thread that ends a collective may need it.
 struct __attribute__((visibility("hidden"))) WithoutGil {
   std::optional<pybind11::gil_scoped_release> released;
   WithoutGil() {
@@ -70,8 +70,8 @@ struct __attribute__((visibility("hidden"))) WithoutGil {
 
 // A task runs after the one before it on its stream, and after those that its stream waits for. It runs when the host
 // needs it, or when another rank needs a collective that depends on it, and not before. Among the tasks that are needed
-// and may run, the policy "last" takes the one that was given last. A seed takes any of them, and sometimes has a task
-// run that nobody needs yet. A collective runs in a thread of its own, because it waits for other ranks. All other tasks
+// and may run, the policy "last" takes the one that was added last. A seed takes any of them, and sometimes runs a task
+// that is not needed yet. A collective runs in a thread of its own, because it waits for other ranks. All other tasks
 // run while ``mutex_`` is held, so they must neither use the queue nor Python.
 class Queue {
  public:
@@ -251,7 +251,7 @@ class Queue {
       std::thread([this, id, run = std::move(task.run), threads = threads_]() mutable {
         at::set_num_threads(threads); // rounding depends on it
         const auto failed = attempt(run);
-        run = nullptr; // before the end is known, because freeing tensors may need Python
+        run = nullptr; // before the task counts as done, because freeing tensors may need Python
         std::lock_guard<std::mutex> lock(mutex_);
         error_ = failed != nullptr ? failed : error_;
         finish(id);

@@ -1,7 +1,7 @@
 """Simulates a future version of torch whose FSDP has other private names.
 
 With this folder on the path, each name in ``RENAMED_IN_FSDP`` is replaced in the source of torch.distributed.fsdp when
-a process imports it. No file is written. FSDP works as before, because all its files use the new names.
+a process imports it. No file is written. FSDP still works, because all its files use the new names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A separate device type: its own allocator, devices, streams and backend, and memory that the host cannot touch.
 
-With ``ABACUS_LATE``, streams run what they are given as late as their order allows. ``ABACUS_LATE=last`` takes what was
-given last first, and a number seeds another choice.
+With ``ABACUS_LATE``, the tasks of streams run as late as their order allows. ``ABACUS_LATE=last`` runs the last of them
+first, and a number is the seed of another choice.
 """
 
 import atexit
@@ -164,10 +164,10 @@ _module.__dict__.update(
     current_device=_C.current_device,
     set_device=lambda which: _C.set_device(_index(which)),
     synchronize=lambda device=None: _C.synchronize(_index(device)),
-    is_late=_C.is_late,  # whether streams do what they are given as late as they may
-    _sleep=_C._sleep,  # keep the current stream busy for so many nanoseconds, which take no time
-    _waited=_C._waited,  # how many of them the host would have waited for
-    pending=_C.pending,  # how many tasks were given to streams and are not done
+    is_late=_C.is_late,  # whether the tasks of streams run as late as they may
+    _sleep=_C._sleep,  # keep the current stream busy for some nanoseconds, which take no real time
+    _waited=_C._waited,  # for how many of them the host would have waited
+    pending=_C.pending,  # how many tasks of streams are not done
     synchronized_operators=_C.synchronized_operators,  # those that could not be late, and how often
     empty_cache=empty_cache,
     memory_stats=memory_stats,

@@ -1,4 +1,4 @@
-"""A vendor's package like one for a real device, but for a wooden device: two frames of beads.
+"""A vendor's package like that of a real device. Its device is an abacus with two frames of beads.
 
 The dispatcher imports this module, so it does not import torch.
 """
