@@ -419,11 +419,11 @@ class TestConsole(TreeCase):
         self.assertNotIn("test done", out)  # a short run has no status line
         first = out.splitlines()[0]
         torch = re.escape(torch_version() or "not installed")
-        expected = f"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots"
+        expected = f"torch {torch}, device cpu, backend gloo, ranks 4, up to 3 files at a time"
         self.assertRegex(first, rf"^{expected}, \d+ cores?, seed 1234$")
         arguments = ["--device", "foo", "--devices", "0", "--backend", "gloo", "--seed", "7", "--ranks", "2"]
         first = self.check({}, arguments, passed=1, env=self.declare("foo", 1, "foocl")).splitlines()[0]
-        self.assertRegex(first, r"device foo, 1 slot, \d+ cores?, seed 7$")  # no file has reported more
+        self.assertRegex(first, r"device foo, up to 1 file at a time, \d+ cores?, seed 7$")  # no file has reported more
 
     def test_first_line_waits_for_the_device_if_only_a_file_can_know_it(self):
         facts = {"torch": "9.9.9", "device": "foo", "backend": "foocl", "ranks": 3, "shared": False}
@@ -432,7 +432,7 @@ class TestConsole(TreeCase):
         files = {"test_x": record + PASS, "test_y": record + PASS}
         variable = {"ASCEND_RT_VISIBLE_DEVICES": "0"}  # names a device that does not exist
         out = self.check(files, ["-j1"], passed=2, env=variable)
-        self.assertTrue(out.startswith("torch 9.9.9, device foo, backend foocl, ranks 3, devices not shared"), out)
+        self.assertTrue(out.startswith("torch 9.9.9, device foo, backend foocl, ranks 3, up to 1 file at a time"), out)
         self.assertEqual(out.count("backend foocl"), 1, out)
         self.assertEqual(out.splitlines()[1], "Abacus 9, BLAS mkl, 2 threads")
         self.assertEqual(out.count("Abacus 9"), 1, out)

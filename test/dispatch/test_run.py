@@ -317,7 +317,7 @@ class TestDevices(TreeCase):
         sees = body("self.assertEqual(os.environ['FOO_VISIBLE'], '3,4')")
         arguments = ["--device", "foo", "--devices", "3-4", "-j3", *self.needs(test_a=1, test_b=8)]
         out = self.check({"test_a": sees, "test_b": sees}, arguments, passed=2, env=self.declare("foo", 8))
-        self.assertIn("device foo, 3 slots", out.splitlines()[0])
+        self.assertIn("device foo, up to 3 files at a time", out.splitlines()[0])
 
     def test_device_facts_of_a_file_reach_later_files(self):
         """If they have the same number of devices. To probe a device takes longer than most tests."""

@@ -308,7 +308,7 @@ class TestStatesOfRanks(StatesCase):
                 if ranks:
                     (element,) = self.cases["test_x", f"TestRanks.test_{name}"]
                     self.check_table(str(element.text), ranks)
-        self.assertIn("\nfailed (leaked: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
+        self.assertIn("\nfailures (leaked: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
         alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
         self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
         self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')

@@ -96,7 +96,7 @@ class TestFaults(TestCase):
         self.assertEqual(run.left, [])
 
     def test_one_console(self):
-        self.assertEqual(faults().text.count(f"ranks {RANKS}, devices not shared"), 1)
+        self.assertEqual(faults().text.count(f"ranks {RANKS}, up to "), 1)
         self.assertRegex(faults().text, r"(?m)^\d+ passed, \d+ failed, 0 skipped$")
 
 

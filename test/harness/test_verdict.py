@@ -27,6 +27,7 @@ class TestDeaths(TestCase):
         [
             subtest((signal.SIGKILL, " (out of memory?)"), name="kill"),
             subtest((signal.SIGBUS, " (shared memory full?)"), name="bus"),
+            subtest((signal.SIGILL, " (an instruction that this processor lacks?)"), name="ill"),
             subtest((signal.SIGSEGV, " (see the stack)"), name="segv"),
             subtest((signal.SIGABRT, " (gloo and NCCL abort when a peer is gone)"), name="abrt"),
             subtest((signal.SIGTERM, ""), name="term"),

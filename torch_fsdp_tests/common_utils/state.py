@@ -30,7 +30,7 @@ TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """One setting that a test may leave changed."""
+    """One setting that is checked after each test, and restored if the test has left it changed."""
 
     name: str
     read: Callable[[], Any]

@@ -145,8 +145,9 @@ class Console:
         known = self.under_test
         about = [f"torch {known.get('torch') or 'not installed'}"]
         about += [f"{name} {known[name]}" for name in ("device", "backend", "ranks") if known.get(name)]
-        about += ["devices shared" if known.get("shared") else "devices not shared"] * bool(known.get("backend"))
-        about += [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
+        about += ["devices shared"] * bool(known.get("shared"))
+        about += [f"up to {plural(self._slots, 'file')} at a time", plural(devices.cores(), "core")]
+        about.append(f"seed {self._run.seed}")
         if kinds := perturbations(self._run):
             about.append(f"perturbed by {kinds}")
         if fixed := self._run.fixes:
@@ -307,7 +308,7 @@ class Console:
             return
         failures = results.failures()
         by_kind = ", ".join(f"{state.value}: {count}" for state, count in failures.items())
-        self.say(self._paint("failed:" if failures.keys() == {State.FAILED} else f"failed ({by_kind}):", RED))
+        self.say(self._paint("failures:" if failures.keys() == {State.FAILED} else f"failures ({by_kind}):", RED))
         for file, test in bad:
             self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
             if results.rounds is not None:

@@ -55,7 +55,7 @@ def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ..
 
 
 def record_by_test(file: str) -> None:
-    """Record what each test of a file runs under the test's name, in this process and its forks."""
+    """Record by test which code a file runs, in this process and its forks."""
     from coverage import Coverage
 
     current: str | None = None

@@ -266,6 +266,7 @@ class RankResult:
 _HINTS = {
     "SIGKILL": "out of memory?",
     "SIGBUS": "shared memory full?",
+    "SIGILL": "an instruction that this processor lacks?",
     "SIGSEGV": "see the stack",
     "SIGABRT": "gloo and NCCL abort when a peer is gone",
 }

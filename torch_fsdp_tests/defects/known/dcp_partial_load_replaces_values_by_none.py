@@ -1,4 +1,4 @@
-"""``dcp.load`` with ``allow_partial_load`` sets a dtype, set or NumPy array that the checkpoint lacks to None.
+"""``dcp.load`` with ``allow_partial_load`` replaces dtypes, sets and NumPy arrays that the file lacks by None.
 
 Before it loads, ``dcp.load`` visits all values and replaces tensors on the meta device. The function that visits them
 returns tensors, numbers, strings, lists, tuples and dicts. For a value of any other type it returns None, which

@@ -1,4 +1,4 @@
-"""``set_optimizer_state_dict`` loads an empty dict for a state that a flattened state dict lacks, strict or not.
+"""If a flattened state dict lacks a state, ``set_optimizer_state_dict`` loads an empty dict, even if strict.
 
 It looks for keys below the missing one, as nested states have them. It finds none, and makes an empty dict. This
 replaces a tensor, so the next step fails. If a state dict that is not flattened has no state of a parameter, the load

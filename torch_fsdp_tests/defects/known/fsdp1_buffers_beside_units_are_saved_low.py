@@ -1,4 +1,4 @@
-"""``state_dict`` of an FSDP1 instance without own parameters saves buffers in ``buffer_dtype``, and on all ranks.
+"""An FSDP1 instance without own parameters saves buffers in ``buffer_dtype``, and despite ``rank0_only`` on all ranks.
 
 The hook after ``state_dict`` casts buffers to full precision. But it returns early if the instance has no flat
 parameter, because all its parameters are in nested instances. So it does not drop these buffers on the other ranks for

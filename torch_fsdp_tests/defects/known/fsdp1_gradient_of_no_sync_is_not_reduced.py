@@ -1,4 +1,4 @@
-"""Under NO_SHARD, a gradient of ``no_sync()`` stays unreduced if the next synchronizing backward skips its instance.
+"""Under NO_SHARD, a gradient from ``no_sync()`` stays unreduced if its instance has no part in the next backward.
 
 ``no_sync`` promises that its gradients are synchronized in the first iteration after it. But a gradient is only reduced
 by the hook that runs after the instance's own gradient. If the instance was not used, or was frozen meanwhile, its
