@@ -621,6 +621,11 @@ class TestFSDPOptimState(OptimStateTest):
         expected = {name for name, _ in TestDummyModel().named_parameters()}
         self.assertEqual(set(osd["param_groups"][0]["params"]), expected)
 
+        named = optimizers._NamedOptimizer(run.model.named_parameters(), torch.optim.SGD, None, run.model, lr=1e-2)
+        with torch_defect("fsdp1_named_optimizer_without_state_raises"):
+            osd = FSDP.optim_state_dict(run.model, named)
+            self.assertEqual(set(osd["param_groups"][0]["params"]), expected)
+
     @skip_if_lt_x_gpu(2)
     def test_interface_arguments(self):
         run = self._dummy()
