@@ -3,7 +3,9 @@
 The launcher's store is a dictionary here. The processes of other ranks are threads of this process.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import resource
 import select
@@ -17,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
-from torch_fsdp_tests.dispatch import worker
+from torch_fsdp_tests.dispatch import main, worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import LaunchFailure
@@ -203,6 +205,14 @@ class TestRefusal(PeersCase):
             f"rank 3: torch 1.0 on {name}, and torch {own.torch} at rank 0 on {name}",
         ]
         self.assertEqual(str(problem.exception).split("\n  "), expected)
+
+    def test_rank_0_that_cannot_listen(self):
+        """The run ends with one sentence and status 2, before it looks at its arguments."""
+        launch = mock.patch("torch_fsdp_tests.processes.launcher.from_environment", lambda _: self.launch(0))
+        listen = mock.patch("torch_fsdp_tests.dispatch.workers.Peers", mock.Mock(side_effect=OSError("no port")))
+        with launch, listen, contextlib.redirect_stderr(io.StringIO()) as err:
+            self.assertEqual(main.main(["-i", "test_x"], Path()), ExitStatus.USAGE_ERROR)
+        self.assertRegex(err.getvalue(), r"\A.*: the other processes of the launch cannot be reached: no port\n\Z")
 
     def test_changed_file_changes_the_digest_of_the_suite(self):
         with tempfile.TemporaryDirectory() as name:
