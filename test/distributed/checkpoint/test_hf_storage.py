@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
@@ -31,6 +33,8 @@ from torch_fsdp_tests.verdict import Reason
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.checkpoint.test_values import IN_TUPLES, PLACES
+
+State = dict[str, Any]
 
 safetensors = torch_names.module("safetensors.torch")
 consolidation = torch_names.module("torch.distributed.checkpoint._consolidate_hf_safetensors")
@@ -85,6 +89,20 @@ class TestConsolidation(DTensorTestBase):
         with torch_defect("dcp_consolidation_refuses_integers", when=not dtype.is_floating_point):
             actual = self._consolidated(buffer, str(dtype))
             self.assertEqual(actual, self._model(buffer).state_dict(), **EXACT)
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(dim=[0, 1, 2, 3])
+    def test_consolidated_files_have_shards_of_any_dimension(self, dim):
+        whole = torch.arange(5 * 2 * 4 * 6.0, device=self.device).view(2, 4, 6, 5).transpose(dim, 0).contiguous()
+        sharded = distribute_tensor(whole, make_mesh(self.world_size), [Shard(dim)])
+        folder = Path(self.temp_dir, str(dim))
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+        dcp.save({"weight": sharded}, storage_writer=writer)
+        (file,) = folder.glob("*.safetensors")
+        self.assertEqual(safetensors.load_file(file), {"weight": whole.cpu()}, **EXACT)
 
     @with_comms
     @needs_package
@@ -166,6 +184,89 @@ class TestValues(DTensorTestBase):
         self._save(state, path, thread_count=thread_count)
         dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(path, thread_count=thread_count))
         self.assertEqual(*(tree_map_only(torch.Tensor, full, each) for each in (found, state)), **EXACT)
+
+    def _write_files(self, path: str, files: dict[str, State], metadata: dict[str, str] | None = None) -> None:
+        """Write safetensors files of full tensors without DCP, on one rank."""
+        if self.rank == 0:
+            Path(path).mkdir()
+            for name, tensors in files.items():
+                safetensors.save_file(tensors, Path(path, f"{name}.safetensors"), metadata)
+        dist.barrier()
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(thread_count=[1, 2], metadata=[None, {"format": "pt"}])
+    def test_files_of_another_program(self, thread_count, metadata):
+        """Each rank loads its shards of full tensors in several files, which have no metadata of DCP."""
+        path, plain = self._path(thread_count, metadata), filled(nn.Linear(2, 4))
+        self._write_files(path, {name: {name: value} for name, value in plain.state_dict().items()}, metadata)
+        model = fully_shard(filled(nn.Linear(2, 4), seed=1).to(self.device), mesh=self.mesh)
+        reader = dcp.HuggingFaceStorageReader(path, thread_count=thread_count)
+        dcp.load(model.state_dict(), storage_reader=reader)
+        actual = {name: full(value).cpu() for name, value in model.state_dict().items()}
+        self.assertEqual(actual, dict(plain.state_dict()), **EXACT)
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_full_state_dict_of_one_rank(self):
+        """A rank that saves a full state dict without the others writes an index with the file of each tensor."""
+        files = {"a": 1, "b": 2, "c": 2, "d": 1}
+        tensors = {name: torch.full((2,), 10.0 * self.rank + index) for index, name in enumerate(files)}
+        path = self._path(self.rank)
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(path, files), no_dist=True)
+        index = json.loads(Path(path, "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        self.assertEqual(index, {name: f"model-0000{file}-of-00002.safetensors" for name, file in files.items()})
+        actual = {name: safetensors.load_file(Path(path, index[name]))[name] for name in files}
+        self.assertEqual(actual, tensors, **EXACT)
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_rank_fails_to_read(self):
+        """If one rank cannot read one of several files, all ranks get its error."""
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def resolve_tensor(planner, read_item: Any) -> torch.Tensor:
+                if self.rank == 1:
+                    raise OSError("no such luck")
+                return super().resolve_tensor(read_item)
+
+        path, tensors = self._path("files"), {name: torch.ones(2) for name in "ab"}
+        self._write_files(path, {name: {name: value} for name, value in tensors.items()})
+        with self.assertRaisesRegex(CheckpointException, "no such luck") as caught:
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path), planner=Planner())
+        self.assertEqual(set(caught.exception.failures), {1})
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_load_waits_for_all_threads(self):
+        """A load with two threads waits for both, also if the one that started first takes longer."""
+        short = {"short": torch.full((2,), 2.5)}
+        long = {f"long {index}": torch.full((2,), 1.0 + index) for index in range(200)}
+        path, threads, barrier = self._path("files"), {}, threading.Barrier(2, timeout=60)
+        self._write_files(path, {"1": long, "2": short})
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def resolve_tensor(planner, read_item: Any) -> torch.Tensor:
+                name = read_item.storage_index.fqn.partition(" ")[0]
+                if name not in threads:
+                    threads[name] = threading.current_thread()
+                    barrier.wait()
+                    if name == "long":
+                        threads["short"].join()
+                return super().resolve_tensor(read_item)
+
+        found = {name: torch.zeros(2) for name in {**long, **short}}
+        reader = dcp.HuggingFaceStorageReader(path, thread_count=2)
+        dcp.load(found, storage_reader=reader, planner=Planner())
+        self.assertEqual(found, {**long, **short}, **EXACT)
 
     @with_comms
     @needs_package

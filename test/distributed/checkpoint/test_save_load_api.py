@@ -112,6 +112,18 @@ class TestSaveAndLoadAPI(DTensorTestBase):
 
     @with_comms
     @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_folders_are_made(self):
+        """The folders that contain a checkpoint need not exist before a save, which does not need fsspec."""
+        nowhere = mock.Mock(return_value=False)
+        with (
+            mock.patch.object(fsspec_storage.FsspecWriter, "validate_checkpoint_id", nowhere),
+            mock.patch.object(fsspec_storage.FsspecReader, "validate_checkpoint_id", nowhere),
+        ):
+            self._check_saves_and_loads(os.path.join(self.temp_dir, "run", "steps", "1"))
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
     def test_no_path(self):
         """Without a path, a reader and a writer, ``save`` and ``load`` raise an error."""
         for call in (dcp.save, dcp.load):

@@ -386,6 +386,16 @@ class TestStateDictOptions(StateDictOptionsTest):
             self.assertEqual(list(actual), expected)
 
     @skip_if_lt_x_gpu(2)
+    def test_frozen_model_without_frozen_parameters(self):
+        """With ``ignore_frozen_params`` the state dict of a frozen model is empty. A load of it does nothing."""
+        plain = self._plain().requires_grad_(False)
+        model, options = self._layers(copy.deepcopy(plain)), StateDictOptions(ignore_frozen_params=True)
+        state_dict = get_model_state_dict(model, options=options)
+        self.assertEqual(state_dict, {}, may_be="empty")
+        set_model_state_dict(model, state_dict, options=options)
+        self._verify_msd(plain.state_dict(), get_model_state_dict(model))
+
+    @skip_if_lt_x_gpu(2)
     def test_load_of_nothing(self):
         """A strict load of an empty state dict raises. With ``strict=False`` it does not."""
         model = fully_shard(nn.Linear(4, 4, device=self.device))
@@ -469,6 +479,14 @@ class TestStateDictOptions(StateDictOptionsTest):
         self._verify_msd(self._plain(1).get_submodule("0").state_dict(), other[0].state_dict())
 
     @skip_if_lt_x_gpu(2)
+    def test_load_of_several_submodules(self):
+        """A nested dict loads the state of each of its submodules."""
+        pair, other = self._small(), self._layers(self._plain(1))
+        with self.assertWarnsRegex(FutureWarning, "model_state_dict"):
+            set_model_state_dict(other, {other[index]: pair.model[index].state_dict() for index in (1, 0)})
+        self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(other))
+
+    @skip_if_lt_x_gpu(2)
     def test_submodules_with_optimizer(self):
         """The deprecated argument ``submodules`` restricts the model state dict but not the optimizer state dict."""
         pair = self._small()
@@ -491,7 +509,8 @@ class TestStateDictOptions(StateDictOptionsTest):
         pair, other = self._small(0, NestedStates), self._small(1, NestedStates, trained=False)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
-        self.assertIn("state.1.bias.sums.deep.count", osd)
+        names = [name for name in osd if name.startswith("state.1.bias.")]
+        self.assertEqual(names, [f"state.1.bias.{name}" for name in ("sums.0", "sums.deep.count", "label")])
         self.assertEqual(whole(osd["state.1.bias.sums.0"]), pair.ref_optim.state[pair.ref_model[1].bias]["sums"]["0"])
         set_optimizer_state_dict(other.model, other.optims, osd, options=options)
         self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)

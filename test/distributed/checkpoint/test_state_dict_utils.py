@@ -107,6 +107,8 @@ class TestStateDictUtils(DTensorTestBase):
         self.assertTrue(utils._check_state_dict_similarity(state_dict, copied))
         self.assertFalse(utils._check_state_dict_similarity(built((2, 3)), copied))
         self.assertFalse(utils._check_state_dict_similarity({**state_dict, "more": 1}, copied))
+        low = state_dict["tensor"].bfloat16()
+        self.assertFalse(utils._check_state_dict_similarity({**state_dict, "tensor": low}, copied))
         returned = utils._copy_state_dict(state_dict, copied)
         self.assertEqual(returned, state_dict, **EXACT)
         self.assertEqual(

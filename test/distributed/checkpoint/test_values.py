@@ -193,6 +193,16 @@ class TestValues(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
+    @subtests(name=[name for name, loader in LOADERS.items() if loader.flatten])
+    def test_empty_state_dict(self, name):
+        """A checkpoint of an empty state dict can be loaded."""
+        path = os.path.join(self.temp_dir, name)
+        dcp.save({}, checkpoint_id=path)
+        self.assertEqual(LOADERS[name].load({}, path), {}, may_be="empty")
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
     def test_stateful(self):
         """An object with a state dict of its own loads it."""
         dcp.save({"counter": Counter(3)}, checkpoint_id=self.temp_dir)

@@ -200,6 +200,24 @@ class TestCommunication(FSDPTest):
         self.assertTrue(all(grad.count_nonzero() > 0 for grad in grads if grad.numel() > 1))
 
     @skip_if_lt_x_gpu(2)
+    @subtests(backward_prefetch=PREFETCHES)
+    def test_backward_after_a_forward_of_one_layer(self, backward_prefetch):
+        """``forward_prefetch`` adds no all-gather to backward, also for layers that the last forward did not use."""
+        kwargs = {"forward_prefetch": True, "backward_prefetch": backward_prefetch, "device_id": self.device}
+        layers = [FSDP(nn.Linear(4, 4, device=self.device), **kwargs) for _ in range(4)]
+        model = FSDP(nn.ModuleList(layers), **kwargs)
+        model.module.forward = lambda x, used: nn.Sequential(*(layers[index] for index in used))(x)
+        x = torch.randn(2, 4, device=self.device)
+        model(x, range(4)).sum().backward()  # records the order of the layers
+        loss = model(x, range(4)).sum()
+        with torch.no_grad():
+            model(x, [1])
+        with recorded() as calls:
+            loss.backward()
+        # The forward of the second layer has unsharded the third one.
+        self.assertEqual(Traffic(calls).counts, (3, 0, 4))
+
+    @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, backward_prefetch=PREFETCHES)
     def test_frozen_model(self, sharding_strategy, backward_prefetch):
         """Without trainable parameters, nothing is reduced. Backward still unshards and reshards."""

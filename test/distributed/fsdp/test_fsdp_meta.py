@@ -322,6 +322,22 @@ class TestFSDPWithMetaDevice(FSDPTest):
         self.assertEqual(times_by_name(model), dict.fromkeys(leaves, 1))
 
     @skip_if_lt_x_gpu(2)
+    def test_shared_module_is_initialized_once(self):
+        """A module with two names is initialized once, so that both names have the same values."""
+        calls: list[nn.Module] = []
+
+        class Counted(nn.Linear):
+            def reset_parameters(self) -> None:
+                calls.append(self)
+                nn.init.constant_(self.weight, float(len(calls)))
+
+        shared = Counted(3, 2, bias=False, device=META)
+        calls.clear()  # ``nn.Linear`` has called it
+        model = FSDP(nn.ModuleList([nn.ModuleList([shared]), nn.ModuleList([shared])]), device_id=self.device)
+        self.assertEqual(calls, [shared])
+        self.assertEqual(full_parameters(model), {"0.0.weight": torch.ones(2, 3, device=self.device)})
+
+    @skip_if_lt_x_gpu(2)
     def test_nested_fsdp_keeps_its_values(self):
         """Initializing a module around an FSDP instance does not change the instance's parameters."""
 

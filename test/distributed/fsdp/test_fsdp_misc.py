@@ -812,6 +812,14 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 FSDP(nn.ReLU().to(device), device_id=torch.device(device.type, 0))
 
     @skip_if_lt_x_gpu(1)
+    def test_only_the_outermost_instance_without_params_is_root(self):
+        inner = FSDP(nn.ReLU(), device_id=self.device)
+        model = FSDP(nn.Sequential(inner), device_id=self.device)
+        x = torch.tensor([-1.0, 1.0 + self.rank], device=self.device)
+        self.assertEqual(model(x), x.relu())
+        self.assertEqual((model.check_is_root(), inner.check_is_root()), (True, False))
+
+    @skip_if_lt_x_gpu(1)
     @subtests(moves=[False, True])
     def test_fsdp_same_model_across_ranks(self, moves):
         """``sync_module_states`` copies rank 0's states to all ranks. ``device_id`` first moves them to the device."""

@@ -130,6 +130,19 @@ class TestFSDPOptimState(OptimStateTest):
             self.assertEqual({name: state["low"].cpu() for name, state in saved["state"].items()}, expected)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(step=[torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64)])
+    def test_scalars_of_one_flat_parameter_must_be_equal(self, step):
+        """A load raises if scalar states of one flat parameter's parameters differ in value or dtype."""
+        model = FSDP(nn.Linear(4, 2, device=self.device))
+        optim = torch.optim.Adam(model.parameters())
+        model(uniform(3, 4, seed=self.rank)).square().sum().backward()
+        optim.step()
+        osd = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+        osd["state"]["bias"]["step"] = step
+        with self.assertRaisesRegex(ValueError, "must have scalar state with the same value and dtype"):
+            FSDP.shard_full_optim_state_dict(osd, model)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(is_subclass=[False, True])
     def test_state_of_a_tensor_subclass(self, is_subclass):
         """A state is saved if it is a tensor subclass with a storage format of its own."""

@@ -314,6 +314,45 @@ class TestRedistribute(DTensorTestBase):
         with self.assertRaisesRegex(RuntimeError, r"Can not redistribute from R to P\(sum\)"):
             partial.redistribute(placements=[Replicate()]).redistribute(placements=[Partial()])
 
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @subtests(reduce_op=["sum", "avg"], rows=[4, 3])
+    def test_partial_becomes_sharded(self, reduce_op, rows):
+        """Each rank gets its rows of the reduced tensor."""
+        mesh, rows_of_rank = make_mesh(self.world_size), torch.arange(2.0 * rows, device=self.device).view(rows, 2)
+        partial = DTensor.from_local((1.0 + self.rank) * rows_of_rank, mesh, [Partial(reduce_op)])
+        sharded = partial.redistribute(placements=[Shard(0)])
+        reduced = {"sum": 3.0, "avg": 1.5}[reduce_op] * rows_of_rank
+        self.assertEqual(sharded.placements, (Shard(0),))
+        self.assertEqual(sharded.to_local(), chunk_of(reduced, self.rank, self.world_size))
+
+
+class TestRedistributeTo2D(DTensorTestBase):
+    world_size = 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(shape=[(32,), (8, 4)])
+    def test_update_of_a_sharded_view(self, shape):
+        """An update in place shards the other tensor like a view that has joined sharded dimensions."""
+        mesh, plain = make_mesh(2, 2, names=("outer", "inner")), torch.arange(32.0, device=self.device)
+        view = distribute_tensor(plain.view(2, 4, 4), mesh, [Shard(1), Shard(2)]).reshape(shape)
+        placements = view.placements
+        view.add_(distribute_tensor(10 * plain.view(shape), mesh, [Replicate()] * 2))
+        self.assertEqual(view.placements, placements)
+        self.assertEqual(view.full_tensor(), 11 * plain.view(shape))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_negative_strided_dims(self):
+        """They count from the last dimension of the tensor, as other sharded dimensions do."""
+        mesh, plain = make_mesh(2, 2, names=("outer", "inner")), torch.arange(16.0, device=self.device).view(4, 4)
+        whole = distribute_tensor(plain, mesh, [Replicate()] * 2)
+        sharded = whole.redistribute(placements=[Shard(-1), strided(-2, 2)])
+        self.assertEqual(sharded.placements, (Shard(1), strided(0, 2)))
+        columns = plain.chunk(2, dim=1)[mesh.get_local_rank("outer")]
+        self.assertEqual(sharded.to_local(), columns[mesh.get_local_rank("inner") :: 2])
+
 
 class TestDistribute(DTensorTestBase):
     world_size = 2
@@ -338,6 +377,18 @@ class TestDistribute(DTensorTestBase):
         """``distribute_tensor`` keeps a tensor on the meta device."""
         made = distribute_tensor(torch.empty(4, 2, device="meta"), make_mesh(self.world_size), [Shard(0)])
         self.assertEqual((made.shape, made.to_local().shape, made.is_meta), ((4, 2), (2, 2), True))
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_shape_and_stride_of_local_shards(self):
+        """``from_local`` takes a shape and a stride together, for example of uneven shards, but not one of them."""
+        mesh, plain = make_mesh(self.world_size), torch.arange(6.0, device=self.device).view(3, 2)
+        local = chunk_of(plain, self.rank, self.world_size)
+        layout: dict[str, Any] = {"shape": plain.shape, "stride": plain.stride()}
+        self.assertEqual(DTensor.from_local(local, mesh, [Shard(0)], **layout).full_tensor(), plain)
+        for name, value in layout.items():
+            with self.assertRaisesRegex(RuntimeError, "pass both shape and stride at the same time"):
+                DTensor.from_local(local, mesh, [Shard(0)], **{name: value})
 
     @with_comms
     @skip_if_lt_x_gpu(2)

@@ -32,8 +32,8 @@ def reproduce(rank, world_size, device, workaround=False):
         optim = _NamedOptimizer(model.named_parameters(), torch.optim.SGD, None, model, lr=0.1)
     model(torch.ones(1, 2, device=device)).sum().backward()
     optim.step()
+    expected = ["bias", "weight"]
     try:
-        actual = sorted(FSDP.optim_state_dict(model, optim)["param_groups"][0]["params"])
+        return sorted(FSDP.optim_state_dict(model, optim)["param_groups"][0]["params"]), expected
     except KeyError as error:
-        actual = f"KeyError: {error}"
-    return actual, ["bias", "weight"]
+        return f"KeyError: {error}", expected

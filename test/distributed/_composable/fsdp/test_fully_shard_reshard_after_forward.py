@@ -20,6 +20,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     check_parity,
@@ -53,27 +54,29 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             check_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_uneven_shards_after_forward(self):
+    @subtests(rows=[5, 7])
+    def test_uneven_shards_after_forward(self, rows):
         """``full_tensor()`` is right between forward and backward, while the parameter is sharded over a smaller mesh.
 
-        With torch 2.13.0 it is wrong if the rows are sharded unevenly, which is a defect. FSDP takes the new shards
-        from the all-gather output, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor
-        assumes that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
+        With torch 2.13.0 it is wrong for 5 rows, which is a defect. FSDP takes the new shards from the all-gather
+        output, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor assumes that 5 rows
+        were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
 
             model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
             expected = model.weight.full_tensor()
             model(torch.ones(3, 4))
             print(torch.equal(model.weight.full_tensor(), expected))
         """
-        model: Any = fully_shard(nn.Linear(4, 5, bias=False, device=self.device), reshard_after_forward=2)
+        model: Any = fully_shard(nn.Linear(4, rows, bias=False, device=self.device), reshard_after_forward=2)
         expected = model.weight.full_tensor().detach()
         output = model(torch.ones(3, 4, device=self.device))
-        actual = model.weight.full_tensor().detach()
-        with torch_defect("fsdp2_uneven_rows_shown_wrong"):
+        actual, local = (each.detach() for each in (model.weight.full_tensor(), model.weight.to_local()))
+        with torch_defect("fsdp2_uneven_rows_shown_wrong", when=rows == 5):
             self.assertEqual(actual, expected)
+            self.assertEqual(local, chunk_of(expected, self.rank % 2, 2))
         output.sum().backward()
         self.assertEqual(model.weight.full_tensor().detach(), expected)
-        self.assertEqual(model.weight.grad.full_tensor(), torch.full((5, 4), 3.0, device=self.device))
+        self.assertEqual(model.weight.grad.full_tensor(), torch.full((rows, 4), 3.0, device=self.device))
 
 
 if __name__ == "__main__":
