@@ -198,9 +198,9 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             self._test_train_parity_multi_groups((), compiled=True)
 
     @skip_if_lt_x_gpu(2)
-    def test_train_parity_multi_group_cpu_offload_eager(self):
-        policies = [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
-        self.run_subtests({"late": delays(), "offload_policy": policies}, self._test_train_parity_multi_groups)
+    @subtests(late=delays, offload_policy=[CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)])
+    def test_train_parity_multi_group_cpu_offload_eager(self, late, offload_policy):
+        self._test_train_parity_multi_groups(late, offload_policy)
 
     def _test_train_parity_multi_groups(
         self, late: tuple[str, ...], offload_policy: OffloadPolicy | None = None, compiled: bool = False
@@ -565,16 +565,15 @@ class TestReplicateTPTraining(TrainingMixin, FSDPTest):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    def test_replicate_tp(self):
+    @subtests(
+        case=[(checkpointing, dim) for checkpointing in (False, True) for dim in (3, 5, 16, 17)]
+        if TEST_WITH_SLOW
+        else [(False, 3), (True, 16), (False, 17)]
+    )
+    def test_replicate_tp(self, case):
         """``replicate`` works on a model with tensor parallelism, with even and uneven shards."""
-        cases = [(False, 3), (True, 16), (False, 17)]
-        if TEST_WITH_SLOW:
-            cases = [(checkpointing, dim) for checkpointing in (False, True) for dim in (3, 5, 16, 17)]
+        use_activation_checkpointing, mlp_dim = case
         mesh = self._mesh(2, 2, names=("dp_replicate", "tp"))
-        for case in cases:
-            self.run_subtests({"case": [case]}, lambda case: self._test_replicate_tp(mesh, *case))
-
-    def _test_replicate_tp(self, mesh: Any, use_activation_checkpointing: bool, mlp_dim: int) -> None:
         manual_seed(42)
         model = MLPStack(mlp_dim)
         ref_model = self._replica(model)

@@ -258,15 +258,15 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         )
 
     @skip_if_lt_x_gpu(2)
-    def test_train_parity_2d_mlp(self):
+    @subtests(
         # Checkpointing does not depend on the size, so only slow tests run all combinations.
-        cases = [(False, 3), (True, 16), (False, 17)]
-        if TEST_WITH_SLOW:
-            cases = list(itertools.product([False, True], [3, 16, 17]))
-        self.run_subtests({"case": cases}, lambda case: self._test_train_parity_2d_mlp(*case))
-
-    def _test_train_parity_2d_mlp(self, use_activation_checkpointing: bool, mlp_dim: int) -> None:
+        case=list(itertools.product([False, True], [3, 16, 17]))
+        if TEST_WITH_SLOW
+        else [(False, 3), (True, 16), (False, 17)]
+    )
+    def test_train_parity_2d_mlp(self, case):
         """``replicate`` trains like the plain model. HSDP with TP on the same mesh does as well."""
+        use_activation_checkpointing, mlp_dim = case
         mesh = self._mesh(2, 1, self.world_size // 2, names=("replicate", "shard", "tp"))
         manual_seed(42)
         plain = MLPStack(mlp_dim)

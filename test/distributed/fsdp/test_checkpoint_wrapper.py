@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 
 _SAVED_PREFIX = "_saved_"
 GRAD_FN_NEXT_FUNCTIONS = "next_functions"
@@ -191,14 +192,13 @@ class CheckpointWrapperTest(TestCase):
         loss.backward()
         self.assertEqual(entered, 2)
 
-    def test_preserve_rng_state_is_passed_on(self):
+    @subtests(name=["reentrant", "no_reentrant"])
+    def test_preserve_rng_state_is_passed_on(self, name):
         """Without ``preserve_rng_state``, recomputation uses a new dropout mask; gradients differ."""
-        for name in ("reentrant", "no_reentrant"):
-            with self.subTest(wrapper=name):
-                plain = Counting()
-                wrapped = WRAPPERS[name](copy.deepcopy(plain), preserve_rng_state=False)
-                self.assertEqual(self._run(plain)[0], self._run(wrapped)[0], rtol=0, atol=0)
-                self.assertNotEqual(self._run(plain)[1], self._run(wrapped)[1])
+        plain = Counting()
+        wrapped = WRAPPERS[name](copy.deepcopy(plain), preserve_rng_state=False)
+        self.assertEqual(self._run(plain)[0], self._run(wrapped)[0], rtol=0, atol=0)
+        self.assertNotEqual(self._run(plain)[1], self._run(wrapped)[1])
 
     def test_checkpoint_wrapper_parity(self):
         """The wrapper uses as much memory as the checkpoint function, and less than a model without checkpoints.
@@ -249,20 +249,13 @@ class CheckpointWrapperTest(TestCase):
         with self.assertRaisesRegex(AttributeError, "no attribute 'baz'"):
             _ = wrapped.baz
 
-    def test_apply_activation_checkpointing(self):
+    @subtests(name=list(WRAPPERS))
+    def test_apply_activation_checkpointing(self, name):
         """All layers chosen by the policy or function are wrapped in place, and the model trains."""
-
-        def check_fn(module: nn.Module) -> bool:
-            return isinstance(module, nn.Linear)
-
-        for name, wrapper in WRAPPERS.items():
-            chosen: dict[str, Any] = {"check_fn": check_fn}
-            if wrapper is reentrant:
-                chosen = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
-            with self.subTest(wrapper=name):
-                self._test_apply_activation_checkpointing(wrapper, chosen)
-
-    def _test_apply_activation_checkpointing(self, wrapper: Wrapper, chosen: dict[str, Any]) -> None:
+        wrapper = WRAPPERS[name]
+        chosen: dict[str, Any] = {"check_fn": lambda module: isinstance(module, nn.Linear)}
+        if wrapper is reentrant:
+            chosen = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
         kind = kind_of(wrapper)
         model = ThreeBlocks()
         wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, **chosen)
@@ -281,22 +274,22 @@ class CheckpointWrapperTest(TestCase):
                     self.assertTrue(param.requires_grad)
                     self.assertIsNotNone(param.grad)
 
-    def test_apply_activation_checkpointing_keeps_names(self):
+    @subtests(name=list(WRAPPERS))
+    def test_apply_activation_checkpointing_keeps_names(self, name):
         """State dicts have the plain model's keys and load in both directions."""
-        for name, wrapper in WRAPPERS.items():
-            with self.subTest(wrapper=name):
-                plain, model = ThreeBlocks(), ThreeBlocks()
-                wrapping.apply_activation_checkpointing(
-                    model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, (nn.Linear, nn.Sequential))
-                )
-                self.assertGreater(sum(isinstance(m, kind_of(wrapper)) for m in model.modules()), 6)
-                self.assertEqual(list(model.state_dict()), list(plain.state_dict()))
-                for source, target in ((plain, model), (model, plain)):
-                    with torch.no_grad():
-                        for tensor in source.parameters():
-                            tensor.add_(0.5)
-                    target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
-                    self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
+        wrapper = WRAPPERS[name]
+        plain, model = ThreeBlocks(), ThreeBlocks()
+        wrapping.apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, (nn.Linear, nn.Sequential))
+        )
+        self.assertGreater(sum(isinstance(m, kind_of(wrapper)) for m in model.modules()), 6)
+        self.assertEqual(list(model.state_dict()), list(plain.state_dict()))
+        for source, target in ((plain, model), (model, plain)):
+            with torch.no_grad():
+                for tensor in source.parameters():
+                    tensor.add_(0.5)
+            target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
+            self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
     def test_apply_activation_checkpointing_leaves_the_root(self):
         """The root is never wrapped. An argument that is no policy and no function is rejected."""
@@ -390,41 +383,41 @@ class CheckpointWrapperTest(TestCase):
         loss.backward()
         return loss.detach(), [x.grad, *(param.grad for param in model.parameters())]
 
-    def test_same_numbers(self):
+    @subtests(name=list(WRAPPERS))
+    def test_same_numbers(self, name):
         """Loss and gradients match the plain model, dropout included.
 
         With recomputation they match bitwise. Offloaded tensors come back contiguous, even transposed weights, and the
         product with such a weight is summed in another order. So offloading needs the float32 tolerance.
         """
-        for name, wrapper in WRAPPERS.items():
-            with self.subTest(wrapper=name):
-                plain = nn.Sequential(Counting(), nn.Tanh(), Counting())
-                wrapped = copy.deepcopy(plain)
-                wrapping.apply_activation_checkpointing(
-                    wrapped, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Counting)
-                )
-                optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
-                tolerance = None if wrapper is offload else 0
-                for _ in range(3):
-                    expected, actual = self._run(plain), self._run(wrapped)
-                    self.assertEqual(actual, expected, rtol=tolerance, atol=tolerance)
-                    self.assertGreater(expected[1][0].abs().sum().item(), 0)
-                    for optim in optims:
-                        optim.step()
+        wrapper = WRAPPERS[name]
+        plain = nn.Sequential(Counting(), nn.Tanh(), Counting())
+        wrapped = copy.deepcopy(plain)
+        wrapping.apply_activation_checkpointing(
+            wrapped, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Counting)
+        )
+        optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+        tolerance = None if wrapper is offload else 0
+        for _ in range(3):
+            expected, actual = self._run(plain), self._run(wrapped)
+            self.assertEqual(actual, expected, rtol=tolerance, atol=tolerance)
+            self.assertGreater(expected[1][0].abs().sum().item(), 0)
+            for optim in optims:
+                optim.step()
 
-    def test_number_of_forwards(self):
+    @subtests(name=list(WRAPPERS))
+    def test_number_of_forwards(self, name):
         """Checkpoints run forward twice per iteration. With offloading, or under ``no_grad``, forward runs once."""
-        for name, wrapper in WRAPPERS.items():
-            with self.subTest(wrapper=name):
-                inner = Counting()
-                model = wrapper(inner)
-                for iteration in (1, 2):
-                    self._run(model)
-                    self.assertEqual(inner.calls, iteration * (1 if wrapper is offload else 2))
-                inner.calls = 0
-                with torch.no_grad():
-                    model(torch.randn(4, 8, device=self.device))
-                self.assertEqual(inner.calls, 1)
+        wrapper = WRAPPERS[name]
+        inner = Counting()
+        model = wrapper(inner)
+        for iteration in (1, 2):
+            self._run(model)
+            self.assertEqual(inner.calls, iteration * (1 if wrapper is offload else 2))
+        inner.calls = 0
+        with torch.no_grad():
+            model(torch.randn(4, 8, device=self.device))
+        self.assertEqual(inner.calls, 1)
 
 
 if __name__ == "__main__":

@@ -148,19 +148,11 @@ class TestBackwardPrefetch(FSDPTest):
             yield record, len(in_forward), len(in_backward)
 
     @skip_if_lt_x_gpu(2)
-    def test_backward_prefetch(self):
+    @subtests(
+        backward_prefetch=PREFETCHES, sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+    )
+    def test_backward_prefetch(self, backward_prefetch, sharding_strategy):
         """Each mode makes the expected choices layer by layer in every iteration, even without all-gathers."""
-        self.run_subtests(
-            {
-                "backward_prefetch": PREFETCHES,
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-            },
-            self._test_backward_prefetch,
-        )
-
-    def _test_backward_prefetch(
-        self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
-    ) -> None:
         # Under SHARD_GRAD_OP the choices are the same, but the parameters are already unsharded.
         gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
         for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):

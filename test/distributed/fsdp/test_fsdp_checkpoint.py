@@ -315,10 +315,10 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
         self._test_checkpoint_submodule(use_reentrant, ShardingStrategy.NO_SHARD)
 
     @skip_if_lt_x_gpu(2)
-    def test_checkpoint_submodule_sharded(self, device):
+    @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_checkpoint_submodule_sharded(self, device, sharding_strategy):
         """The same holds with sharded parameters, which are resharded after backward."""
-        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-        self.run_subtests({"sharding_strategy": strategies}, self._test_checkpoint_submodule, use_reentrant=False)
+        self._test_checkpoint_submodule(False, sharding_strategy)
 
     def _test_checkpoint_submodule(self, use_reentrant: bool, sharding_strategy: ShardingStrategy) -> None:
         plain, without, within = self._models(use_reentrant, sharding_strategy)

@@ -31,6 +31,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
@@ -204,17 +205,16 @@ class TestFSDPWithDeviceMeshAndDTensor(DTensorStatesMixin, DTensorTestBase):
     @with_comms
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
-    def test_checkpoint_on_disk(self):
+    @subtests(
+        is_even_sharded_model=[False, True],
+        sizes=[(4, 4), (2, 4), (4, 2), (4, 1)],
+        use_orig_params=[False, True],
+        valid=lambda is_even_sharded_model, sizes, use_orig_params: (
+            not is_even_sharded_model or (sizes in [(2, 4), (4, 2)] and not use_orig_params)
+        ),
+    )
+    def test_checkpoint_on_disk(self, is_even_sharded_model, sizes, use_orig_params):
         """A checkpoint loads on as many, more or fewer ranks, and training continues like that of the plain model."""
-        sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"
-        config = {"sizes": sizes, "is_even_sharded_model": [False], orig: [False, True]}
-        self.run_subtests(config, self._test_checkpoint_on_disk)
-        config = {"sizes": sizes[1:3], "is_even_sharded_model": [True], orig: [False]}
-        self.run_subtests(config, self._test_checkpoint_on_disk)
-
-    def _test_checkpoint_on_disk(
-        self, sizes: tuple[int, int], is_even_sharded_model: bool, use_orig_params: bool
-    ) -> None:
         path = os.path.join(self.temp_dir, f"{sizes}-{is_even_sharded_model}-{use_orig_params}")
         saving, loading = (DeviceMesh(self.device_type, list(range(size))) for size in sizes)
         kwargs: dict[str, Any] = {"use_orig_params": use_orig_params}

@@ -74,13 +74,6 @@ class TestGradAcc(FSDPTest):
             add_bn=False,
         )
 
-    def _get_subtest_config(self, cpu_offload: CPUOffload) -> dict[str, list[Any]]:
-        return {
-            "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
-            "sharding_strategy": STRATEGIES,
-            "cpu_offload": [cpu_offload],
-        }
-
     def _batches(self, model: FSDP, number: int) -> list[Batch]:
         """The model's own input and permutations of its tokens, by rank. No two batches share a tensor."""
 
@@ -149,15 +142,10 @@ class TestGradAcc(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("configs", [_in_turns(True), _in_turns(False)])
     @parametrize("use_orig_params", [False, True])
-    def test_grad_acc(self, configs, use_orig_params):
+    @subtests(backward_prefetch=[None, *BackwardPrefetch], sharding_strategy=STRATEGIES)
+    def test_grad_acc(self, **options):
         """Nine batches, by threes inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
-        self.run_subtests(
-            self._get_subtest_config(CPUOffload(offload_params=False)),
-            self._test_grad_acc,
-            batch_dim=1,
-            configs=configs,
-            use_orig_params=use_orig_params,
-        )
+        self._test_grad_acc(batch_dim=1, cpu_offload=CPUOffload(offload_params=False), **options)
 
     @unperturbed(
         "with NO_SHARD, a forward under no_grad inside no_sync brings back offloaded gradients",
@@ -166,15 +154,11 @@ class TestGradAcc(FSDPTest):
     )
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
-    def test_grad_acc_cpu_offload(self, use_orig_params):
+    @subtests(backward_prefetch=[None, *BackwardPrefetch], sharding_strategy=STRATEGIES)
+    def test_grad_acc_cpu_offload(self, **options):
         """The same for offloaded parameters, which accumulate only inside ``no_sync()``."""
-        self.run_subtests(
-            self._get_subtest_config(CPUOffload(offload_params=True)),
-            self._test_grad_acc,
-            batch_dim=1,
-            configs=_GradAccConfigs([_GradAccConfig(use_no_sync=True, num_iters=3)]),
-            use_orig_params=use_orig_params,
-        )
+        configs = _GradAccConfigs([_GradAccConfig(use_no_sync=True, num_iters=3)])
+        self._test_grad_acc(batch_dim=1, configs=configs, cpu_offload=CPUOffload(offload_params=True), **options)
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])

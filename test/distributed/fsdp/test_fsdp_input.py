@@ -179,11 +179,10 @@ class TestInputSharded(_InputBase):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    def test_input_type_sharded(self, device):
+    @subtests(input_cls=[dict, list])
+    def test_input_type_sharded(self, device, input_cls):
         """The same holds with shards, and with data that differs by rank."""
-        for input_cls in (dict, list):
-            with self.subTest(input_cls=input_cls):
-                self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
+        self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
 
     @skip_if_lt_x_gpu(2)
     @subtests(kind=list(CONTAINERS))

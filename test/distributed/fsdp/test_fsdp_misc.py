@@ -443,31 +443,22 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         return within[self.rank // shards], across[self.rank % shards]
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_cpu_training(self):
+    @subtests(
+        sharding_strategy=lambda: [ShardingStrategy.NO_SHARD, *SHARDED, *internals.hybrid_strategies()],
+        optim_class=[torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.9)],
+    )
+    def test_fsdp_cpu_training(self, sharding_strategy, optim_class):
         """On the CPU, every strategy trains as DDP does. Each loss and each parameter is compared.
 
         Adam hides a wrong scale of gradients, so the test also trains with SGD.
         """
-        self.run_subtests(
-            {
-                "sharding_strategy": [ShardingStrategy.NO_SHARD, *SHARDED, *internals.hybrid_strategies()],
-                "optim_class": [torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.9)],
-            },
-            self._test_fsdp_cpu_training,
-            shards=2,
-        )
+        self._test_fsdp_cpu_training(sharding_strategy, optim_class, shards=2)
 
     @requires_world_size(4)
-    def test_fsdp_cpu_training_with_replicas(self):
+    @subtests(sharding_strategy=internals.hybrid_strategies)
+    def test_fsdp_cpu_training_with_replicas(self, sharding_strategy):
         """Hybrid strategies over two groups of two ranks keep the replicas the same."""
-        self.run_subtests(
-            {
-                "sharding_strategy": internals.hybrid_strategies(),
-                "optim_class": [functools.partial(torch.optim.SGD, momentum=0.9)],
-            },
-            self._test_fsdp_cpu_training,
-            shards=2,
-        )
+        self._test_fsdp_cpu_training(sharding_strategy, functools.partial(torch.optim.SGD, momentum=0.9), shards=2)
 
     def _test_fsdp_cpu_training(
         self, sharding_strategy: ShardingStrategy, optim_class: Callable[..., torch.optim.Optimizer], shards: int

@@ -290,39 +290,31 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_mixed_precision_e2e_full_shard(
-        self, mp_config, cpu_offload, full_precision_param_dtype, enable_sharded_grad_scaler
-    ):
-        """Check dtypes in all places where they are visible, over three steps."""
+    @subtests(
         # Without streams, a prefetch only moves an all-gather. So each value is tested, but not each pair.
-        pairs = list(itertools.product([False, True], PREFETCHES))
-        if not accelerator.current().has("streams"):
-            pairs = list(zip([False, True, False], PREFETCHES))
-        self.run_subtests(
-            {"prefetches": pairs},
-            self._run_test_mixed_precision_e2e,
-            mp_config=mp_config,
-            cpu_offload=cpu_offload,
-            full_precision_param_dtype=full_precision_param_dtype,
-            sharding_strategy=ShardingStrategy.FULL_SHARD,
-            enable_sharded_grad_scaler=enable_sharded_grad_scaler,
+        prefetches=lambda: (
+            list(itertools.product([False, True], PREFETCHES))
+            if accelerator.current().has("streams")
+            else list(zip([False, True, False], PREFETCHES))
         )
+    )
+    def test_mixed_precision_e2e_full_shard(self, **options):
+        """Check dtypes in all places where they are visible, over three steps."""
+        self._run_test_mixed_precision_e2e(**options, sharding_strategy=ShardingStrategy.FULL_SHARD)
 
     @skip_if_lt_x_gpu(2)
-    def test_mixed_precision_e2e_bf16(self):
+    @subtests(
+        mp_config=[
+            MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+            MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        ],
+        cpu_offload=cpu_offload_config,
+        sharding_strategy=STRATEGIES,
+    )
+    def test_mixed_precision_e2e_bf16(self, **options):
         """All dtypes are right also in bfloat16, and with gradients reduced in full precision."""
-        self.run_subtests(
-            {
-                "mp_config": [
-                    MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-                    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-                ],
-                "cpu_offload": cpu_offload_config,
-                "sharding_strategy": STRATEGIES,
-            },
-            self._run_test_mixed_precision_e2e,
-            full_precision_param_dtype=torch.float32,
-            enable_sharded_grad_scaler="enable_sharded_grad_scaler",
+        self._run_test_mixed_precision_e2e(
+            **options, full_precision_param_dtype=torch.float32, enable_sharded_grad_scaler="enable_sharded_grad_scaler"
         )
 
     def _check_embedding(self, mp_config: MixedPrecision) -> None:
@@ -403,10 +395,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             self.assertTrue(internals.flat_param_of(norm).grad.isfinite().all())
 
     @skip_if_lt_x_gpu(2)
-    def test_grads_reduced_precision(self):
-        self.run_subtests(
-            {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
-        )
+    @subtests(offload_params=[False, True], use_orig_params=[False, True])
+    def test_grads_reduced_precision(self, offload_params, use_orig_params):
+        self._test_grads_reduced_precision(offload_params, use_orig_params)
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
@@ -693,10 +684,9 @@ class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
     world_size = 1
 
     @skip_if_lt_x_gpu(1)
-    def test_grads_reduced_precision(self):
-        self.run_subtests(
-            {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
-        )
+    @subtests(offload_params=[False, True], use_orig_params=[False, True])
+    def test_grads_reduced_precision(self, offload_params, use_orig_params):
+        self._test_grads_reduced_precision(offload_params, use_orig_params)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_no_reshard_after_forward(self):

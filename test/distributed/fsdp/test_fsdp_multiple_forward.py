@@ -97,27 +97,27 @@ class TestMultiForward(FewRanksTest):
             self.assertEqual(get_full_params(model), list(reference.parameters()), rtol=1e-5, atol=1e-5)
 
     @skip_if_lt_x_gpu(2)
-    def test_gathers_of_each_pass(self):
+    @subtests(strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_gathers_of_each_pass(self, strategy):
         """FULL_SHARD unshards the inner instance for each forward and for backward, SHARD_GRAD_OP only once.
 
         The post-backward hook runs once for both forwards.
         """
-        for strategy, expected in ((ShardingStrategy.FULL_SHARD, [2, 1]), (ShardingStrategy.SHARD_GRAD_OP, [1, 0])):
-            with self.subTest(strategy=strategy):
-                model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
-                outer, inner = (internals.flat_param_of(unit).numel() for unit in (model, model.module.inner))
-                self.assertNotEqual(outer, inner)  # so that their gathers can be distinguished
-                for _ in range(2):
-                    hook = mock.Mock(side_effect=internals.fsdp1_runtime._post_backward_hook)
-                    with torch_names.patched(internals.fsdp1_runtime, "_post_backward_hook", hook):
-                        with recorded("all_gather") as in_forward:
-                            output = model(torch.ones(2, 4, device=get_devtype()))
-                        with recorded("all_gather") as in_backward:
-                            output.sum().backward()
-                    gathers = [[call.numel for call in calls].count(inner) for calls in (in_forward, in_backward)]
-                    self.assertEqual(gathers, expected)
-                    units = [call.args[1] for call in hook.call_args_list]
-                    self.assertEqual([units.count(handle) for handle in internals.handles(model)], [1, 1])
+        expected = [2, 1] if strategy is ShardingStrategy.FULL_SHARD else [1, 0]
+        model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
+        outer, inner = (internals.flat_param_of(unit).numel() for unit in (model, model.module.inner))
+        self.assertNotEqual(outer, inner)  # so that their gathers can be distinguished
+        for _ in range(2):
+            hook = mock.Mock(side_effect=internals.fsdp1_runtime._post_backward_hook)
+            with torch_names.patched(internals.fsdp1_runtime, "_post_backward_hook", hook):
+                with recorded("all_gather") as in_forward:
+                    output = model(torch.ones(2, 4, device=get_devtype()))
+                with recorded("all_gather") as in_backward:
+                    output.sum().backward()
+            gathers = [[call.numel for call in calls].count(inner) for calls in (in_forward, in_backward)]
+            self.assertEqual(gathers, expected)
+            units = [call.args[1] for call in hook.call_args_list]
+            self.assertEqual([units.count(handle) for handle in internals.handles(model)], [1, 1])
 
     @skip_if_lt_x_gpu(2)
     def test_two_forwards_then_two_backwards(self):

@@ -299,18 +299,18 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         self.assertEqual([wait.synchronize.call_count for wait in waits], [1] * sum(dequeued))
 
     @skip_if_lt_x_gpu(2)
-    def test_frees_that_are_recorded(self):
+    @subtests(strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_frees_that_are_recorded(self, strategy):
         """Only real frees are recorded. Under SHARD_GRAD_OP, forward frees nothing."""
-        for strategy, in_forward in ((ShardingStrategy.FULL_SHARD, LAYERS), (ShardingStrategy.SHARD_GRAD_OP, 0)):
-            with self.subTest(strategy=strategy):
-                model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)
-                inputs = torch.ones(1, device=self.device, requires_grad=True)
-                for _ in range(2):
-                    with torch_names.patched(limiter._FreeEventQueue, "enqueue", autospec=True) as freed:
-                        output = model(inputs)
-                        self.assertEqual(freed.call_count, in_forward)
-                        output.sum().backward()
-                    self.assertEqual(freed.call_count, in_forward + LAYERS)
+        in_forward = LAYERS if strategy is ShardingStrategy.FULL_SHARD else 0
+        model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)
+        inputs = torch.ones(1, device=self.device, requires_grad=True)
+        for _ in range(2):
+            with torch_names.patched(limiter._FreeEventQueue, "enqueue", autospec=True) as freed:
+                output = model(inputs)
+                self.assertEqual(freed.call_count, in_forward)
+                output.sum().backward()
+            self.assertEqual(freed.call_count, in_forward + LAYERS)
 
 
 instantiate_device_type_tests(TestForwardOverlapWorldSizeOne, globals(), allow_xpu=True)

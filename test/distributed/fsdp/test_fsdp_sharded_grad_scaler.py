@@ -349,23 +349,16 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         return tuple(torch.randint(23, (length, 2), device=self.device) for length in (6, 4))
 
     @skip_if_lt_x_gpu(2)
-    def test_sharded_grad_scaler_found_inf(self):
+    @subtests(
+        use_orig_params=[False, True],
+        cpu_offload=[CPUOffload(offload_params=True), CPUOffload(offload_params=False)],
+        spoilt=lambda: [(0, math.inf), (dist.get_world_size() - 1, math.nan)],
+    )
+    def test_sharded_grad_scaler_found_inf(self, use_orig_params, cpu_offload, spoilt):
         """If a gradient is not finite on one rank, all ranks skip the step, and the scale backs off.
 
         The first rank has an inf, or the last rank has a NaN. A skipped step leaves parameters bitwise unchanged.
         """
-        self.run_subtests(
-            {
-                "use_orig_params": [False, True],
-                "cpu_offload": [CPUOffload(offload_params=True), CPUOffload(offload_params=False)],
-                "spoilt": [(0, math.inf), (self.world_size - 1, math.nan)],
-            },
-            self._test_sharded_grad_scaler_found_inf,
-        )
-
-    def _test_sharded_grad_scaler_found_inf(
-        self, use_orig_params: bool, cpu_offload: CPUOffload, spoilt: tuple[int, float]
-    ) -> None:
         model, optim, ref_model, ref_optim = self._build_model_and_optim(cpu_offload, use_orig_params)
         scaler, ref_scaler = self._scaler(), self._scaler(GradScaler)
         spoilt_rank, value = spoilt

@@ -409,11 +409,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     @parametrize("state_dict_type", list(KINDS))
-    def test_state_dict_save_load_flow(self, state_dict_type):
+    @subtests(move_to_cpu=[True, False])
+    def test_state_dict_save_load_flow(self, state_dict_type, move_to_cpu):
         """A zeroed model that loads the state of a trained FSDP model equals a model trained with DDP."""
-        self.run_subtests({"move_to_cpu": [True, False]}, self._test_state_dict_save_load_flow, state_dict_type)
-
-    def _test_state_dict_save_load_flow(self, state_dict_type: str, move_to_cpu: bool) -> None:
         reference = self._dist_train(wrap_fsdp=False)
         # A local state dict holds the live tensors, so its context must end before they move.
         state_dict = self._save(self._dist_train(), state_dict_type)

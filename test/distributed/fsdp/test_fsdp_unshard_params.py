@@ -238,21 +238,14 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(local.tolist(), [0.0] if self.rank == 0 else [3.0])
 
     @skip_if_lt_x_gpu(2)
-    def test_unshard_params_respects_reshard(self):
+    @subtests(
+        rank0_only=[False, True],
+        offload_to_cpu=[False, True],
+        mixed_precision=_mixed_precisions(),
+        use_orig_params=[False, True],
+    )
+    def test_unshard_params_respects_reshard(self, rank0_only, offload_to_cpu, mixed_precision, use_orig_params):
         """A root that is unsharded after forward stays unsharded after the context. Other parameters are resharded."""
-        self.run_subtests(
-            {
-                "rank0_only": [False, True],
-                "offload_to_cpu": [False, True],
-                "mixed_precision": _mixed_precisions(),
-                "use_orig_params": [False, True],
-            },
-            self._test_unshard_params_respects_reshard,
-        )
-
-    def _test_unshard_params_respects_reshard(
-        self, rank0_only: bool, offload_to_cpu: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
-    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
         gathered = 16  # 8 elements on each rank
@@ -280,21 +273,14 @@ class TestUnshardParams(TestUnshardParamsBase):
         assert_gathered(0)
 
     @skip_if_lt_x_gpu(2)
-    def test_unshard_params_recurse(self):
+    @subtests(
+        recurse=[False, True],
+        unshard_outer=[False, True],
+        mixed_precision=_mixed_precisions(),
+        use_orig_params=[False, True],
+    )
+    def test_unshard_params_recurse(self, recurse, unshard_outer, mixed_precision, use_orig_params):
         """``recurse=False`` unshards only the module it is called on, and no FSDP instance below it."""
-        self.run_subtests(
-            {
-                "recurse": [False, True],
-                "unshard_outer": [False, True],
-                "mixed_precision": _mixed_precisions(),
-                "use_orig_params": [False, True],
-            },
-            self._test_unshard_params_recurse,
-        )
-
-    def _test_unshard_params_recurse(
-        self, recurse: bool, unshard_outer: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
-    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         outer, inner = internals.flat_params(model)
         padding = int(use_orig_params)  # then the flat parameter itself is padded to a multiple of the world size
@@ -307,13 +293,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual((outer.numel(), inner.numel()), sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_named_parameters_and_buffers(self):
+    @subtests(prefix=["", "test_prefix"], recurse=[False, True])
+    def test_named_parameters_and_buffers(self, prefix, recurse):
         """In the context, names match the model without FSDP."""
-        self.run_subtests(
-            {"prefix": ["", "test_prefix"], "recurse": [False, True]}, self._test_named_parameters_and_buffers
-        )
-
-    def _test_named_parameters_and_buffers(self, prefix: str, recurse: bool) -> None:
         reference, inner = (
             NestedWrappedModule.init(
                 self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -336,30 +318,11 @@ class TestUnshardParams(TestUnshardParamsBase):
                     self.assertEqual(found_tensor, expected_tensor, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_with_grads_core(self):
+    @subtests(
+        writeback=[False, True], offload_to_cpu=[False, True], sharding_strategy=STRATEGIES, use_orig_params=[True]
+    )
+    def test_with_grads_core(self, writeback, offload_to_cpu, sharding_strategy, use_orig_params):
         """Unsharded gradients match DDP after backward and before the next one, and can be changed."""
-        self.run_subtests(
-            {
-                "writeback": [False, True],
-                "offload_to_cpu": [False, True],
-                "sharding_strategy": STRATEGIES,
-                "use_orig_params": [True],
-            },
-            self._test_with_grads_core,
-        )
-
-    def _transformer_and_ddp(self, **fsdp_kwargs: Any) -> tuple[FSDP, DDP]:
-        init = functools.partial(
-            TransformerWithSharedParams.init,
-            self.process_group,
-            device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
-            deterministic=True,
-        )
-        return init(FSDPInitMode.RECURSIVE, fsdp_kwargs=fsdp_kwargs), DDP(init(FSDPInitMode.NO_FSDP))
-
-    def _test_with_grads_core(
-        self, writeback: bool, offload_to_cpu: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
-    ) -> None:
         is_supported = use_orig_params and not offload_to_cpu
         persists = writeback or (sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
 
@@ -405,12 +368,19 @@ class TestUnshardParams(TestUnshardParamsBase):
             for model in (fsdp_model, ddp_model):
                 model(*inputs)
 
-    @skip_if_lt_x_gpu(2)
-    def test_with_grads_none_grads(self):
-        """Before any backward, neither sharded nor unsharded parameters have gradients."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
+    def _transformer_and_ddp(self, **fsdp_kwargs: Any) -> tuple[FSDP, DDP]:
+        init = functools.partial(
+            TransformerWithSharedParams.init,
+            self.process_group,
+            device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
+            deterministic=True,
+        )
+        return init(FSDPInitMode.RECURSIVE, fsdp_kwargs=fsdp_kwargs), DDP(init(FSDPInitMode.NO_FSDP))
 
-    def _test_with_grads_none_grads(self, sharding_strategy: ShardingStrategy) -> None:
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_with_grads_none_grads(self, sharding_strategy):
+        """Before any backward, neither sharded nor unsharded parameters have gradients."""
         model, _ = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
         flat_params = internals.flat_params(model)
         self.assertEqual([flat_param.grad for flat_param in flat_params], [None] * 5)  # the root and four layers
@@ -430,19 +400,14 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(shapes, expected)
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_is_of_the_own_shard(self):
+    @subtests(
+        writeback=[True, False],
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        mixed_precision=_mixed_precisions(),
+        use_orig_params=[True, False],
+    )
+    def test_writeback_is_of_the_own_shard(self, writeback, **fsdp_kwargs):
         """Each element keeps exactly the value written by the rank that owns it."""
-        self.run_subtests(
-            {
-                "writeback": [True, False],
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-                "mixed_precision": _mixed_precisions(),
-                "use_orig_params": [True, False],
-            },
-            self._test_writeback_is_of_the_own_shard,
-        )
-
-    def _test_writeback_is_of_the_own_shard(self, writeback: bool, **fsdp_kwargs: Any) -> None:
         model = self._two_layers(**fsdp_kwargs)
 
         def values_of(ranks: int | torch.Tensor, numel: int) -> torch.Tensor:
@@ -459,17 +424,12 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(after, written if writeback else before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_of_many_parameters(self):
+    @subtests(cpu_offload=_cpu_offloads(), use_orig_params=[True, False], offload_to_cpu=[False, True])
+    def test_writeback_of_many_parameters(self, offload_to_cpu, **fsdp_kwargs):
         """All parameters that share a flat parameter are written back, not only one.
 
         This includes parameters that the context moved to host memory while FSDP keeps them on the device.
         """
-        self.run_subtests(
-            {"cpu_offload": _cpu_offloads(), "use_orig_params": [True, False], "offload_to_cpu": [False, True]},
-            self._test_writeback_of_many_parameters,
-        )
-
-    def _test_writeback_of_many_parameters(self, offload_to_cpu: bool, **fsdp_kwargs: Any) -> None:
         model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(self.device), **fsdp_kwargs)  # an odd number
         self.assertEqual(len(internals.flat_params(model)), 1)
         expected = [
@@ -484,21 +444,14 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(list(full_parameters(model).values()), expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_memory_and_state_around_the_context(self):
+    @subtests(
+        rank0_only=[False, True],
+        fails=[False, True],
+        mixed_precision=_mixed_precisions(),
+        use_orig_params=[True, False],
+    )
+    def test_memory_and_state_around_the_context(self, rank0_only, fails, mixed_precision, use_orig_params):
         """The context unshards all parameters and frees them at its end, also after an exception. Training goes on."""
-        self.run_subtests(
-            {
-                "rank0_only": [False, True],
-                "fails": [False, True],
-                "mixed_precision": _mixed_precisions(),
-                "use_orig_params": [True, False],
-            },
-            self._test_memory_and_state_around_the_context,
-        )
-
-    def _test_memory_and_state_around_the_context(
-        self, rank0_only: bool, fails: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
-    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
         has_all = self.rank == 0 or not rank0_only
@@ -530,11 +483,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(full_parameters(model), named(plain), rtol=tolerance, atol=tolerance)
 
     @skip_if_lt_x_gpu(2)
-    def test_with_grads_of_distinct_data(self):
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_with_grads_of_distinct_data(self, sharding_strategy):
         """If tokens differ by rank, gradients match DDP and are bitwise the same on all ranks."""
-        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_of_distinct_data)
-
-    def _test_with_grads_of_distinct_data(self, sharding_strategy: ShardingStrategy) -> None:
         model, reference = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
         generator = torch.Generator().manual_seed(100 + self.rank)
         tokens = [torch.randint(23, (length, 2), generator=generator).to(self.device) for length in (6, 4)]
@@ -559,11 +510,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         return model, grads
 
     @skip_if_lt_x_gpu(2)
-    def test_grads_are_written_back_to_the_own_shard(self):
+    @subtests(writeback=[True, False])
+    def test_grads_are_written_back_to_the_own_shard(self, writeback):
         """A rank's changes to gradients are written back only where its own shard is."""
-        self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
-
-    def _test_grads_are_written_back_to_the_own_shard(self, writeback: bool) -> None:
         model, grads = self._two_layers_with_grads()
         with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
             for param in model.parameters():
@@ -594,14 +543,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual([flat_param.grad.numel() for flat_param in internals.flat_params(model)], [8, 13])
 
     @skip_if_lt_x_gpu(2)
-    def test_open_between_forward_and_backward(self):
+    @subtests(sharding_strategy=STRATEGIES, mixed_precision=_mixed_precisions())
+    def test_open_between_forward_and_backward(self, **fsdp_kwargs):
         """Summoning before backward shows full precision parameters and does not change gradients."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "mixed_precision": _mixed_precisions()},
-            self._test_open_between_forward_and_backward,
-        )
-
-    def _test_open_between_forward_and_backward(self, **fsdp_kwargs: Any) -> None:
         model, grads = self._two_layers_with_grads(**fsdp_kwargs)
         model.zero_grad()
         before = list(full_parameters(model).values())
@@ -613,11 +557,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(list(_get_fsdp_grads(model).values()), grads, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_grads_that_only_some_ranks_have(self):
+    @subtests(writeback=[True, False])
+    def test_grads_that_only_some_ranks_have(self, writeback):
         """A missing gradient shard counts as zeros if other ranks have one, and stays missing."""
-        self.run_subtests({"writeback": [True, False]}, self._test_grads_that_only_some_ranks_have)
-
-    def _test_grads_that_only_some_ranks_have(self, writeback: bool) -> None:
         model, grads = self._two_layers_with_grads()
         if self.rank == 1:
             model.zero_grad(set_to_none=True)
@@ -646,14 +588,9 @@ class TestUnshardParams(TestUnshardParamsBase):
                 weight.grad.mul_(2)
 
     @skip_if_lt_x_gpu(2)
-    def test_grads_are_gone_after_zero_grad(self):
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_grads_are_gone_after_zero_grad(self, sharding_strategy):
         """A gradient that was cleared between two contexts does not come back."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES},
-            self._test_grads_are_gone_after_zero_grad,
-        )
-
-    def _test_grads_are_gone_after_zero_grad(self, sharding_strategy: ShardingStrategy) -> None:
         model, _ = self._two_layers_with_grads(sharding_strategy=sharding_strategy)
         model.zero_grad(set_to_none=True)
         self._assert_no_grads(model)
@@ -717,11 +654,9 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
         return groups[self.rank % 2], self.rank % 2
 
     @skip_if_lt_x_gpu(4)
-    def test_unshard_within_the_group(self):
+    @subtests(use_orig_params=[True, False])
+    def test_unshard_within_the_group(self, use_orig_params):
         """Parameters and gradients are all-gathered over the instance's own process group."""
-        self.run_subtests({"use_orig_params": [True, False]}, self._test_unshard_within_the_group)
-
-    def _test_unshard_within_the_group(self, use_orig_params: bool) -> None:
         group, pair = self._pair()
         layer = nn.Linear(5, 3, bias=False, device=self.device)
         with torch.no_grad():
@@ -847,11 +782,9 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
             self._assert_still_opens(model)
 
     @skip_if_lt_x_gpu(2)
-    def test_nested_contexts_raise(self):
+    @subtests(use_orig_params=[True, False])
+    def test_nested_contexts_raise(self, use_orig_params):
         """Parameters that are summoned cannot be summoned again. The outer context stays valid."""
-        self.run_subtests({"use_orig_params": [True, False]}, self._test_nested_contexts_raise)
-
-    def _test_nested_contexts_raise(self, use_orig_params: bool) -> None:
         model = self._two_layers(use_orig_params=use_orig_params)
         with FSDP.summon_full_params(model), torch.no_grad():
             with self.assertRaisesRegex(AssertionError, "already unsharding parameters"):

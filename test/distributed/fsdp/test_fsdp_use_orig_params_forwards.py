@@ -26,7 +26,8 @@ from distributed.fsdp.orig_params import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ST
 class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
-    def test_forward_without_backward_with_offload(self):
+    @subtests(strategy=list(STRATEGIES.values()))
+    def test_forward_without_backward_with_offload(self, strategy):
         """The gradients of a forward are right if the forward before it had no backward.
 
         With torch 2.13.0 they are lost under every strategy, which is a defect. With offloaded parameters on a device
@@ -39,14 +40,13 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
         plain = nn.Linear(4, 4, bias=False, device=self.device)
         inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
         kwargs = {"cpu_offload": CPUOffload(offload_params=True), "use_orig_params": True}
-        for strategy in STRATEGIES.values():
-            model = FSDP(copy.deepcopy(plain), sharding_strategy=strategy, **kwargs)
-            model(inp)
-            model(inp).sum().backward()
-            (param,) = model.parameters()
-            with self.subTest(strategy=strategy), torch_defect("fsdp1_unused_forward_costs_offloaded_gradients"):
-                self.assertIsNotNone(param.grad)
-                self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
+        model = FSDP(plain, sharding_strategy=strategy, **kwargs)
+        model(inp)
+        model(inp).sum().backward()
+        (param,) = model.parameters()
+        with torch_defect("fsdp1_unused_forward_costs_offloaded_gradients"):
+            self.assertIsNotNone(param.grad)
+            self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], use_orig_params=[False, True])

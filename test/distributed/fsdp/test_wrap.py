@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
 import tempfile
 import warnings
@@ -88,6 +87,13 @@ def owned(model: nn.Module, unit_names: Iterable[str], ignored: Iterable[str] = 
     return {name: sorted(names) for name, names in found.items()}
 
 
+def linear_policies() -> list[Any]:
+    """Policies of each kind that wrap linear layers."""
+    is_linear = functools.partial(_is_instance, classes=nn.Linear)
+    by_function = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear)
+    return [ModuleWrapPolicy({nn.Linear}), CustomPolicy(is_linear), by_function]
+
+
 class BatchNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +137,9 @@ class LoraModel(nn.Module):
         self.embed_tokens = nn.Embedding(100, 32).requires_grad_(False)
         self.layers = nn.ModuleList(LoraDecoder() for _ in range(4))
         self.norm = nn.LayerNorm(32).requires_grad_(False)
+
+
+LORA = LoraAttention, LoraMLP, LoraDecoder
 
 
 class WrapMethod(Enum):
@@ -371,12 +380,8 @@ class TestAutoWrap(TestCase):
     def _check_transformer_wrapping(self, policy: Any) -> None:
         self.assertEqual(units(self._fsdp(self._transformer(), policy)), TRANSFORMER_UNITS)
 
-    def test_custom_policy(self):
-        for use_uniform_kwargs in (False, True):
-            with self.subTest(use_uniform_kwargs=use_uniform_kwargs):
-                self._test_custom_policy(use_uniform_kwargs)
-
-    def _test_custom_policy(self, use_uniform_kwargs: bool) -> None:
+    @subtests(use_uniform_kwargs=[False, True])
+    def test_custom_policy(self, use_uniform_kwargs):
         """Each unit has the root's arguments, except those that the policy sets for it."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         plain = self._transformer()
@@ -501,25 +506,22 @@ class TestAutoWrap(TestCase):
         model = self._wrapped(wrap_method, plain, AT_LEAST_40, ignored_modules=[plain[1], plain[2][0]])
         self.assertEqual(units(model), [""])
 
-    def test_frozen_params(self):
-        """A unit with trainable and frozen parameters is rejected. ``use_orig_params=True`` makes it a warning."""
-        classes = LoraAttention, LoraMLP, LoraDecoder
-        policies = [
-            ModuleWrapPolicy(classes),
-            CustomPolicy(lambda module: isinstance(module, classes)),
+    @subtests(
+        use_orig_params=[True, False],
+        policy=[
+            ModuleWrapPolicy(LORA),
+            CustomPolicy(lambda module: isinstance(module, LORA)),
             CustomPolicy(
                 lambda module: (
                     {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
                     if isinstance(module, LoraAttention)
-                    else isinstance(module, classes)
+                    else isinstance(module, LORA)
                 )
             ),
-        ]
-        for use_orig_params, policy in itertools.product([True, False], policies):
-            with self.subTest(use_orig_params=use_orig_params, policy=policy):
-                self._test_frozen_params(use_orig_params, policy)
-
-    def _test_frozen_params(self, use_orig_params: bool, policy: Any) -> None:
+        ],
+    )
+    def test_frozen_params(self, use_orig_params, policy):
+        """A unit with trainable and frozen parameters is rejected. ``use_orig_params=True`` makes it a warning."""
         start = r"layers\.0\.attn has both parameters with requires_grad=True and False\. "
         if not use_orig_params:
             message = start + "FSDP does not support wrapping such modules when use_orig_params=False"
@@ -528,7 +530,7 @@ class TestAutoWrap(TestCase):
             return
         with self.assertWarnsRegex(UserWarning, start + "We do not recommend wrapping such modules"):
             model = self._fsdp(LoraModel(), policy, use_orig_params=True)
-        self.assertEqual(len(units(model)), 1 + 4 * len((LoraAttention, LoraMLP, LoraDecoder)))
+        self.assertEqual(len(units(model)), 1 + 4 * len(LORA))
 
     def test_managed_parameters(self):
         """With any policy, each parameter is in one flat parameter, that of its innermost unit."""
@@ -575,38 +577,35 @@ class TestAutoWrap(TestCase):
         managed = {name: sorted(names) for name, names in internals.names_managed(model).items()}
         self.assertEqual(managed, expected)
 
-    def test_arguments_of_units_are_apart(self):
+    @subtests(lists_norm=[False, True])
+    def test_arguments_of_units_are_apart(self, lists_norm):
         """A policy's arguments for one unit change neither other units nor the policy's own dict."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         mine = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": FP16}
         before = copy.deepcopy(mine)
         full, grads = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
-        for lists_norm in (False, True):
-            plain = self._norms_and_linears()
-            given = {plain[0]: mine, plain[2]: True, plain[1]: mine if lists_norm else False}
-            policy = CustomPolicy(lambda module, given=given: given.get(module, False))
-            with self.subTest(lists_norm=lists_norm):
-                model = self._fsdp(plain, policy, mixed_precision=BF16)
-                self._check_each(model, mixed_precision=[BF16, FP16, OFF, BF16, OFF])
-                self._check_each(model, sharding_strategy=[full, grads, grads if lists_norm else full, full, full])
-                self.assertEqual(mine, before)
+        plain = self._norms_and_linears()
+        given = {plain[0]: mine, plain[2]: True, plain[1]: mine if lists_norm else False}
+        policy = CustomPolicy(lambda module: given.get(module, False))
+        model = self._fsdp(plain, policy, mixed_precision=BF16)
+        self._check_each(model, mixed_precision=[BF16, FP16, OFF, BF16, OFF])
+        self._check_each(model, sharding_strategy=[full, grads, grads if lists_norm else full, full, full])
+        self.assertEqual(mine, before)
 
-    def test_norms_kept_out_of_mixed_precision(self):
+    @subtests(policy=linear_policies)
+    def test_norms_kept_out_of_mixed_precision(self, policy):
         """Norms outside the policy become units without mixed precision, except ignored ones."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
-        is_linear = functools.partial(_is_instance, classes=nn.Linear)
-        by_function = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear)
-        for policy in (ModuleWrapPolicy({nn.Linear}), CustomPolicy(is_linear), by_function):
-            with self.subTest(policy=policy):
-                with self.assertWarnsRegex(UserWarning, r"BatchNorm1d(.|\n)*with mixed precision disabled"):
-                    model = self._fsdp(self._norms_and_linears(), policy, mixed_precision=BF16)
-                self._check_each(model, mixed_precision=[BF16, BF16, OFF, BF16, OFF])
-                self._check_each(model, sharding_strategy=[ShardingStrategy.FULL_SHARD] * 5)
-                plain = self._norms_and_linears()
-                model = self._fsdp(plain, policy, mixed_precision=BF16, ignored_modules=[plain[1]])
-                self.assertEqual(units(model), ["", "0", "2", "3"])
+        with self.assertWarnsRegex(UserWarning, r"BatchNorm1d(.|\n)*with mixed precision disabled"):
+            model = self._fsdp(self._norms_and_linears(), policy, mixed_precision=BF16)
+        self._check_each(model, mixed_precision=[BF16, BF16, OFF, BF16, OFF])
+        self._check_each(model, sharding_strategy=[ShardingStrategy.FULL_SHARD] * 5)
+        plain = self._norms_and_linears()
+        model = self._fsdp(plain, policy, mixed_precision=BF16, ignored_modules=[plain[1]])
+        self.assertEqual(units(model), ["", "0", "2", "3"])
 
-    def test_arguments_of_the_root_reach_every_unit(self):
+    @subtests(policy=linear_policies)
+    def test_arguments_of_the_root_reach_every_unit(self, policy):
         """The root's arguments, different from the defaults, reach every unit with any policy."""
         kwargs = {
             "process_group": DummyProcessGroup(rank=0, size=2),
@@ -617,15 +616,11 @@ class TestAutoWrap(TestCase):
             "forward_prefetch": True,
             "limit_all_gathers": False,
         }
-        is_linear = functools.partial(_is_instance, classes=nn.Linear)
-        by_function = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear)
-        for policy in (ModuleWrapPolicy({nn.Linear}), CustomPolicy(is_linear), by_function):
-            with self.subTest(policy=policy):
-                plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-                model = self._fsdp(plain, policy, use_orig_params=True, **kwargs)
-                self.assertEqual(units(model), ["", "0", "1"])
-                self._check_each(model, **{name: [value] * 3 for name, value in kwargs.items()})
-                self._check_each(model, _use_orig_params=[True] * 3, compute_device=[self.device] * 3)
+        plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = self._fsdp(plain, policy, use_orig_params=True, **kwargs)
+        self.assertEqual(units(model), ["", "0", "1"])
+        self._check_each(model, **{name: [value] * 3 for name, value in kwargs.items()})
+        self._check_each(model, _use_orig_params=[True] * 3, compute_device=[self.device] * 3)
 
     def _norms_and_linears(self) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -698,13 +693,9 @@ class _Remembering(nn.Module):
 
 
 class TestWrapUtils(TestCase):
-    def test_validate_frozen_params(self):
+    @subtests(use_orig_params=[True, False])
+    def test_validate_frozen_params(self, use_orig_params):
         """For each module to wrap, all managed parameters must be trainable, or all must be frozen."""
-        for use_orig_params in (True, False):
-            with self.subTest(use_orig_params=use_orig_params):
-                self._test_validate_frozen_params(use_orig_params)
-
-    def _test_validate_frozen_params(self, use_orig_params: bool) -> None:
         model = LoraModel()
         attentions = [layer.attn for layer in model.layers]
         lora_A = {attention.lora_A for attention in attentions}

@@ -199,13 +199,15 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         self._test_all_gather(self._init_params([(3, 32), (5, 16, 2)]), True, False, self._streams(False, 2), 1)
 
     @skip_if_lt_x_gpu(1)
-    def test_reduce_scatter_fp32(self):
-        self._test_reduce_scatters(torch.float32, factors=(None, None, AVG, AVG))
+    @subtests(new_stream=[False, True])
+    def test_reduce_scatter_fp32(self, new_stream):
+        self._test_reduce_scatters(new_stream, torch.float32, factors=(None, None, AVG, AVG))
 
     @skip_if_lt_x_gpu(1)
-    def test_reduce_scatter_fp16(self):
+    @subtests(new_stream=[False, True])
+    def test_reduce_scatter_fp16(self, new_stream):
         """Gradients are divided by the square root of the world size before and after the sum, so no sum overflows."""
-        self._test_reduce_scatters(torch.float16, factors=(4, 4, SUM, SUM))
+        self._test_reduce_scatters(new_stream, torch.float16, factors=(4, 4, SUM, SUM))
 
     @skip_if_lt_x_gpu(1)
     @subtests(factor_before=[(1, 1), (2, 2), (6, 4), (9, 2), (16, 4), (24, 8)])
@@ -220,15 +222,13 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         )
         self.assertEqual(actual, (before, factor / before, SUM, SUM))
 
-    def _test_reduce_scatters(self, reduce_dtype: torch.dtype, factors: tuple[Any, ...]) -> None:
-        for new_stream in (False, True):
-            with self.subTest(new_stream=new_stream):
-                group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
-                shard_group = group.mesh_info.shard_process_group
-                actual = fsdp_collectives._get_gradient_divide_factors(
-                    shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
-                )
-                self.assertEqual(actual, factors)
+    def _test_reduce_scatters(self, new_stream: bool, reduce_dtype: torch.dtype, factors: tuple[Any, ...]) -> None:
+        group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
+        shard_group = group.mesh_info.shard_process_group
+        actual = fsdp_collectives._get_gradient_divide_factors(
+            shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
+        )
+        self.assertEqual(actual, factors)
 
     @skip_if_lt_x_gpu(1)
     def test_reduce_scatter_shard_dim_1(self):

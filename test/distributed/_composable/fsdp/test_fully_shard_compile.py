@@ -455,28 +455,28 @@ class TestFullyShardCompile(CompileTest):
             self.assertGreater(len(counting.graphs), 2)
 
     @skip_if_lt_x_gpu(2)
-    def test_transformer_backend_aot_eager(self):
-        config = {"backend": ["aot_eager"], "all_requires_grad": [True, False]}
-        self.run_subtests(config, self._test_transformer)
+    @subtests(all_requires_grad=[True, False])
+    def test_transformer_backend_aot_eager(self, all_requires_grad):
+        self._test_transformer("aot_eager", all_requires_grad)
 
     @skip_if_lt_x_gpu(2)
-    def test_transformer_backend_aot_eager_decomp_partition(self):
-        config = {"backend": ["aot_eager_decomp_partition"], "all_requires_grad": [True, False]}
-        self.run_subtests(config, self._test_transformer)
-
-    @requires_inductor
-    @skip_if_lt_x_gpu(2)
-    @with_temp_dir
-    def test_transformer_backend_inductor_fullgraph_True(self):
-        config = {"backend": ["inductor"], "all_requires_grad": [True, False], "activation_checkpoint": [True, False]}
-        self.run_subtests(config, self._test_transformer)
+    @subtests(all_requires_grad=[True, False])
+    def test_transformer_backend_aot_eager_decomp_partition(self, all_requires_grad):
+        self._test_transformer("aot_eager_decomp_partition", all_requires_grad)
 
     @requires_inductor
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
-    def test_transformer_backend_inductor_fullgraph_False(self):
-        config = {"backend": ["inductor"], "all_requires_grad": [True, False], "fwd_fullgraph": [False]}
-        self.run_subtests(config, self._test_transformer)
+    @subtests(all_requires_grad=[True, False], activation_checkpoint=[True, False])
+    def test_transformer_backend_inductor_fullgraph_True(self, all_requires_grad, activation_checkpoint):
+        self._test_transformer("inductor", all_requires_grad, activation_checkpoint)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(all_requires_grad=[True, False])
+    def test_transformer_backend_inductor_fullgraph_False(self, all_requires_grad):
+        self._test_transformer("inductor", all_requires_grad, fwd_fullgraph=False)
 
     @skip_if_lt_x_gpu(2)
     def test_dynamo_recompiles_on_fsdp_layers(self):
@@ -494,7 +494,15 @@ class TestFullyShardCompile(CompileTest):
         self.assertEqual(counting.count("linear"), 3)
 
     @skip_if_lt_x_gpu(2)
-    def test_managed_modules(self):
+    @subtests(
+        case=[
+            ("plain", [1, 2, 3, 4, 5], {"weight": True, "scale": True}),
+            ("fully_shard", [1, 2, 2, 2, 2], {"scale": False}),
+            ("FSDP1", [1, 2, 2, 2, 2], {"weight": False, "scale": False}),
+            ("FSDP1 without original parameters", [0, 0, 0, 0, 0], {}),  # not compiled
+        ]
+    )
+    def test_managed_modules(self, case):
         """Dynamo does not assume that the attributes of a module that FSDP manages are constant.
 
         An int attribute that changes becomes an input of the graph. In a plain module dynamo recompiles for each value.
@@ -502,25 +510,17 @@ class TestFullyShardCompile(CompileTest):
         the tensors that FSDP1 creates for each forward, and it does not mark a buffer under FSDP2. The test does not
         check parameters under FSDP2, because the unsharded parameter is the same object in each forward.
         """
-        expected = {
-            "plain": ([1, 2, 3, 4, 5], {"weight": True, "scale": True}),
-            "fully_shard": ([1, 2, 2, 2, 2], {"scale": False}),
-            "FSDP1": ([1, 2, 2, 2, 2], {"weight": False, "scale": False}),
-            "FSDP1 without original parameters": ([0, 0, 0, 0, 0], {}),  # not compiled
-        }
-        for kind, (graphs, promises) in expected.items():
-            with self.subTest(kind=kind):
-                torch._dynamo.reset()
-                counting, counts = CountingBackend("eager"), []
-                model = self._counting_calls(kind, counting)
-                for calls in range(2, 7):
-                    inp = self._rows(calls, self.rank)
-                    self.assertEqual(model(inp), inp * calls)
-                    counts.append(len(counting.graphs))
-                self.assertEqual(counts, graphs)
-                for name, promised in promises.items():
-                    (node,) = (node for node in counting.graphs[-1].graph.nodes if name in node.name)
-                    self.assertEqual("_dynamo_static_input_type" in node.meta["tensor_dict"], promised, name)
+        kind, graphs, promises = case
+        counting, counts = CountingBackend("eager"), []
+        model = self._counting_calls(kind, counting)
+        for calls in range(2, 7):
+            inp = self._rows(calls, self.rank)
+            self.assertEqual(model(inp), inp * calls)
+            counts.append(len(counting.graphs))
+        self.assertEqual(counts, graphs)
+        for name, promised in promises.items():
+            (node,) = (node for node in counting.graphs[-1].graph.nodes if name in node.name)
+            self.assertEqual("_dynamo_static_input_type" in node.meta["tensor_dict"], promised, name)
 
     def _counting_calls(self, kind: str, backend: CountingBackend) -> nn.Module:
         model = CountsCalls(self.device)

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 import math
 import time
 import weakref
@@ -120,22 +119,20 @@ class TestFullyShardMemory(FSDPTest):
     def _get_curr_active_memory_mb(self) -> int:
         return self._memory("current")
 
-    @staticmethod
-    def _combinations() -> Iterator[tuple[bool, bool, bool]]:
-        for reshard, offload, in_backward in itertools.product([True, False], repeat=3):
-            if ((offload or in_backward) and not reshard) or (offload and in_backward):
-                continue
-            yield reshard, offload, in_backward
-
     @skip_if_lt_x_gpu(2)
-    def test_fully_shard_training_memory(self):
+    @subtests(
+        reshard_after_forward=[True, False],
+        use_cpu_offload=[True, False],
+        run_optim_in_backward=[True, False],
+        # The last two exclude each other, and are tested only with resharding.
+        valid=lambda reshard_after_forward, **others: sum(others.values()) <= reshard_after_forward,
+    )
+    def test_fully_shard_training_memory(self, reshard_after_forward, use_cpu_offload, run_optim_in_backward):
         """FSDP's own storages have exactly the expected sizes. Allocator peaks are bounded if it has statistics."""
-        for reshard, offload, in_backward in self._combinations():
-            names = "reshard_after_forward", "use_cpu_offload", "run_optim_in_backward"
-            with self.subTest(**dict(zip(names, (reshard, offload, in_backward), strict=True))):
-                self._test_training_storage(reshard, offload, in_backward)
-                if accelerator.current().has("memory_stats"):
-                    self._test_fully_shard_training_memory(reshard, offload, in_backward)
+        options = reshard_after_forward, use_cpu_offload, run_optim_in_backward
+        self._test_training_storage(*options)
+        if accelerator.current().has("memory_stats"):
+            self._test_fully_shard_training_memory(*options)
 
     # Statistics of the allocator.
 

@@ -164,24 +164,16 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduced_in] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
-    def test_reduce_dtype(self):
-        config = {"reshard_after_forward": [False, True, 2], "use_shard_placement_fn": [False, True]}
-        self.run_subtests(config, self._test_reduce_dtype_fp32_reduce)
-        self.run_subtests(config, self._test_reduce_dtype_bf16_reduce)
-
-    def _test_reduce_dtype_fp32_reduce(self, reshard_after_forward: bool | int, use_shard_placement_fn: bool) -> None:
-        made = self._init_models_and_optims(
-            reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn
-        )
-        calls = self._check_training(*made, inp_dtype=torch.bfloat16)
-        self.assertEqual(calls.dtypes("reduce_scatter"), [torch.float32] * 3 * ITERATIONS)
-
-    def _test_reduce_dtype_bf16_reduce(self, reshard_after_forward: bool | int, use_shard_placement_fn: bool) -> None:
-        made = self._init_models_and_optims(
-            reshard_after_forward, torch.float32, torch.bfloat16, use_shard_placement_fn
-        )
-        calls = self._check_training(*made, inp_dtype=torch.float32)
-        self.assertEqual(calls.dtypes("reduce_scatter"), [torch.bfloat16] * 3 * ITERATIONS)
+    @subtests(
+        dtypes=[(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+        reshard_after_forward=[False, True, 2],
+        use_shard_placement_fn=[False, True],
+    )
+    def test_reduce_dtype(self, dtypes, reshard_after_forward, use_shard_placement_fn):
+        param_dtype, reduce_dtype = dtypes
+        made = self._init_models_and_optims(reshard_after_forward, param_dtype, reduce_dtype, use_shard_placement_fn)
+        calls = self._check_training(*made, inp_dtype=param_dtype)
+        self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])

@@ -34,6 +34,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -418,13 +419,13 @@ class TestFullyShardOverlap(FSDPTest):
 
     @exact_time
     @skip_if_lt_x_gpu(2)
-    def test_reduced_buffers_are_freed_in_time(self):
+    @subtests(cap=lambda: [None, 1, 2, 3] if torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS else [None])
+    def test_reduced_buffers_are_freed_in_time(self, cap):
         """A gradient's copy-in waits if all buffers are still being reduced, and only then.
 
         Each layer's backward takes 10 ms and its reduction 15. The third layer could begin after 20 ms. With one buffer
         it waits for the first reduction, which is done after 25. With two buffers it does not wait.
         """
-        caps = [None, 1, 2, 3] if torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS else [None]
         reduce = delayed(internals.reduce_scatter(), 15)
         backward = Matmul.backward
         started: list[float] = []
@@ -433,23 +434,22 @@ class TestFullyShardOverlap(FSDPTest):
             started.append(device_module().current_stream().time)
             return backward(ctx, grad)
 
-        for cap in caps:
-            with streams(), self.subTest(cap=cap):
-                _, model = self._models(0)
-                for layer in model:
-                    layer.sleep_ms = 5
-                if cap is not None:
-                    model.set_reduce_scatter_max_input_buffers(cap)
-                    internals.state_of(model)._init_shared_state()  # otherwise only the first forward does this
-                with patch_reduce_scatter(reduce), mock.patch.object(Matmul, "backward", staticmethod(recorded)):
-                    for _ in range(2):
-                        synchronize()
-                        self._step(model)
-                        times = [time - started[0] for time in started]
-                        self.assertEqual(times, [0, 10, 25 if cap in (None, 1) else 20])
-                        # The reductions run in turn, and the backward waits for all of them.
-                        self.assertEqual(device_module().current_stream().time - started[0], 10 + 3 * 15)
-                        started.clear()
+        with streams():
+            _, model = self._models(0)
+            for layer in model:
+                layer.sleep_ms = 5
+            if cap is not None:
+                model.set_reduce_scatter_max_input_buffers(cap)
+                internals.state_of(model)._init_shared_state()  # otherwise only the first forward does this
+            with patch_reduce_scatter(reduce), mock.patch.object(Matmul, "backward", staticmethod(recorded)):
+                for _ in range(2):
+                    synchronize()
+                    self._step(model)
+                    times = [time - started[0] for time in started]
+                    self.assertEqual(times, [0, 10, 25 if cap in (None, 1) else 20])
+                    # The reductions run in turn, and the backward waits for all of them.
+                    self.assertEqual(device_module().current_stream().time - started[0], 10 + 3 * 15)
+                    started.clear()
 
     @requires(lambda: None if is_virtual() else "streams are real here, and cannot be mocked")
     @skip_if_lt_x_gpu(2)

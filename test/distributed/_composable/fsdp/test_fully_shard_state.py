@@ -24,6 +24,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
@@ -357,18 +358,17 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
-    def test_reset_iter_state_before_first_forward(self):
+    @subtests(unshards=[False, True])
+    def test_reset_iter_state_before_first_forward(self, unshards):
         """``reset_iter_state`` does not raise before the first forward, also if parameters are unsharded."""
-        for unshards in (False, True):
-            with self.subTest(unshards=unshards):
-                ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
-                model = copy.deepcopy(ref_model)
-                shard_each((*model, model))
-                if unshards:
-                    model[0].unshard()
-                with torch_defect("fsdp2_reset_before_first_forward_raises"):
-                    model.reset_iter_state()
-                self.assertEqual(model(self._input(4)), ref_model(self._input(4)))
+        ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        model = copy.deepcopy(ref_model)
+        shard_each((*model, model))
+        if unshards:
+            model[0].unshard()
+        with torch_defect("fsdp2_reset_before_first_forward_raises"):
+            model.reset_iter_state()
+        self.assertEqual(model(self._input(4)), ref_model(self._input(4)))
 
 
 if __name__ == "__main__":

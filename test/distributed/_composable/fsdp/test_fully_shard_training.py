@@ -325,17 +325,16 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         return ranks_of(self, 4 if any(word in self._testMethodName for word in words) else 8)
 
     @skip_if_lt_x_gpu(2)
-    def test_train_parity_single_group_shard_dim0(self):
+    @subtests(lin_shapes=[[(16, 15), (15, 8)], [(16, 17), (17, 8)], [(7, 15), (15, 3)]])
+    def test_train_parity_single_group_shard_dim0(self, lin_shapes):
         """One group has dimensions that are even or uneven over eight ranks, or too small for a row on each rank."""
-        config = {"lin_shapes": [[(16, 15), (15, 8)], [(16, 17), (17, 8)]]}
-        self.run_subtests(config, self._test_train_parity_single_group)
-        config = {"lin_shapes": [[(7, 15), (15, 3)]]}
-        self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
+        optim_cls = torch.optim.Adam if lin_shapes[0][0] == 7 else ShardAdam
+        self._test_train_parity_single_group(lin_shapes, optim_cls=optim_cls)
 
     @skip_if_lt_x_gpu(2)
-    def test_train_parity_single_group_shard_largest_dim(self):
-        config = {"lin_shapes": [[(32, 16), (16, 8)]], "use_shard_placement_fn": [True]}
-        self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
+    @subtests(lin_shapes=[[(32, 16), (16, 8)]])
+    def test_train_parity_single_group_shard_largest_dim(self, lin_shapes):
+        self._test_train_parity_single_group(lin_shapes, use_shard_placement_fn=True, optim_cls=torch.optim.Adam)
 
     @skip_if_lt_x_gpu(4)
     def test_train_parity_post_forward_shard_largest_dim(self):
@@ -355,15 +354,14 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
-    def test_train_parity_multi_group(self):
-        config = {"reshard_after_forward": [True, False, 2], "late": delays()}
-        self.run_subtests(config, self._test_train_parity_multi_group)
+    @subtests(reshard_after_forward=[True, False, 2], late=delays)
+    def test_train_parity_multi_group(self, reshard_after_forward, late):
+        self._test_train_parity_multi_group(reshard_after_forward, late)
 
     @skip_if_lt_x_gpu(2)
-    def test_train_parity_multi_group_cpu_offload_eager(self):
-        policies = [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
-        config = {"reshard_after_forward": [True], "offload_policy": policies, "late": delays()}
-        self.run_subtests(config, self._test_train_parity_multi_group)
+    @subtests(offload_policy=[CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)], late=delays)
+    def test_train_parity_multi_group_cpu_offload_eager(self, offload_policy, late):
+        self._test_train_parity_multi_group(True, late, offload_policy)
 
     @skip_if_lt_x_gpu(2)
     @subtests(backwards=[1, 2])
@@ -378,9 +376,9 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
-    def test_train_parity_multi_group_unshard_async_op(self):
-        config = {"reshard_after_forward": [True], "unshard_async_op": [True], "late": delays()}
-        self.run_subtests(config, self._test_train_parity_multi_group)
+    @subtests(late=delays)
+    def test_train_parity_multi_group_unshard_async_op(self, late):
+        self._test_train_parity_multi_group(True, late, unshard_async_op=True)
 
     def _test_train_parity_multi_group(
         self,
@@ -1251,11 +1249,10 @@ class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
 
     @needs(torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK)
     @skip_if_lt_x_gpu(1)
-    def test_train_parity_single_worldsize1(self):
+    @subtests(lin_shapes=[[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]])
+    def test_train_parity_single_worldsize1(self, lin_shapes):
         """A single rank issues no collectives."""
-        lin_shapes = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]]
-        config = {"lin_shapes": lin_shapes, "check": [self._no_collectives]}
-        self.run_subtests(config, self._test_train_parity_single_group)
+        self._test_train_parity_single_group(lin_shapes, check=self._no_collectives)
 
     @contextlib.contextmanager
     def _no_collectives(self) -> Iterator[None]:
