@@ -397,9 +397,11 @@ class TestStateDictOptions(StateDictOptionsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_load_of_nothing(self):
-        """A strict load of an empty state dict raises. With ``strict=False`` it does not."""
+        """A strict load of an empty state dict raises. With ``strict=False`` it reports all keys as missing."""
         model = fully_shard(nn.Linear(4, 4, device=self.device))
-        set_model_state_dict(model, {}, options=StateDictOptions(strict=False))
+        keys = set_model_state_dict(model, {}, options=StateDictOptions(strict=False))
+        with torch_defect("dsd_load_of_nothing_reports_no_missing_keys"):
+            self.assertEqual(list(keys.missing_keys), ["weight", "bias"])
         with self.assertRaisesRegex(RuntimeError, "model state_dict is empty"):
             set_model_state_dict(model, {}, options=StateDictOptions())
 

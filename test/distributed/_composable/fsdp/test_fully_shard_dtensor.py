@@ -347,6 +347,20 @@ class TestFullyShardDTensor(FSDPTest):
                 fully_shard(model, mesh=mesh, dp_mesh_dims=mesh_dims(shard="fsdp"))
                 self.assertIs(model.in_proj.weight.device_mesh, mesh)
 
+    @skip_if_lt_x_gpu(4)
+    def test_mesh_after_destroyed_groups(self):
+        """Parameters use the process groups of the given mesh, also if the groups of an equal mesh were destroyed."""
+        for second in (False, True):
+            mesh = make_mesh(2, 2, names=("replicate", "shard"))
+            manual_seed(0)
+            model = nn.Linear(4, 4, device=self.device)
+            expected = model.weight.detach().clone()
+            fully_shard(model, mesh=mesh)
+            with torch_defect("dtensor_new_mesh_uses_destroyed_groups", when=second):
+                self.assertEqual(model.weight.full_tensor(), expected)
+            for group in mesh.get_all_groups():
+                dist.destroy_process_group(group)
+
     @skip_if_lt_x_gpu(1)
     def test_validation_at_least_one_required(self):
         with self.assertRaisesRegex(ValueError, "At least one of shard or replicate"):
