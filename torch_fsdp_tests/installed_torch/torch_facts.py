@@ -317,6 +317,11 @@ TP_KEEPS_REQUIRES_GRAD = Fact(
         in _find("torch.distributed.tensor.parallel", "ColwiseParallel._partition_linear_fn").__code__.co_names
     ),
 )
+# Seen in 2.13, and not in 2.9. The versions between were not tried.
+UNSHARDS_WITHOUT_PARAMETERS = Fact((2, 13), "lets FSDP1's _unshard run on an instance without parameters")
+KEEPS_PARTIAL = Fact((2, 13), "can redistribute a partial DTensor to the same placement")
+NORMALIZES_STRIDED_DIMS = Fact((2, 13), "can redistribute to a strided shard of a negative dimension")
+VIEWS_SHARDED_DIMS_AS_ONE = Fact((2, 13), "can view several sharded dimensions of a DTensor as one")
 WRITES_INDEX_ON_EVERY_RANK = Fact((2, 11), "writes the index of files that all ranks have consolidated")
 HAS_KEYS_FOR_CACHED_GRAPHS = Fact(
     (2, 12),
