@@ -304,6 +304,21 @@ class TestCommunicationHooks(FSDPTest):
     def test_bf16_hook(self, **kwargs):
         self._check_low_precision_hook(default_hooks.bf16_compress_hook, torch.bfloat16, **kwargs)
 
+    @requires_capability("bf16_collectives")
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_bf16_hook_and_reduce_dtype(self, sharding_strategy):
+        """The hook replaces ``reduce_dtype``: it gets gradients that overflow float16 unchanged."""
+        layer = nn.Linear(1, self.world_size, bias=False, device=self.device)
+        policy = MixedPrecision(reduce_dtype=torch.float16)
+        model = FSDP(layer, sharding_strategy=sharding_strategy, mixed_precision=policy)
+        state = default_hooks.LowPrecisionState(process_group=self.process_group)
+        model.register_comm_hook(state, default_hooks.bf16_compress_hook)
+        with _memory_in_order():
+            model(torch.full((1, 1), 2.0**17 * (self.rank + 1), device=self.device)).sum().backward()
+        mean = 2.0**17 * (self.world_size + 1) / 2
+        self.assertEqual([grad.unique().tolist() for grad in _grads(model)], [[mean]])
+
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, has_wrapping=[True, False])
     def test_custom_hook_reduces(self, sharding_strategy, has_wrapping):

@@ -260,6 +260,35 @@ class TestGradAcc(FSDPTest):
             tolerance = 1e-6 if rounds else 0
             self.assertEqual(gradients(), [2 * grad for grad in once], rtol=tolerance, atol=tolerance)
 
+    @skip_if_lt_x_gpu(2)
+    def test_matrix_with_shard_of_vector_shape(self):
+        """Gradients add up if the matrix has a local shard on rank 0 of the same shape as the vector before it."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.LayerNorm(4, bias=False), nn.Linear(4, 3, bias=False)).to(self.device)
+        model = FSDP(copy.deepcopy(plain), use_orig_params=True)
+        if self.rank == 0:
+            self.assertEqual([tuple(param.shape) for param in model.parameters()], [(4,), (4,)])
+        torch.manual_seed(1 + self.rank)
+        for context in (model.no_sync, contextlib.nullcontext):
+            inputs = torch.randn(5, 4, device=self.device)
+            with context():
+                for each in (plain, model):
+                    each(inputs).square().sum().backward()
+        average_gradients(plain)
+        with FSDP.summon_full_params(model, with_grads=True):
+            actual = [param.grad.clone() for param in model.parameters()]
+        self.assertEqual(actual, [param.grad for param in plain.parameters()])
+
+    @skip_if_lt_x_gpu(2)
+    def test_no_sync_and_plain_submodules(self):
+        """``no_sync()`` adds no attribute to a submodule that is not an FSDP instance."""
+        model = FSDP(nn.Sequential(nn.Linear(2, 2, device=self.device), nn.ReLU()))
+        plain = [module for module in model.modules() if not isinstance(module, FSDP)]
+        before = [set(vars(module)) for module in plain]
+        with model.no_sync():
+            model(self._mine(2)).sum().backward()
+        self.assertEqual([set(vars(module)) for module in plain], before)
+
     def _mine(self, features: int) -> torch.Tensor:
         """One row of input. The mean of the ranks' values is 1.5."""
         return torch.full((1, features), self.rank + 1.0, device=self.device)

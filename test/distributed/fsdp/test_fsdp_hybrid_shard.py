@@ -87,8 +87,11 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_invalid_pg_specification_raises(self):
-        with self.assertRaisesRegex(ValueError, "Expected process_group to be passed in"):
-            self._wrapped(MyModel().to(self.device), dist.group.WORLD)
+        group = dist.group.WORLD
+        invalid: list[Any] = [group, (), (group,), (group,) * 3, (0, 1)]
+        for groups in invalid:
+            with self.assertRaisesRegex(ValueError, "Expected process_group to be passed in"):
+                self._wrapped(MyModel().to(self.device), groups)
 
     @skip_if_lt_x_gpu(4)
     def test_invalid_mesh_specification_raises(self):

@@ -780,6 +780,14 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(dict(model.named_buffers()), before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
+    def test_lazy_module_beside_instance(self):
+        """A plain parent is saved even if a lazy module before the FSDP instance is not initialized."""
+        inner = filled(square()).to(self.device)
+        saved = nn.Sequential(nn.LazyLinear(3), FSDP(copy.deepcopy(inner))).state_dict()
+        self.assertTrue(nn.parameter.is_lazy(saved["0.weight"]))
+        self.assertEqual(saved["1.weight"], inner.weight)
+
+    @skip_if_lt_x_gpu(2)
     @subtests(meshes=[(False, False), (False, True), (True, True), (True, False)])
     def test_models_with_one_config(self, meshes):
         """Models share one config. Each is saved as DTensors if it has a mesh, and as ShardedTensors otherwise."""

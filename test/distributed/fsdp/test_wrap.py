@@ -449,6 +449,12 @@ class TestAutoWrap(TestCase):
         model = self._fsdp(nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)])), policy)
         self.assertEqual(units(model), [""])
 
+    def test_limit_of_size_based_policy(self):
+        """From the limit on, the policy recurses into a module and wraps it, unless its class is excluded."""
+        for recurse, excluded in ((True, nn.MultiheadAttention(2, 1)), (False, nn.ModuleList())):
+            for module, numel, expected in ((nn.ReLU(), 39, False), (nn.ReLU(), 40, True), (excluded, 40, False)):
+                self.assertIs(AT_LEAST_40(module, recurse=recurse, nonwrapped_numel=numel), expected)
+
     @parametrize("device_init_mode", [DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER])
     @parametrize("cpu_offload", [CPUOffload(offload_params=False), CPUOffload(offload_params=True)])
     @parametrize("use_device_id", [True, False])

@@ -240,6 +240,14 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         for param, split_param in list(zip(model.parameters(), split.parameters()))[:4]:
             self.assertEqual(split_param.grad.to_local(), param.grad.to_local(), rtol=0, atol=0, may_be="empty")
 
+    @skip_if_lt_x_gpu(2)
+    def test_foreach_norm_without_foreach_kernels(self):
+        """``get_total_norm(foreach=True)`` raises on a device that has no foreach kernels, such as meta."""
+        grads = [torch.empty_like(param) for param in fully_shard(nn.Linear(4, 4, device="meta")).parameters()]
+        with self.assertRaisesRegex(RuntimeError, "can't use the foreach API on meta tensors"):
+            torch.nn.utils.get_total_norm(grads, foreach=True)
+        self.assertTrue(torch.nn.utils.get_total_norm(grads).is_meta)
+
     def _raises(self, rank: int, value: float, norm_type: float) -> bool:
         """Set one gradient element of ``rank`` to ``value`` and clip. Return whether clipping raises on this rank.
         Clipping that raises must not change the gradients.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.func import functional_call
 
 from torch_fsdp_tests.common_distributed import RankTestCase, needs, skip_if_lt_x_gpu
@@ -409,6 +410,25 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             whole -= 0.5 * grad
         self.assertEqual([metadata.scale for metadata in extension.received], [2.0, 4.0, 8.0, 16.0])
         self.assertEqual([id(sent) for sent in extension.sent], [id(received) for received in extension.received])
+
+    @skip_if_lt_x_gpu(2)
+    def test_two_payloads_of_columns(self):
+        """With ``Shard(1)``, FSDP joins the columns of the ranks in both tensors that the pre-hook returned."""
+        plain = positive(nn.Linear(4, 6, bias=False, device=self.device))
+        layer = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda param: Shard(1))
+        extend(
+            layer,
+            lambda shard: ((3 * shard, shard), None),
+            lambda gathered, metadata: (gathered[0] - 2 * gathered[1]).view(6, 4),
+        )
+        inp = self._input(4)
+        for _ in range(2):
+            output, expected = layer(inp), plain(inp)
+            self.assertEqual(output, expected)
+            for each in (output, expected):
+                each.square().sum().backward()
+        average([plain.weight.grad])
+        self.assertEqual(layer.weight.grad.full_tensor(), plain.weight.grad)
 
     @skip_if_lt_x_gpu(2)
     def test_metadata_are_released(self):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -16,6 +17,8 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
 
 # Methods and their arguments: settings that do not change the results of training, or that are undone at once.
@@ -168,6 +171,25 @@ class TestFullyShardMethods(TrainingMixin, FSDPTest):
             return backward(loss_of(each.other(inp)))
 
         self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(by=["position", "keyword"])
+    def test_inputs_of_registered_method_are_cast(self, by):
+        """FSDP casts a float32 input of a registered method to ``param_dtype``."""
+        manual_seed(42)
+        plain = nn.Linear(4, 4, bias=False, device=self.device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = fully_shard(copy.deepcopy(plain), mp_policy=policy)
+        model.other = lambda inp: nn.Linear.forward(model, inp)
+        register_fsdp_forward_method(model, "other")
+        inp = uniform(2, 4, seed=self.rank)
+        output = model.other(inp=inp) if by == "keyword" else model.other(inp)
+        expected = plain.bfloat16()(inp.bfloat16())
+        self.assertEqual(output, expected, rtol=0, atol=0)
+        for each in (output, expected):
+            loss_of(each).backward()
+        average_gradients(plain.float())
+        self.assertEqual(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
 if __name__ == "__main__":
