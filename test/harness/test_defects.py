@@ -374,7 +374,8 @@ class TestReproductions(TestCase):
             self.skipTest(f"no fix was tried with torch {torch.__version__}")
         variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
         done = run_beside(ROOT, "-m", "torch_fsdp_tests.defects", "--json", *ids, **variables)
-        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout[-2000:])
+        self.assertEqual(done.returncode, 0, done.stdout[-2000:])
+        self.assertNotIn("Traceback", done.stderr)  # native libraries may print at exit, as triton's does in 2.15
         answers = {each["id"]: each["answer"] for each in json.loads(done.stdout)["defects"]}
         self.assertEqual(sorted(answers), ids)
         shown = [id for id, answer in answers.items() if answer not in ("absent", "cannot be tried here")]
