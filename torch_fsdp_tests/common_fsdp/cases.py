@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.common_distributed import DeviceContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
+from torch_fsdp_tests.common_distributed import (
+    DeviceContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
+    ranks_of,
+)
 from torch_fsdp_tests.common_fsdp import substitutes
 from torch_fsdp_tests.common_fsdp.training import FSDPTestMixin, moderate_steps
 from torch_fsdp_tests.common_utils import FILE_SCHEMA
@@ -37,6 +42,11 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number, as upstream."""
+        return ranks_of(self)
 
     def _ask_requirements(self, world_size: int) -> None:
         # A fake group moves no data, so its ranks can share a device with any backend.

@@ -115,6 +115,10 @@ class FSDPTestMixin(RankTestCase):
     def _check_forward_prefetch(self, fsdp_model: FSDP, forward_prefetch: bool) -> None:
         self.assertEqual(forward_prefetch, fsdp_model.forward_prefetch)
 
+    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
+        """See :func:`.common_distributed.run_subtests`. Upstream has it here."""
+        super().run_subtests(*args, **kwargs)
+
     def _assert_on_host(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self.assertEqual(parameter.device, _HOST, msg=f"offloaded parameter {name}")

@@ -238,14 +238,21 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(local.tolist(), [0.0] if self.rank == 0 else [3.0])
 
     @skip_if_lt_x_gpu(2)
-    @subtests(
-        rank0_only=[False, True],
-        offload_to_cpu=[False, True],
-        mixed_precision=_mixed_precisions(),
-        use_orig_params=[False, True],
-    )
-    def test_unshard_params_respects_reshard(self, rank0_only, offload_to_cpu, mixed_precision, use_orig_params):
+    def test_unshard_params_respects_reshard(self):
         """A root that is unsharded after forward stays unsharded after the context. Other parameters are resharded."""
+        self.run_subtests(
+            {
+                "rank0_only": [False, True],
+                "offload_to_cpu": [False, True],
+                "mixed_precision": _mixed_precisions(),
+                "use_orig_params": [False, True],
+            },
+            self._test_unshard_params_respects_reshard,
+        )
+
+    def _test_unshard_params_respects_reshard(
+        self, rank0_only: bool, offload_to_cpu: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
+    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
         gathered = 16  # 8 elements on each rank
@@ -273,14 +280,21 @@ class TestUnshardParams(TestUnshardParamsBase):
         assert_gathered(0)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(
-        recurse=[False, True],
-        unshard_outer=[False, True],
-        mixed_precision=_mixed_precisions(),
-        use_orig_params=[False, True],
-    )
-    def test_unshard_params_recurse(self, recurse, unshard_outer, mixed_precision, use_orig_params):
+    def test_unshard_params_recurse(self):
         """``recurse=False`` unshards only the module it is called on, and no FSDP instance below it."""
+        self.run_subtests(
+            {
+                "recurse": [False, True],
+                "unshard_outer": [False, True],
+                "mixed_precision": _mixed_precisions(),
+                "use_orig_params": [False, True],
+            },
+            self._test_unshard_params_recurse,
+        )
+
+    def _test_unshard_params_recurse(
+        self, recurse: bool, unshard_outer: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
+    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         outer, inner = internals.flat_params(model)
         padding = int(use_orig_params)  # then the flat parameter itself is padded to a multiple of the world size
@@ -293,9 +307,13 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual((outer.numel(), inner.numel()), sharded)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(prefix=["", "test_prefix"], recurse=[False, True])
-    def test_named_parameters_and_buffers(self, prefix, recurse):
+    def test_named_parameters_and_buffers(self):
         """In the context, names match the model without FSDP."""
+        self.run_subtests(
+            {"prefix": ["", "test_prefix"], "recurse": [False, True]}, self._test_named_parameters_and_buffers
+        )
+
+    def _test_named_parameters_and_buffers(self, prefix: str, recurse: bool) -> None:
         reference, inner = (
             NestedWrappedModule.init(
                 self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -318,11 +336,21 @@ class TestUnshardParams(TestUnshardParamsBase):
                     self.assertEqual(found_tensor, expected_tensor, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(
-        writeback=[False, True], offload_to_cpu=[False, True], sharding_strategy=STRATEGIES, use_orig_params=[True]
-    )
-    def test_with_grads_core(self, writeback, offload_to_cpu, sharding_strategy, use_orig_params):
+    def test_with_grads_core(self):
         """Unsharded gradients match DDP after backward and before the next one, and can be changed."""
+        self.run_subtests(
+            {
+                "writeback": [False, True],
+                "offload_to_cpu": [False, True],
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [True],
+            },
+            self._test_with_grads_core,
+        )
+
+    def _test_with_grads_core(
+        self, writeback: bool, offload_to_cpu: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
+    ) -> None:
         is_supported = use_orig_params and not offload_to_cpu
         persists = writeback or (sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
 
@@ -378,9 +406,11 @@ class TestUnshardParams(TestUnshardParamsBase):
         return init(FSDPInitMode.RECURSIVE, fsdp_kwargs=fsdp_kwargs), DDP(init(FSDPInitMode.NO_FSDP))
 
     @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=STRATEGIES)
-    def test_with_grads_none_grads(self, sharding_strategy):
+    def test_with_grads_none_grads(self):
         """Before any backward, neither sharded nor unsharded parameters have gradients."""
+        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
+
+    def _test_with_grads_none_grads(self, sharding_strategy: ShardingStrategy) -> None:
         model, _ = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
         flat_params = internals.flat_params(model)
         self.assertEqual([flat_param.grad for flat_param in flat_params], [None] * 5)  # the root and four layers

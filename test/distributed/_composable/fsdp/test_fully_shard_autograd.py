@@ -231,8 +231,10 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     @skip_if_lt_x_gpu(2)
-    @subtests(reshard_after_forward=[True, False, 2])
-    def test_unused_forward_output(self, reshard_after_forward):
+    def test_unused_forward_output(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
+
+    def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=True)
         ref_model = self._replica(model)
@@ -377,8 +379,10 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(2)
-    @subtests(reshard_after_forward=[True, False, 2])
-    def test_unused_forward_module(self, reshard_after_forward):
+    def test_unused_forward_module(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
+
+    def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
@@ -497,8 +501,11 @@ class TestFullyShardAutograd(FSDPTest):
             check_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(container_type=[list, collections.namedtuple, tuple, dict])
-    def test_nontensor_activations(self, container_type):
+    def test_nontensor_activations(self):
+        container_types = [list, collections.namedtuple, tuple, dict]
+        self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
+
+    def _test_nontensor_activations(self, container_type: type) -> None:
         manual_seed(42)
         stages = (Module(DIM) for _ in range(3))
         model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))

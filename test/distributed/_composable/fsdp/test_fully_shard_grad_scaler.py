@@ -71,8 +71,10 @@ class TestFullyShardGradientScaler(FSDPTest):
         )
 
     @skip_if_lt_x_gpu(4)
-    @subtests(has_inf=[True, False], test_2d=[True, False])
-    def test_gradient_scaler(self, has_inf, test_2d):
+    def test_gradient_scaler(self):
+        self.run_subtests({"has_inf": [True, False], "test_2d": [True, False]}, self._test_gradient_scaler)
+
+    def _test_gradient_scaler(self, has_inf: bool, test_2d: bool) -> None:
         if test_2d:
             model, inputs = self._stack_2d()
         else:

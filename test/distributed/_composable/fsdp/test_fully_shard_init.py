@@ -43,7 +43,7 @@ from torch_fsdp_tests.two_tensor import TwoTensor
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.init_cases import InitTest, full_tensors
 
-HOST = torch.device("cpu")  # states start on the CPU, whatever the device under test
+HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")
 MARK = 1337.0
 RECURSING = [
