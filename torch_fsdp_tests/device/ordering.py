@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device.capabilities import STAGED
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict.events import Skipped
 
@@ -666,6 +667,11 @@ def _patch_host(patch: Callable[..., None], replace: Callable[..., Callable[...,
     replace(torch.cpu.StreamContext, "__exit__", leave)
     default = torch.cpu.current_stream()
     replace(torch.cpu, "current_stream", lambda *_: _here.stream or default)
+
+
+def sees_collectives() -> bool:
+    """Whether collectives are operators here. Those of the backend "staged" are copies, for which the host waits."""
+    return accelerator.current().backend != STAGED
 
 
 def check_order(

@@ -130,6 +130,7 @@ class TestStagers(HostBackendMixin):
         staged = stager.stage(state)
         return staged.result() if isinstance(staged, Future) else staged
 
+    @torch_defect("dcp_stager_is_used_once")
     @with_comms
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, name=list(STAGERS), change=list(CHANGES))

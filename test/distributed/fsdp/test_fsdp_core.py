@@ -118,6 +118,14 @@ class TestParityWithDDP(_TwoRanks):
                 **kwargs,
             )
 
+    def _test_fsdp_parity(self, model_class: type[FSDPTestModel], *args: Any, **kwargs: Any) -> None:
+        """Expect that streams show a race now and then, where a flat parameter on the host has no shards."""
+        has_no_shards = kwargs["sharding_strategy"] is ShardingStrategy.NO_SHARD or model_class is MixtureOfExperts
+        offloads = kwargs["cpu_offload"].offload_params and kwargs["use_orig_params"]
+        may_show = has_no_shards and offloads and accelerator.current().has("streams")
+        with torch_defect("fsdp1_unsharded_copy_is_freed_while_read", when=may_show, sometimes=True):
+            super()._test_fsdp_parity(model_class, *args, **kwargs)
+
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Also check that no parameter stays unsharded, and that the shards hold each element once, plus padding."""
         loss = super()._train_for_several_steps(model, *args, **kwargs)

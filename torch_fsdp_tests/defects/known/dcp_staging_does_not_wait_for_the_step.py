@@ -31,8 +31,10 @@ DEFECT = Defect(
 def staged_on(device):
     """The smallest and the largest staged value of a weight whose step still runs, and the right values."""
     weight, factor = torch.zeros(1024, 1024, device=device), torch.eye(1024, device=device)
-    stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False))
-    stager.stage({"weight": weight}).result()  # creates what only the first call creates
+    options = StagingOptions(use_pinned_memory=False, use_shared_memory=False)
+    first, stager = DefaultStager(options), DefaultStager(options)
+    first.stage({"weight": weight}).result()  # creates what only the first call creates
+    first.close()
     torch.accelerator.synchronize()
     getattr(torch.get_device_module(device.type), "_sleep", id)(10**9)  # cycles
     weight.add_((factor @ factor).sum() / 1024)  # the step: all values become 1

@@ -265,6 +265,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         stager.close()
 
     @with_comms
+    @torch_defect("dcp_stager_is_used_once")
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(use_async_staging=[False, True])
