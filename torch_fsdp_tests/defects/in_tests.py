@@ -76,8 +76,8 @@ class torch_defect:
     part in the collective before any of them raises.
 
     If the test, or the block in all ranks, passes despite an expected defect, the run reports the defect as fixed. With
-    ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success. A block of a race that does not always show says
-    ``sometimes=True``: nothing follows if it passes.
+    ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success. With ``sometimes``, for a race that does not
+    always show, nothing follows if the block passes.
 
     Raises ``LookupError`` for an unknown id. In a thread that a test starts, blocks do nothing.
     """

@@ -100,14 +100,10 @@ class TestParityWithDDP(_TwoRanks):
         every: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Train with all prefetches, with and without ``use_orig_params``.
-
-        Every combination is tested if ``every``, and on devices with streams, where prefetches differ in time. On other
-        devices, a prefetch only moves an all-gather, and all pairs of values are enough.
-        """
+        """Train with all prefetches, with and without ``use_orig_params``: every pair, or every combination."""
         here = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
         configs: Iterable[dict[str, Any]] = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
-        if not every and not accelerator.current().has("streams"):
+        if not every:
             configs = one_by_one([case for case in pairwise_cases(OPTIONS) if {**case, **here} == case])
         for config in configs:
             self.run_subtests(
