@@ -151,7 +151,7 @@ class Console:
         if kinds := perturbations(self._run):
             about.append(f"perturbed by {kinds}")
         if fixed := self._run.fixes:
-            about.append(f"with all fixes ({len(fixed)})" if fixes.are_all(fixed) else f"with fixes: {', '.join(fixed)}")
+            about.append("with all fixes" if fixes.are_all(fixed) else f"with fixes: {', '.join(fixed)}")
         self.say(", ".join(about))
 
     def begin_round(self, number: int) -> None:

@@ -342,36 +342,6 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @requires_world_size(2)
     @with_temp_dir
-    def test_optimizer_of_empty_shards(self):
-        """A sharded optimizer state can be saved and loaded even if a rank has an empty shard.
-
-        With torch 2.9.1, 2.11.0 and 2.13.0 the load raises, which is a defect. The default planner drops sharded
-        tensors without a local shard. It then lacks their names, assumes a checkpoint of torch 2.3, and does not find
-        that version's names. ``flatten_sharded_tensors=False`` prevents this. On two ranks::
-
-            model = FSDP(nn.Linear(3, 1))
-            optim = torch.optim.Adam(model.parameters())
-            model(torch.ones(1, 3)).sum().backward()
-            optim.step()
-            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-                state_dict = FSDP.optim_state_dict(model, optim)
-            dcp.save(state_dict, checkpoint_id=path)
-            dcp.load(state_dict, checkpoint_id=path)  # Missing key in checkpoint state_dict: param_groups.
-        """
-        model = self._wrapped(layers(0, self.device))
-        optim = torch.optim.Adam(model.parameters())
-        self._step(model, optim, 0, self.rank, self.world_size)
-        with mode(model, SHARDED):
-            state_dict = FSDP.optim_state_dict(model, optim)
-        dcp.save(state_dict, storage_writer=FileSystemWriter(self.temp_dir))
-        with torch_defect("dcp_checkpoint_of_empty_shards_is_not_loaded"):
-            try:
-                dcp.load(state_dict, storage_reader=FileSystemReader(self.temp_dir))
-            except CheckpointException as error:  # a BaseException, which would end the rank
-                self.fail(str(error))
-
-    @requires_world_size(2)
-    @with_temp_dir
     def test_optimizer_of_ignored_parameters(self):
         """The optimizer state of a parameter that FSDP ignores is loaded as an unsharded tensor."""
         plain = layers(0, self.device, hidden=4, outputs=4)
