@@ -34,6 +34,7 @@ RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two updates of the status line on a terminal
 QUIET = 30.0  # seconds without output after which a log gets a progress line
+MOST_NAMES = 5  # of fixes, in the first line
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
@@ -151,7 +152,8 @@ class Console:
         if kinds := perturbations(self._run):
             about.append(f"perturbed by {kinds}")
         if fixed := self._run.fixes:
-            about.append("with all fixes" if fixes.are_all(fixed) else f"with fixes: {', '.join(fixed)}")
+            names = ", ".join(fixed) if len(fixed) <= MOST_NAMES else f"{len(fixed)} of them"
+            about.append("with all fixes" if fixes.are_all(fixed) else f"with fixes: {names}")
         self.say(", ".join(about))
 
     def begin_round(self, number: int) -> None:

@@ -11,7 +11,7 @@ only run where a defect is fixed, its fact names the defect.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -299,7 +299,8 @@ FAKE_COLLECTIVES_CAN_RAISE = Fact(
 HAS_DERIVED_SHARDING_RULES = Fact(
     (2, 11),
     "has DTensor rules for operators that consist of others, such as mse_loss",
-    _has("torch.distributed.tensor", "_decompositions"),
+    # Torch 2.11 does not import the module before it is used.
+    lambda: importlib.util.find_spec("torch.distributed.tensor._decompositions") is not None,
 )
 LOCKS_FAKE_MODE = Fact(
     (2, 12),
