@@ -484,6 +484,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         """The context unshards all parameters and frees them at its end, also after an exception. Training goes on."""
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         flat_params = internals.flat_params(model)
+        params = {name: id(param) for name, param in model.named_parameters()}
         has_all = self.rank == 0 or not rank0_only
         error = RuntimeError("raised inside the context")
         expects_error = self.assertRaisesRegex(RuntimeError, str(error)) if fails else contextlib.nullcontext()
@@ -497,6 +498,7 @@ class TestUnshardParams(TestUnshardParamsBase):
                 raise error
 
         self._assert_resharded(model, mixed_precision)
+        self.assertEqual({name: id(param) for name, param in model.named_parameters()}, params)
         self._assert_trains(model, mixed_precision)
 
     def _assert_trains(self, model: FSDP, mixed_precision: MixedPrecision | None) -> None:

@@ -40,7 +40,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full
-from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
@@ -388,6 +388,21 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
         self._check_training(ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(by_keyword=[False, True])
+    def test_gradients_are_reduced_before_backward_leaves_the_module(self, by_keyword):
+        """When the gradient of an input is there, the module's own are sharded, and its parameters are resharded."""
+        first, second = (filled(nn.Linear(DIM, DIM, device=self.device)) for _ in range(2))
+        shard_each((first, second))
+        hidden = first(uniform(2, DIM, seed=self.rank).to(self.device))
+        seen: list[tuple[bool, bool]] = []
+        hidden.register_hook(
+            lambda _: seen.append((second.weight.grad is not None, isinstance(second.weight, DTensor)))
+        )
+        output = second(input=hidden) if by_keyword else second(hidden)
+        output.sum().backward()
+        self.assertEqual(seen, [(True, True)])
 
     @skip_if_lt_x_gpu(2)
     @subtests(output_dtype=[None, torch.float64], reshard_after_forward=[True, False])
