@@ -31,6 +31,9 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictCo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import torch_facts
+
 SLEEP = 0.005  # seconds of a rank that sleeps
 FAR = 1e30  # a norm that no gradients have
 
@@ -207,8 +210,11 @@ def can_run(subject: Subject) -> bool:
 
     No hook, class or method of the test, and nothing compiled, may be part of the model. An embedding with
     ``max_norm`` changes its weight. A group of modules reshards when all of them have run. DDP's arguments may no
-    longer fit at the step, because tests convert their references.
+    longer fit at the step, because tests convert their references. In some versions, autocast would use casts that were
+    made without gradients.
     """
+    if not torch_facts.KEEPS_CASTS_BY_GRAD_MODE and torch.is_autocast_enabled(accelerator.current().type):
+        return False
     if not subject.forwards.has_run or (subject.api == "ddp" and subject.place is not InsertionPoint.BEFORE_FORWARD):
         return False
     groups = subject.groups()
