@@ -1,7 +1,7 @@
 """The second ``stage`` of a ``DefaultStager`` raises ``KeyError``.
 
 After each call it closes its ``StateDictStager``, which then has no function left that copies a dict or a number. So
-``dcp.async_save`` works once with one stager. Only torch 2.11 is known to have this.
+``dcp.async_save`` works once with one stager. Torch 2.11 and 2.12 have this.
 """
 
 from torch import nn
