@@ -68,34 +68,37 @@ class TestGpu(TestCase):
 
     def test_what_failed_comes_before_what_passed(self):
         record = self.gpu.merged(EMPTY, report("2026-01-02", x={"T.a": "passed"}, y={"T.a": "failed"}))
-        record["runs"] = [{"date": "2026-01-03", "failures": [{"files": ["x", "z"]}]}]
-        self.assertEqual(self.gpu.urgent(record), ({"x", "y", "z"}, {}))
-        record = self.gpu.merged(record, report("2026-01-04", x={"T.a": "passed"}))
-        self.assertEqual(self.gpu.urgent(record), ({"y", "z"}, {"x": "2026-01-04"}))
+        self.assertEqual(self.gpu.urgent(record), ({"y"}, {"x": "2026-01-02"}))
+        record = self.gpu.merged(record, report("2026-01-04", y={"T.a": "passed"}))
+        self.assertEqual(self.gpu.urgent(record), (set(), {"x": "2026-01-02", "y": "2026-01-04"}))
 
     def test_as_many_files_as_fit(self):
         seconds = {"a": 1.0, "b": 10.0, "c": 5.0, "d": 100.0}
-        self.assertEqual(self.gpu.fitting("abcd", seconds, 1, 33.0), ["a", "c", "b"])
-        self.assertEqual(self.gpu.fitting("abcd", seconds, 1, 31.0), ["a", "c"])
-        self.assertEqual(self.gpu.fitting("abcd", seconds, 2, 20.0), ["a", "c", "b"])
-        self.assertEqual(self.gpu.fitting("abcdx", seconds, 9, 250.0), ["a", "c", "b", "x", "d"])
-        self.assertEqual(self.gpu.fitting("ad", seconds, 9, 150.0), ["a"])  # a file is not split
+        for groups, jobs, left, expected in (
+            (["abcd"], 1, 16.5, "acb"),
+            (["abcd"], 1, 15.5, "ac"),
+            (["abcd"], 2, 10.0, "acb"),
+            (["abcdx"], 9, 125.0, "acbxd"),
+            (["ad"], 9, 75.0, "a"),  # a file is not split
+            (["d", "ac"], 1, 101.5, "da"),
+        ):
+            self.assertEqual("".join(self.gpu.fitting(groups, seconds, jobs, left * self.gpu.FACTOR)), expected)
 
     def test_phases_in_their_order(self):
-        """The order of phases. The time is over before the second file that never ran."""
+        """Scripts come first, then files that failed with those that never ran. Here none ends in time."""
         actual: list[Any] = []
         gpu: Any = self.gpu
 
-        def files(runs, what, names, reserved=0.0):
-            actual.append((what, len(names)))
-            runs.left_out |= dict.fromkeys(names)
+        def files(runs, what, *groups):
+            actual.append((what, *map(len, groups)))
+            runs.left_out |= {name: None for names in groups for name in names}
 
         gpu.Runs.files, gpu.Runs.scripts = files, lambda runs: actual.append("scripts")
 
         options = SimpleNamespace(output=self.folder, dry=True, jobs=1)
         record = gpu.merged(EMPTY, report("1", **{gpu.DRY[0]: {"T.a": "failed"}}))
         gpu.Runs(options, time.monotonic() + 100).all(record)
-        self.assertEqual(actual, [("failed", 1), ("never", 1), "scripts", ("left", 2), ("again", 0)])
+        self.assertEqual(actual, ["scripts", ("first", 1, 1), ("left", 2), ("again", 0)])
 
     def test_a_killed_run_is_collected(self):
         self.write("run/1-never/report.unfinished.json", report("2", x={"T.a": "passed"}))
@@ -119,9 +122,7 @@ class TestGpu(TestCase):
     def test_defects_and_files_exist(self):
         known = {path.stem for path in (ROOT / "torch_fsdp_tests" / "defects" / "known").glob("*.py")}
         self.assertLessEqual({*self.gpu.MOCKED}, known)
-        record = self.gpu.read(self.gpu.RECORD)
-        named = {name for run in record["runs"] for each in run["failures"] for name in each["files"]}
-        for name in named | {*self.gpu.DRY}:
+        for name in self.gpu.DRY:
             self.assertTrue((ROOT / "test" / f"{name}.py").exists(), name)
 
     def test_missing_packages_come_from_wheels(self):
