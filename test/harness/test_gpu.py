@@ -81,6 +81,7 @@ class TestGpu(TestCase):
             (["abcdx"], 9, 125.0, "acbxd"),
             (["ad"], 9, 75.0, "a"),  # a file is not split
             (["d", "ac"], 1, 101.5, "da"),
+            (["d", "ac"], 1, 50.0, "ac"),
         ):
             self.assertEqual("".join(self.gpu.fitting(groups, seconds, jobs, left * self.gpu.FACTOR)), expected)
 
