@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint, contract, replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -75,7 +74,69 @@ def reordering(module: nn.Module) -> nn.Module:
     return module
 
 
-class RejectionsTest(FSDPTest):
+# The exception, what its message must contain (nothing if an assertion of torch 2.9 has none), and what raises it.
+Case = tuple[type[Exception], str, Callable[["TestRejections"], object]]
+CASES: dict[str, Case] = {
+    "gradients of gradients": (
+        RuntimeError,
+        "gradients of gradients",
+        lambda t: t.fsdp1()(t.inputs()).sum().backward(create_graph=True),
+    ),
+    "state dict type of a nested instance, which is set": (
+        AssertionError,
+        "the same state_dict_type",
+        lambda t: FSDP.set_state_dict_type(t.of_unlike_types(), StateDictType.FULL_STATE_DICT),
+    ),
+    "state dict type of a nested instance, which is read": (
+        AssertionError,
+        "the same state dict settings",
+        lambda t: FSDP.get_state_dict_type(t.of_unlike_types()),
+    ),
+    "use_orig_params of a nested instance": (
+        ValueError,
+        "homogeneous value for _use_orig_params",
+        lambda t: t.trained(t.nested(use_orig_params=True)),
+    ),
+    "keys of an unknown kind": (AssertionError, "PARAM_NAME or PARAM_ID|^$", lambda t: t.rekeyed()),
+    "optim_input that is a number": (TypeError, "iterable of Tensors or dicts, but got 5", lambda t: t.optim_state(5)),
+    "optim_input of a number": (TypeError, "iterable of Tensors or dicts$", lambda t: t.optim_state([5])),
+    "optim_input of nothing": (ValueError, "should not be empty", lambda t: t.optim_state([])),
+    "optim_input without params": (AssertionError, 'should map "params"', lambda t: t.optim_state([{"lr": 1.0}])),
+    "another value of a shared parameter": (
+        NotImplementedError,
+        "Changing shared parameters",
+        lambda t: t.other_shared_parameter(),
+    ),
+    "an output that contains itself": (
+        RuntimeError,
+        "circular reference",
+        lambda t: fully_shard(Through(lambda layer, x: in_itself(layer(x)), t.device))(t.inputs()),
+    ),
+    "an input that cannot be made with other tensors": (
+        TypeError,
+        "Failed to reconstruct dataclass Late",
+        lambda t: t.dataclass_input(),
+    ),
+    "a stream of no hook": (AssertionError, "hook itself is missing", lambda t: t.without_hook()),
+    "reentrant checkpoint": (
+        NotImplementedError,
+        "use_reentrant=True",
+        lambda t: checkpoint(t.mlp(), use_reentrant=True),
+    ),
+    "unknown option of checkpoint": (ValueError, "keyword arguments: other", lambda t: checkpoint(t.mlp(), other=1)),
+    "device of replicate": (RuntimeError, "int or torch.device", lambda t: replicate(t.mlp(), device_id="0")),
+    "an API that adds a parameter": (RuntimeError, "cannot modify FQNs", lambda t: adding(t.mlp())),
+    "an API that reorders parameters": (RuntimeError, "the order of FQNs", lambda t: reordering(t.mlp())),
+    "an output on another device": (
+        AssertionError,
+        "supported device, got meta|^$",
+        lambda t: ShardedGradScaler(device=t.device.type).scale(torch.ones(1, device="meta")),
+    ),
+}
+OF_CONTAINERS = {"an output that contains itself", "an input that cannot be made with other tensors"}
+
+
+class TestRejections(FSDPTest):
     world_size = 2
 
     def mlp(self) -> MLP:
@@ -124,91 +185,11 @@ class RejectionsTest(FSDPTest):
         model.set_all_reduce_hook(None, stream=torch.Stream(self.device))
         model(self.inputs()).sum().backward()
 
-    def without_dimensions(self) -> None:
-        from torch.distributed.fsdp import DataParallelMeshDims
-
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
-        fully_shard(self.mlp(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=None, replicate=None))
-
-
-# The exception, what its message must contain (nothing if an assertion of torch 2.9 has none), and what raises it.
-Case = tuple[type[Exception], str, Callable[[RejectionsTest], object]]
-CASES: dict[str, Case] = {
-    "gradients of gradients": (
-        RuntimeError,
-        "gradients of gradients",
-        lambda t: t.fsdp1()(t.inputs()).sum().backward(create_graph=True),
-    ),
-    "state dict type of a nested instance, which is set": (
-        AssertionError,
-        "the same state_dict_type",
-        lambda t: FSDP.set_state_dict_type(t.of_unlike_types(), StateDictType.FULL_STATE_DICT),
-    ),
-    "state dict type of a nested instance, which is read": (
-        AssertionError,
-        "the same state dict settings",
-        lambda t: FSDP.get_state_dict_type(t.of_unlike_types()),
-    ),
-    "use_orig_params of a nested instance": (
-        ValueError,
-        "homogeneous value for _use_orig_params",
-        lambda t: t.trained(t.nested(use_orig_params=True)),
-    ),
-    "keys of an unknown kind": (AssertionError, "PARAM_NAME or PARAM_ID|^$", lambda t: t.rekeyed()),
-    "optim_input that is a number": (TypeError, "iterable of Tensors or dicts, but got 5", lambda t: t.optim_state(5)),
-    "optim_input of a number": (TypeError, "iterable of Tensors or dicts$", lambda t: t.optim_state([5])),
-    "optim_input of nothing": (ValueError, "should not be empty", lambda t: t.optim_state([])),
-    "optim_input without params": (AssertionError, 'should map "params"', lambda t: t.optim_state([{"lr": 1.0}])),
-    "another value of a shared parameter": (
-        NotImplementedError,
-        "Changing shared parameters",
-        lambda t: t.other_shared_parameter(),
-    ),
-    "an output that contains itself": (
-        RuntimeError,
-        "circular reference|recursion depth",
-        lambda t: fully_shard(Through(lambda layer, x: in_itself(layer(x)), t.device))(t.inputs()),
-    ),
-    "an input that cannot be made with other tensors": (
-        TypeError,
-        "Failed to reconstruct dataclass Late",
-        lambda t: t.dataclass_input(),
-    ),
-    "a stream of no hook": (AssertionError, "hook itself is missing", lambda t: t.without_hook()),
-    "a mesh without dimensions for data": (
-        ValueError,
-        "shard or replicate must be set",
-        lambda t: t.without_dimensions(),
-    ),
-    "reentrant checkpoint": (
-        NotImplementedError,
-        "use_reentrant=True",
-        lambda t: checkpoint(t.mlp(), use_reentrant=True),
-    ),
-    "unknown option of checkpoint": (ValueError, "keyword arguments: other", lambda t: checkpoint(t.mlp(), other=1)),
-    "device of replicate": (RuntimeError, "int or torch.device", lambda t: replicate(t.mlp(), device_id="0")),
-    "an API that adds a parameter": (RuntimeError, "cannot modify FQNs", lambda t: adding(t.mlp())),
-    "an API that reorders parameters": (RuntimeError, "the order of FQNs", lambda t: reordering(t.mlp())),
-    "an output on another device": (
-        AssertionError,
-        "supported device, got meta|^$",
-        lambda t: ShardedGradScaler(device=t.device.type).scale(torch.ones(1, device="meta")),
-    ),
-}
-
-
-NEEDED = {
-    "an input that cannot be made with other tensors": torch_facts.FINDS_TENSORS_IN_DATACLASSES,
-    "a mesh without dimensions for data": torch_facts.HAS_DP_MESH_DIMS,
-}
-
-
-class TestRejections(RejectionsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(name=list(CASES))
     def test_rejections(self, name):
         """Every rank raises the exception."""
-        if name in NEEDED and (why := NEEDED[name].lacks()):
+        if name in OF_CONTAINERS and (why := torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks()):
             self.skipTest(why)
         error, words, act = CASES[name]
         with self.assertRaisesRegex(error, words):
