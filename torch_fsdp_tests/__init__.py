@@ -1,6 +1,7 @@
 """Replaces those modules of ``torch.testing._internal`` that tests of FSDP import."""
 
 import sys
+from importlib.machinery import ModuleSpec
 
 __version__ = "0.1.0"
 
@@ -10,18 +11,17 @@ UPSTREAMS = (
 )
 
 
-class _NotOffered:
-    """Explains what to do about a module, or a name of a package, that only upstream has. It is the last finder."""
+class _FromTorch:
+    """Finds modules that only upstream has, in the installed torch. It is the last finder."""
 
     @staticmethod
-    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+    def find_spec(fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         package, _, missing = fullname.partition(".")
-        if package == __name__ and missing:
-            # The exception gets no name, because "from package import name" would hide it.
-            raise ModuleNotFoundError(
-                f"{package} has no {missing} (it has what tests of FSDP use from {', '.join(UPSTREAMS)}): "
-                f"use torch.testing._internal.{missing}, which PyTorch still has"
-            )
+        if package != __name__ or not missing:
+            return None
+        from torch_fsdp_tests.installed_torch import upstream_names  # not at import, and few processes need it
+
+        return upstream_names.spec(missing)
 
 
-sys.meta_path.append(_NotOffered)
+sys.meta_path.append(_FromTorch)

@@ -1,15 +1,13 @@
-"""Upstream's names about CUDA, which are computed from the device under test when they are used."""
+"""Upstream's names about CUDA. Those that count devices are computed from the device under test when they are used."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 from torch_fsdp_tests.common_utils.flags import has_devices
+from torch_fsdp_tests.installed_torch import upstream_names
 
-_LEAST_DEVICES = {"TEST_CUDA": 1, "TEST_MULTIGPU": 2}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LEAST_DEVICES:
-        return has_devices("cuda", _LEAST_DEVICES[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = upstream_names.complete(
+    __name__,
+    {"TEST_CUDA": functools.partial(has_devices, "cuda"), "TEST_MULTIGPU": functools.partial(has_devices, "cuda", 2)},
+)

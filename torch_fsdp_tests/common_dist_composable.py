@@ -8,6 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torch_fsdp_tests.installed_torch import upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
+
 _DIM = 100
 
 

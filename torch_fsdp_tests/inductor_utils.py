@@ -14,10 +14,10 @@ import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from torch_fsdp_tests.common_utils.flags import TEST_WITH_SLOW, has_devices
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.verdict import Reason, SkipKind
 
 COMPILE_LIMIT = 60  # seconds; a cold compiler on a loaded machine takes a few
@@ -70,12 +70,15 @@ def why_no_inductor() -> str | None:
     return why_no_host_compiler()
 
 
-_DEVICE_TYPES = {"HAS_CUDA": "cuda", "HAS_XPU_AND_TRITON": "xpu"}
+def _compiles_for(device_type: str) -> bool:
+    return has_devices(device_type) and why_no_device_compiler() is None
 
 
-def __getattr__(name: str) -> Any:
-    if name == "HAS_GPU":
-        return why_no_device_compiler() is None
-    if name in _DEVICE_TYPES:
-        return has_devices(_DEVICE_TYPES[name]) and why_no_device_compiler() is None
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = upstream_names.complete(
+    __name__,
+    {
+        "HAS_GPU": lambda: why_no_device_compiler() is None,
+        "HAS_CUDA": lambda: _compiles_for("cuda"),
+        "HAS_XPU_AND_TRITON": lambda: _compiles_for("xpu"),
+    },
+)

@@ -17,6 +17,9 @@ import torch
 from torch._logging import _internal as torch_logs
 
 from torch_fsdp_tests.common_utils import TestCase
+from torch_fsdp_tests.installed_torch import upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
 
 
 @contextlib.contextmanager

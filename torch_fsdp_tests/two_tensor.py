@@ -9,6 +9,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from torch_fsdp_tests.installed_torch import upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
+
 _ALIKE = ("device", "layout", "requires_grad", "dtype", "shape")
 
 

@@ -18,10 +18,10 @@ LAYERS = (
     {"device"},
     {"ranks", "dispatch"},
     {"common_utils"},
-    {"defects", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
+    {"defects", "common_cuda", "inductor_utils", "logging_utils", "two_tensor"},
     {"perturb"},
     {"common_distributed"},
-    {"distributed"},
+    {"distributed", "common_device_type"},
     {"common_fsdp", "common_dist_composable"},
     {"fsdp"},
 )

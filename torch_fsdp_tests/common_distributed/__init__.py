@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch.distributed as c10d
 
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.common_distributed import environment
 from torch_fsdp_tests.common_distributed.case import TIMEOUT_DEFAULT, TIMEOUT_OVERRIDE, RankTestCase, get_timeout
 from torch_fsdp_tests.common_distributed.continuous import DeviceContinuousTest, MultiProcContinuousTest
+from torch_fsdp_tests.common_distributed.dynamo import DynamoDistributedSingleProcTestCase, _dynamo_dist_per_rank_init
 from torch_fsdp_tests.common_distributed.environment import (
     cleanup_temp_dir,
+    core_dumps_disabled,
     initialize_temp_directories,
     with_dist_debug_levels,
 )
@@ -18,7 +22,7 @@ from torch_fsdp_tests.common_distributed.multi_process import (
     MultiProcessTestCase,
     logger,
 )
-from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase
+from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase, spawn_threads_and_init_comms
 from torch_fsdp_tests.common_distributed.requirements import (
     TEST_SKIPS,
     TestSkip,
@@ -40,3 +44,38 @@ from torch_fsdp_tests.common_distributed.requirements import (
     sm_is_or_higher_than,
 )
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
+from torch_fsdp_tests.common_distributed.vendor_requirements import (
+    import_transformers_or_skip,
+    nccl_skip_if_lt_x_gpu,
+    require_n_gpus_for_nccl_backend,
+    requires_cuda_p2p_access,
+    requires_mpi,
+    requires_multicast_support,
+    requires_nccl_shrink,
+    requires_ucc,
+    requires_xccl,
+    skip_if_no_gpu,
+    skip_if_odd_worldsize,
+    skip_if_rocm_ver_atleast_multiprocess,
+    skip_if_rocm_ver_lessthan_multiprocess,
+    skip_if_small_worldsize,
+    skip_if_win32,
+)
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
+
+
+def _has_accelerator() -> bool:
+    device = accelerator.current_or_none()  # files ask at import, where an exception would hide all their tests
+    return device is not None and not device.is_cpu
+
+
+__getattr__ = upstream_names.complete(
+    __name__,
+    {
+        "HAS_ACCELERATOR": _has_accelerator,
+        "DEFAULT_WORLD_SIZE": lambda: accelerator.current().ranks,
+        "tmp_dir": environment.directory,
+    },
+    {"DEFAULT_WORLD_SIZE": settings.RANKS_VARIABLE},
+)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +53,11 @@ def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[Callable[..., Any
 _directories: list[tempfile.TemporaryDirectory] = []
 
 
+def directory() -> tempfile.TemporaryDirectory | None:
+    """The directory that :func:`initialize_temp_directories` has made, or None."""
+    return _directories[-1] if _directories else None
+
+
 def initialize_temp_directories(init_method: str | None = None) -> None:
     """Make a directory for the ranks of a test, and name it in the environment.
 
@@ -73,3 +80,22 @@ def cleanup_temp_dir() -> None:
         _directories.pop().cleanup()
         for name in ("TEMP_DIR", "INIT_METHOD"):
             os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def core_dumps_disabled() -> Iterator[None]:
+    """Allow no core dumps in the block: HIP ends a process whose kernel fails, unless their limit is zero.
+
+    ``RLIMIT_CORE`` is restored afterwards. On Windows, which has no such limit, this does nothing.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))

@@ -25,6 +25,7 @@ from torch_fsdp_tests.common_distributed.case import (
     get_timeout,
     is_skip,
     named_leaks,
+    raise_verdict,
     run_all,
     run_in_rank,
 )
@@ -34,7 +35,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, Outcome, RankGroup
-from torch_fsdp_tests.ranks.outcome import enters_test, raised
+from torch_fsdp_tests.ranks.outcome import Ending, RankReport, enters_test, judge, raised
 from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
 from torch_fsdp_tests.verdict import Reason, SkipKind, State, kinds_of
@@ -230,3 +231,27 @@ class MultiThreadedTestCase(RankTestCase):
         """Like ``assertNotEqual``, but only in this rank."""
         if self.rank == rank:
             self.assertNotEqual(x, y, msg)
+
+
+def spawn_threads_and_init_comms(
+    func: Callable[..., Any] | None = None, timeout: float | None = None, world_size: int | None = None
+) -> Any:
+    """Call a function in a thread for each rank, with a default group, and raise the verdict on all of them.
+
+    It works with and without parentheses, on a method of any test case and on a plain function. ``timeout`` is that of
+    a test, in seconds. Unlike those of :class:`MultiThreadedTestCase`, the threads run in the calling process, so one
+    that hangs outside of a collective cannot be ended.
+    """
+    if func is None:
+        return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
+
+    @functools.wraps(func)
+    def in_threads(*args: Any, **kwargs: Any) -> None:
+        ranks = accelerator.current().ranks if world_size is None else world_size
+        limit = get_timeout("") if timeout is None else timeout
+        body = functools.partial(func, *args, **kwargs)
+        outcomes = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
+        reports = [RankReport(outcome.rank, outcome, Ending(code=0), outcome.seconds) for outcome in outcomes]
+        raise_verdict(judge(reports, limit, SKIP_CODES))
+
+    return in_threads

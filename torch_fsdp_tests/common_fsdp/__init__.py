@@ -1,13 +1,17 @@
 """Models, modes, patches and comparisons for tests of FSDP. Tests import from this package, not from its modules.
 
-``DEVICE_TYPE``, ``DISTRIBUTED_BACKEND`` and ``DEVICE_COUNT`` are looked up when they are used, see :mod:`.device`.
+``DEVICE_TYPE`` (without an index), ``DISTRIBUTED_BACKEND`` and ``DEVICE_COUNT`` (the default world size of a test) are
+those of the device under test, and are looked up when they are used. A test file that assigns one chooses its device by
+it. Upstream computes them at import, and its count for the CPU is 1. Here the CPU counts as 4, and a device that ranks
+share counts as the number of these ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
 
-from . import device
 from .cases import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from .compiled import compiled_fsdp_test, fully_shard_with_compiled_compute, test_compiled_fsdp
 from .device import get_devtype
@@ -50,6 +54,16 @@ from .states import (
 from .training import FSDPTestMixin
 from .transformer import TransformerWithSharedParams
 
-
-def __getattr__(name: str) -> Any:
-    return device.__getattr__(name)
+__getattr__ = upstream_names.complete(
+    __name__,
+    {
+        "DEVICE_TYPE": lambda: accelerator.current().type,
+        "DISTRIBUTED_BACKEND": lambda: accelerator.current().backend,
+        "DEVICE_COUNT": lambda: accelerator.current().ranks,
+    },
+    {
+        "DEVICE_TYPE": settings.DEVICE_VARIABLE,
+        "DISTRIBUTED_BACKEND": settings.BACKEND_VARIABLE,
+        "DEVICE_COUNT": settings.RANKS_VARIABLE,
+    },
+)

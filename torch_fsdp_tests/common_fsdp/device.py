@@ -1,26 +1,11 @@
-"""Upstream's constants about the device under test. They are looked up when they are used.
-
-``DEVICE_TYPE`` is its type without an index, ``DISTRIBUTED_BACKEND`` the backend between its ranks, and
-``DEVICE_COUNT`` the default world size of a test. Upstream computes them at import, and its count for the CPU is 1.
-Here the CPU counts as 4, and a device that ranks share counts as the number of these ranks.
-"""
+"""The device under test, as tests of FSDP use it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.device import accelerator
-
-_ATTRIBUTES = {"DEVICE_TYPE": "type", "DISTRIBUTED_BACKEND": "backend", "DEVICE_COUNT": "ranks"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ATTRIBUTES:
-        return getattr(accelerator.current(), _ATTRIBUTES[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_devtype() -> torch.device:

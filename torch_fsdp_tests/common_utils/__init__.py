@@ -6,8 +6,6 @@ This package replaces ``torch/testing/_internal/common_utils.py``. Names that de
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch_fsdp_tests.common_utils import flags as _flags
 from torch_fsdp_tests.common_utils import seed as _seed
 from torch_fsdp_tests.common_utils.flags import (
@@ -48,11 +46,10 @@ from torch_fsdp_tests.common_utils.skips import (
 )
 from torch_fsdp_tests.common_utils.sleep import device_sleep, get_cycles_per_ms, host_time
 from torch_fsdp_tests.common_utils.testcase import TestCase
+from torch_fsdp_tests.installed_torch import upstream_names
 
-
-def __getattr__(name: str) -> Any:
-    if name == "SEED":
-        return _seed.seed_of_run()
-    if name in _flags.ABOUT_DEVICE:
-        return _flags.ABOUT_DEVICE[name]()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = upstream_names.complete(
+    __name__,
+    {"SEED": _seed.seed_of_run, **_flags.ABOUT_DEVICE},
+    {"SEED": _seed.SEED_VARIABLE},
+)

@@ -13,6 +13,7 @@ import expecttest
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.verdict import events, stream
@@ -59,6 +60,8 @@ class _Runner(unittest.TextTestRunner):
         def print_errors_and_leaks() -> None:
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
+            if borrowed := upstream_names.borrowed_in_words():
+                print(borrowed, file=self.stream)
             for defects, words, how in (
                 (testcase.hit, "known defect of torch hit", "by"),
                 (testcase.fixed, "fixed in this PyTorch", "as shown by"),
@@ -99,6 +102,8 @@ class _Program(unittest.TestProgram):
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()
+        if borrowed := upstream_names.borrowed_in_words():
+            events.note(borrowed)
         self.exit = False  # the exit status is decided below, in the same way on all versions of Python
         tests = list(events.tests_in(self.test)) if self._repeat > 1 else []  # a suite forgets what it has run
         for _ in range(self._repeat):

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_fsdp_tests.installed_torch import upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
+
 TestMethod = Callable[..., Any]
 
 

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from torch_fsdp_tests.common_utils import TestCase
-from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.installed_torch import torch_names, upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
 
 _sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 _HOST = torch.device("cpu")

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_fsdp_tests.common_distributed import (
     DeviceContinuousTest,
     MultiProcessTestCase,
+    MultiThreadedTestCase,
     RankTestCase,
     at_most,
     requires,
@@ -33,6 +34,11 @@ Result = TypeVar("Result")
 def num_devices() -> int:
     """The default world size of a test: that of the device under test, but at most 4."""
     return min(MOST_DEVICES, accelerator.current().ranks)
+
+
+def _get_device_type(world_size: int) -> str:
+    """The type of the device under test. With too few devices for so many ranks, upstream returns ``cpu``."""
+    return accelerator.current().type
 
 
 def reduce_local_int(val: Any, func: Callable[[Mapping[int, int]], Result]) -> Result:
@@ -143,6 +149,16 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
         return wrapper
 
     return decorator(eager_init) if callable(eager_init) else decorator
+
+
+class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
+    """Like :class:`DTensorTestBase`, but the ranks are threads, whose group exists already."""
+
+    world_size = at_most(MOST_DEVICES)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
 
 
 class DTensorContinuousTestBase(DTensorTestMixin, DeviceContinuousTest):

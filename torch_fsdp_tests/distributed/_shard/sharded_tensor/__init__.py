@@ -11,6 +11,9 @@ from torch.distributed import rpc
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, requires
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
+
+__getattr__ = upstream_names.complete(__name__)
 
 __unittest = True
 

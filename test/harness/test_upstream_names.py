@@ -1,0 +1,296 @@
+"""Names that this project does not define come from the installed torch, and those about ranks never do."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import types
+import unittest
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from sources import PACKAGE, TESTS_OF_FSDP, trees
+
+from torch_fsdp_tests import common_distributed, common_fsdp, settings
+from torch_fsdp_tests.common_device_type import Capability, instantiate_device_type_tests, requires_capabilities
+from torch_fsdp_tests.common_distributed import (
+    DynamoDistributedSingleProcTestCase,
+    MultiProcessTestCase,
+    core_dumps_disabled,
+    spawn_threads_and_init_comms,
+)
+from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
+from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBase
+from torch_fsdp_tests.installed_torch import upstream_names
+from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD
+from torch_fsdp_tests.ranks import RanksErred, RanksFailed
+from torch_fsdp_tests.tools.upstream_names import left
+
+UPSTREAM = upstream_names.UPSTREAM
+# They compare with upstream's harness, name its modules for others, or say in a message where a name is.
+MAY_NAME_UPSTREAM = {"benchmarks", "installed_torch"}
+
+
+def imported(statement: str) -> object:
+    """The last name that an import statement binds."""
+    scope: dict[str, object] = {}
+    exec(statement, {}, scope)
+    return list(scope.values())[-1]
+
+
+class TestBorrowed(TestCase):
+    """Without it, a vendor's file could end at an import, or change the process in which tests run."""
+
+    def test_every_name_about_ranks_has_a_place(self):
+        self.assertEqual(list(left()), [])
+        with mock.patch.dict(BORROWED, {"common_dist_composable": ()}):
+            self.assertIn("common_dist_composable.FakeSequential", list(left()))
+
+    def test_values_are_upstreams(self):
+        for place, name in (
+            ("common_cuda", "SM90OrLater"),
+            ("common_utils", "NAVI_ARCH"),
+            ("common_dist_composable", "FakeSequential"),
+            ("common_dtype", "floating_types"),  # of a module that is not replaced
+        ):
+            value = imported(f"from torch_fsdp_tests.{place} import {name}")
+            self.assertIs(value, getattr(importlib.import_module(f"{UPSTREAM}.{place}"), name))
+            self.assertIn(f"{place}.{name}", upstream_names.borrowed_in_words())
+
+    def test_what_upstream_imports_from_a_replaced_module_is_replaced(self):
+        for statement in (
+            "from torch_fsdp_tests.common_distributed import TestCase",
+            "from torch_fsdp_tests.common_nn import TestCase",
+        ):
+            self.assertIs(imported(statement), TestCase)
+        self.assertIs(imported("from torch_fsdp_tests.common_fsdp import MultiProcessTestCase"), MultiProcessTestCase)
+
+    def test_names_about_ranks_are_refused(self):
+        for place, names in INSTEAD.items():
+            for name, instead in names.items():
+                with self.assertRaises(ImportError) as raised:
+                    imported(f"from torch_fsdp_tests.{place} import {name}")
+                self.assertEqual(str(raised.exception), f"torch_fsdp_tests has no {place}.{name}: {instead}")
+        with self.assertRaisesRegex(ImportError, "starts ranks with upstream's harness.*derive from a test case"):
+            upstream_names.lookup("torch_fsdp_tests.common_distributed", "DistributedTestBase")
+
+    def test_a_name_that_neither_has(self):
+        for missing in ("nothing", "common_cuda.nothing", "common_distributed.nothing", "common_dtype.nothing"):
+            module, _, name = f"torch_fsdp_tests.{missing}".rpartition(".")
+            with self.assertRaisesRegex(
+                ModuleNotFoundError, f"^neither torch_fsdp_tests nor .* has {missing}: correct"
+            ):
+                imported(f"from {module} import {name}")
+            self.assertFalse(hasattr(importlib.import_module(module), name))
+
+    def test_an_import_changes_nothing(self):
+        code = (
+            "import os, torch, torch_fsdp_tests.common_utils as c\n"
+            "from torch_fsdp_tests.common_utils.state import SavedState\n"
+            "state = SavedState()\n"
+            "c.TEST_MKL\n"
+            "torch.backends.cudnn.benchmark = False\n"  # upstream's import forbids this
+            "print(state.restore(), torch.backends.flags_frozen())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
+
+    def test_a_constant_is_computed_without_the_driver(self):
+        running, several = types.SimpleNamespace(is_initialized=lambda: False), torch.accelerator.device_count() > 1
+        fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
+        device = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda"))
+        with device, mock.patch.object(torch, "get_device_module", return_value=running):
+            ask = upstream_names._without_driver
+            self.assertIs(ask("common_utils", "TEST_MULTIACCELERATOR", fails), several)
+            failed = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: no driver")
+            with mock.patch.object(subprocess, "run", return_value=failed):
+                with self.assertRaisesRegex(RuntimeError, "common_cuda.X cannot be computed: ImportError: no driver"):
+                    ask("common_cuda", "X", fails)
+            running.is_initialized = lambda: True
+            with self.assertRaisesRegex(AssertionError, "asked the device"):
+                ask("common_utils", "TEST_MULTIACCELERATOR", fails)
+
+    def test_nothing_here_imports_upstreams_harness(self):
+        found = []
+        for path, tree in trees(PACKAGE, TESTS_OF_FSDP, with_words=UPSTREAM):
+            for node in ast.walk(tree):
+                modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                found += [str(path) for module in modules if (module or "").startswith(UPSTREAM)]
+        self.assertEqual(found, [])
+
+
+class TestAssigned(TestCase):
+    """Without it, a vendor's file that chooses its device by upstream's globals could test another one."""
+
+    def test_globals_choose_the_device(self):
+        variables = (settings.DEVICE_VARIABLE, settings.BACKEND_VARIABLE, settings.RANKS_VARIABLE)
+        with mock.patch.dict(os.environ), mock.patch.object(upstream_names, "_assigned", set()):
+            for variable in variables:
+                os.environ.pop(variable, None)
+            common_fsdp.DEVICE_COUNT = 3
+            self.assertEqual((common_fsdp.DEVICE_COUNT, common_distributed.DEFAULT_WORLD_SIZE), (3, 3))
+            common_fsdp.DEVICE_COUNT = 2
+            self.assertEqual(accelerator.current().ranks, 2)
+            common_fsdp.DEVICE_TYPE, common_fsdp.DISTRIBUTED_BACKEND = "nodevice", "hccl"
+            self.assertEqual([os.environ[each] for each in variables], ["nodevice", "hccl", "2"])
+            with self.assertRaisesRegex(settings.ConfigurationError, "unknown device 'nodevice'"):
+                accelerator.current()
+            for name in ("DEVICE_TYPE", "DISTRIBUTED_BACKEND", "DEVICE_COUNT"):
+                delattr(common_fsdp, name)
+            self.assertFalse(set(variables) & os.environ.keys())
+
+    def test_an_option_has_priority(self):
+        with mock.patch.dict(os.environ, {settings.RANKS_VARIABLE: "2"}):
+            words = "DEVICE_COUNT = 3 has no effect, because TORCH_FSDP_TESTS_RANKS is 2"
+            with self.assertWarnsRegex(UserWarning, words):
+                common_fsdp.DEVICE_COUNT = 3
+            self.assertEqual(common_fsdp.DEVICE_COUNT, 2)
+
+
+class TestDecorators(MultiProcessTestCase):
+    """Without it, a decorator that only vendors use could run a test that cannot run, or skip one that can."""
+
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    @parametrize(
+        "decorator, words",
+        [
+            ("skip_if_no_gpu", "needs 1 accelerators"),
+            ("skip_if_small_worldsize", "needs 8 or more ranks, and not 2"),
+            ("requires_mpi()", "torch was built without the backend mpi"),
+            ("requires_multicast_support()", "needs multicast"),
+            ("requires_cuda_p2p_access()", "needs peer_access"),
+            ("import_transformers_or_skip()", "needs the package transformers"),
+            ("skip_if_odd_worldsize", ""),
+            ("nccl_skip_if_lt_x_gpu('gloo', 100)", ""),
+            ("require_n_gpus_for_nccl_backend(2, 'nccl')", ""),
+            ("requires_nccl_shrink()", ""),
+            ("skip_if_win32()", ""),
+            ("skip_if_rocm_ver_lessthan_multiprocess((7, 0))", ""),
+            ("skip_if_rocm_ver_atleast_multiprocess((7, 0))", ""),
+        ],
+    )
+    def test_reason(self, decorator, words):
+        if words and not accelerator.current().is_cpu:
+            self.skipTest("which of these skip is known for the CPU")
+        ran = []
+        call = eval(decorator, vars(common_distributed))(lambda: ran.append(1))
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "2" if "worldsize" in decorator else "1"}):
+            if words:
+                with self.assertRaisesRegex(unittest.SkipTest, words):
+                    call()
+            else:
+                call()
+        self.assertEqual(len(ran), not words)
+
+    @requires_capabilities(Capability.distributed.backend, Capability.distributed.fsdp, Capability.lib.json)
+    def test_capabilities(self):
+        self.assertEqual(Capability.dtype.fp8, "dtype.fp8")
+        with self.assertRaisesRegex(unittest.SkipTest, "needs lib.nothing, which .* does not have as far as is known"):
+            requires_capabilities(Capability.lib.nothing)(self.fail)()
+
+    def test_rocm(self):
+        with (
+            mock.patch.object(common_distributed.vendor_requirements, "TEST_WITH_ROCM", True),
+            mock.patch.object(torch.version, "hip", "6.4.1-abc"),
+        ):
+            for decorator, version in (("lessthan", (7, 0)), ("atleast", (6, 4)), ("lessthan", None)):
+                skips = getattr(common_distributed, f"skip_if_rocm_ver_{decorator}_multiprocess")(version)(self.fail)
+                self.assertRaises(unittest.SkipTest, skips)
+            common_distributed.skip_if_rocm_ver_lessthan_multiprocess((6, 4))(lambda: None)()
+
+    def test_core_dumps(self):
+        import resource
+
+        before = resource.getrlimit(resource.RLIMIT_CORE)
+        with core_dumps_disabled():
+            self.assertEqual(resource.getrlimit(resource.RLIMIT_CORE)[0], 0)
+        self.assertEqual(resource.getrlimit(resource.RLIMIT_CORE), before)
+
+
+class TestThreads(TestCase):
+    """Without it, a test in threads of the calling process could pass although a rank failed."""
+
+    @spawn_threads_and_init_comms(world_size=3)
+    def test_ranks(self):
+        ranks = [None] * 3
+        dist.all_gather_object(ranks, dist.get_rank())
+        self.assertEqual(ranks, [0, 1, 2])
+
+    def test_a_rank_that_fails(self):
+        @spawn_threads_and_init_comms
+        def fails():
+            dist.barrier()
+            self.assertEqual(dist.get_rank(), 0)
+
+        @spawn_threads_and_init_comms(world_size=2)
+        def raises():
+            if dist.get_rank() == 1:
+                raise ZeroDivisionError
+            dist.barrier()
+
+        with self.assertRaisesRegex(RanksFailed, "rank"):
+            fails()
+        with self.assertRaisesRegex(RanksErred, r"rank 1 of 2 raised:(.|\n)*ZeroDivisionError"):
+            raises()
+
+
+class TestOneProcess(DynamoDistributedSingleProcTestCase):
+    """Without it, a test of compiled models in one process would have no group."""
+
+    def test_group(self):
+        self.assertEqual((dist.get_world_size(), dist.get_backend()), (1, accelerator.current().backend))
+        self.assertEqual(torch.ones(1, device=self.device).device.type, accelerator.current().type)
+
+
+class TestGroupOfARank(MultiProcessTestCase):
+    """Without it, ranks of a test of compiled models could meet those of another run, or keep their group."""
+
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_real(self):
+        with common_distributed._dynamo_dist_per_rank_init(self.rank, 2, rdvz_file=self.file_name):
+            ranks = [None] * 2
+            dist.all_gather_object(ranks, self.rank)
+            self.assertEqual(ranks, [0, 1])
+        self.assertFalse(dist.is_initialized())
+
+    def test_fake(self):
+        with common_distributed._dynamo_dist_per_rank_init(self.rank, 64, fake_pg=True):
+            self.assertEqual((dist.get_world_size(), dist.get_backend()), (64, "fake"))
+
+
+class TestOperators(DTensorOpTestBase):
+    """Without it, a test of DTensor's operators in threads would have no mesh."""
+
+    def test_mesh(self):
+        self.assertEqual(self.build_device_mesh().size(), self.world_size)
+
+
+class TestUpstreamsDecorators(TestCase):
+    """Without it, decorators of upstream that skip in a test would be failures here."""
+
+    def test_only_for_another_device(self, device):
+        only = imported("from torch_fsdp_tests.common_device_type import onlyMPS")
+        with self.assertRaises(unittest.SkipTest):
+            only(lambda self: self.fail("ran"))(self)
+
+
+instantiate_parametrized_tests(TestDecorators)
+instantiate_device_type_tests(TestUpstreamsDecorators, globals())
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,268 @@
+"""Names of ``torch.testing._internal`` that this project does not have. They come from the installed torch.
+
+A test file of a vendor asks the modules that replace upstream's for hundreds of names. What starts, watches or judges
+ranks, compares values or decides skips is this project's own. All else, such as constants, decorators of other modules
+and whole modules, is looked up in the installed torch when it is first used (PEP 562), so that a newer torch brings its
+newer names. :mod:`.upstream_tables` has the names of both kinds in the modules about ranks.
+
+Nothing of this project needs a name from there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from torch_fsdp_tests.installed_torch.upstream_tables import INSTEAD
+
+UPSTREAM = "torch.testing._internal"
+PACKAGE = __name__.partition(".")[0]
+_ASK_LIMIT = 300  # seconds for a process that asks the device; a driver may take a minute to start
+
+borrowed: dict[str, None] = {}  # the names that this process has got from the installed torch, in this order
+computed_names: dict[str, Mapping[str, Callable[[], object]]] = {}  # by replacing module
+_assignable: dict[str, Mapping[str, str]] = {}  # by replacing module: the environment variable of a global
+_assigned: set[str] = set()  # the variables that an assignment has set
+
+
+def complete(
+    module: str,
+    computed: Mapping[str, Callable[[], object]] | None = None,
+    assignable: Mapping[str, str] | None = None,
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module that replaces one of upstream's. Other names come from :func:`lookup`.
+
+    ``computed`` has the names whose values are computed when they are used, such as those about the device under test.
+    ``assignable`` has the globals of upstream's module that a test file may assign to choose its device, each with the
+    environment variable that the assignment then sets. A variable that the user has set has priority.
+    """
+    computed_names[module] = computed or {}
+    # With a path, "from module import name" asks the finder of the package about a missing name, which explains it.
+    vars(sys.modules[module]).setdefault("__path__", [])
+    if assignable:
+        _assignable[module] = assignable
+        sys.modules[module].__class__ = _Assignable
+
+    def get(name: str) -> Any:
+        compute = computed_names[module].get(name)
+        return lookup(module, name) if compute is None else compute()
+
+    return get
+
+
+class _Assignable(ModuleType):
+    """A module with globals that set environment variables."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        variable = _assignable[self.__name__].get(name)
+        if variable is None:
+            super().__setattr__(name, value)
+        elif variable in os.environ and variable not in _assigned:
+            if os.environ[variable] != str(value):
+                words = (
+                    f"{self.__name__}.{name} = {value!r} has no effect, because {variable} is {os.environ[variable]}"
+                )
+                warnings.warn(words, stacklevel=2)
+        else:
+            _assigned.add(variable)
+            os.environ[variable] = str(value)
+
+    def __delattr__(self, name: str) -> None:
+        variable = _assignable[self.__name__].get(name)
+        if variable is None:
+            super().__delattr__(name)
+        elif variable in _assigned:
+            _assigned.discard(variable)
+            os.environ.pop(variable, None)
+
+
+def borrowed_in_words() -> str | None:
+    """A sentence about the names that this process has got from the installed torch, or None."""
+    return f"from {UPSTREAM} of {installed_torch()}: {', '.join(borrowed)}" if borrowed else None
+
+
+def lookup(module: str, name: str) -> Any:
+    """Return what a replacing module of this project, by its full name, lacks: upstream's value of the same place.
+
+    Raises ``AttributeError`` for a name that upstream's module lacks, and ``ImportError``, which says what to do
+    instead, for one that belongs to upstream's way to run ranks.
+    """
+    place = module.removeprefix(f"{PACKAGE}.")
+    missing = AttributeError(f"module {module!r} has no attribute {name!r}")
+    if name.startswith("__") or importlib.util.find_spec(UPSTREAM) is None:
+        raise missing
+    instead = INSTEAD.get(place, {}).get(name)
+    if instead is not None:
+        raise ImportError(f"{PACKAGE} has no {place}.{name}: {instead}")
+    origin = _imports(place).get(name)
+    if origin is not None:  # upstream's module imports it from another one, which this project may replace
+        return (
+            importlib.import_module(origin[0])
+            if origin[1] is None
+            else getattr(importlib.import_module(origin[0]), origin[1])
+        )
+    try:
+        value = getattr(_module(place), name)
+    except AttributeError:
+        raise missing from None
+    if _starts_ranks(value):
+        raise ImportError(
+            f"{UPSTREAM}.{place}.{name} starts ranks with upstream's harness, which passes a test whose rank 1 dies: "
+            f"derive from a test case of {PACKAGE}.common_distributed or {PACKAGE}.common_fsdp"
+        )
+    borrowed[f"{place}.{name}"] = None
+    if type(value).__name__ == "LazyVal" and value._cb is not None:
+        value._cb = functools.partial(_without_driver, place, name, value._cb)
+    return value
+
+
+@functools.cache
+def _imports(place: str) -> Mapping[str, tuple[str, str | None]]:
+    """What upstream's module imports from its neighbours, by its name there: the replacing module, and the name in it.
+
+    Without a name it is the module itself.
+    """
+    found: dict[str, tuple[str, str | None]] = {}
+    tree = tree_of(place)
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(UPSTREAM):
+            continue
+        module = f"{PACKAGE}{(node.module or '').removeprefix(UPSTREAM)}"
+        for alias in node.names:
+            is_module = module == PACKAGE
+            found[alias.asname or alias.name] = (f"{module}.{alias.name}", None) if is_module else (module, alias.name)
+    return found
+
+
+def tree_of(place: str) -> ast.Module | None:
+    """The source of upstream's module, or None without one."""
+    spec = _spec(place)
+    return None if spec is None or spec.origin is None else ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _spec(place: str) -> importlib.machinery.ModuleSpec | None:
+    """Where the installed torch has a module of upstream's harness, or None if it has none."""
+    try:
+        return importlib.util.find_spec(f"{UPSTREAM}.{place}")
+    except ModuleNotFoundError:  # also torch itself may be missing
+        return None
+
+
+@functools.cache
+def _module(place: str) -> ModuleType:
+    """Import upstream's module. What the import changes in this process is undone."""
+    # Otherwise torch.cuda.is_available(), or a memory limit that upstream's CI sets, would start the driver.
+    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), _unchanged_torch():
+        os.environ.pop("NUM_PARALLEL_PROCS", None)
+        return importlib.import_module(f"{UPSTREAM}.{place}")
+
+
+@contextlib.contextmanager
+def _unchanged_torch() -> Iterator[None]:
+    """Undo or prevent what an import of upstream's harness does to torch: it registers backends, and freezes flags."""
+    import torch
+    from torch.distributed import Backend
+
+    attributes = set(vars(Backend))
+    tables = [(table, copy.copy(table)) for table in vars(Backend).values() if isinstance(table, dict | list)]
+    try:
+        with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
+            warnings.simplefilter("ignore")  # about packages that upstream's tests could use
+            yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.extend(before) if isinstance(table, list) else table.update(before)
+        for name in vars(Backend).keys() - attributes:
+            delattr(Backend, name)
+
+
+def _starts_ranks(value: object) -> bool:
+    bases = value.__mro__ if isinstance(value, type) else ()
+    return any(f"{UPSTREAM}.common_distributed.{base.__name__}" in _RANK_CASES for base in bases if _is_upstreams(base))
+
+
+def _is_upstreams(cls: type) -> bool:
+    return cls.__module__ == f"{UPSTREAM}.common_distributed"
+
+
+_RANK_CASES = {
+    f"{UPSTREAM}.common_distributed.{name}"
+    for name in ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest")
+}
+
+
+def _without_driver(place: str, name: str, compute: Callable[[], Any]) -> Any:
+    """The value of a constant that may ask the device, computed in another process if this one may still fork ranks."""
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    module = None if current is None else torch.get_device_module(current.type)
+    if module is None or getattr(module, "is_initialized", lambda: False)():
+        return compute()
+    code = f"import json, {UPSTREAM}.{place} as it; value = it.{name}; bool(value); print(json.dumps(value._value))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_ASK_LIMIT)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"{UPSTREAM}.{place}.{name} cannot be computed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- modules that only upstream has -----------------------------------------------------------------------------------
+
+
+class _Borrowed:
+    """The loader of a module that has all its names from upstream's module of the same place."""
+
+    @staticmethod
+    def create_module(spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        place = module.__name__.removeprefix(f"{PACKAGE}.")
+        upstreams = _module(place)
+        borrowed[place] = None
+        public = getattr(upstreams, "__all__", [name for name in vars(upstreams) if not name.startswith("_")])
+        vars(module).update(
+            __getattr__=functools.partial(lookup, module.__name__),
+            __all__=[name for name in public if name not in INSTEAD.get(place, ())],
+            __doc__=f"``{UPSTREAM}.{place}`` of the installed torch, name by name.",
+        )
+
+
+def spec(missing: str) -> importlib.machinery.ModuleSpec:
+    """How a module that this project lacks is loaded. ``missing`` is its dotted name below the package.
+
+    Raises ``ModuleNotFoundError``, with what to do, if the installed torch lacks it as well.
+    """
+    if _spec(missing) is not None:
+        return importlib.machinery.ModuleSpec(f"{PACKAGE}.{missing}", _Borrowed(), is_package=True)  # type: ignore[arg-type]
+    # The exception gets no name, because "from package import name" would hide it.
+    raise ModuleNotFoundError(
+        f"neither {PACKAGE} nor {UPSTREAM} of {installed_torch()} has {missing}: "
+        "correct the name, or test with a version of PyTorch that has it"
+    )
+
+
+def installed_torch() -> str:
+    with contextlib.suppress(ImportError):
+        import torch
+
+        return f"PyTorch {torch.__version__}"
+    return "PyTorch, which is not installed,"
