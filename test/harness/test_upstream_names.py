@@ -10,17 +10,25 @@ import unittest
 from unittest import mock
 
 import torch
+import torch._dynamo.test_case
 import torch.distributed as dist
 from sources import PACKAGE, TESTS_OF_FSDP, trees
 
-from torch_fsdp_tests import common_distributed, common_fsdp, settings
-from torch_fsdp_tests.common_device_type import Capability, instantiate_device_type_tests, requires_capabilities
+from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
+from torch_fsdp_tests.common_device_type import (
+    Capability,
+    dtypes,
+    instantiate_device_type_tests,
+    onlyMPS,
+    requires_capabilities,
+)
 from torch_fsdp_tests.common_distributed import (
     DynamoDistributedSingleProcTestCase,
     MultiProcessTestCase,
     core_dumps_disabled,
     spawn_threads_and_init_comms,
 )
+from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
 from torch_fsdp_tests.device import accelerator
@@ -53,7 +61,7 @@ class TestBorrowed(TestCase):
     def test_values_are_upstreams(self):
         for place, name in (
             ("common_cuda", "SM90OrLater"),
-            ("common_utils", "NAVI_ARCH"),
+            ("common_utils", "MI300_ARCH"),
             ("common_dist_composable", "FakeSequential"),
             ("common_dtype", "floating_types"),  # of a module that is not replaced
         ):
@@ -100,19 +108,19 @@ class TestBorrowed(TestCase):
         self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
 
     def test_a_constant_is_computed_without_the_driver(self):
-        running, several = types.SimpleNamespace(is_initialized=lambda: False), torch.accelerator.device_count() > 1
+        running = types.SimpleNamespace(is_initialized=lambda: False)
         fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
         device = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda"))
         with device, mock.patch.object(torch, "get_device_module", return_value=running):
             ask = upstream_names._without_driver
-            self.assertIs(ask("common_utils", "TEST_MULTIACCELERATOR", fails), several)
+            self.assertIs(ask("common_cuda", "SM90OrLater", fails), bool(common_cuda.SM90OrLater))
             failed = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: no driver")
             with mock.patch.object(subprocess, "run", return_value=failed):
                 with self.assertRaisesRegex(RuntimeError, "common_cuda.X cannot be computed: ImportError: no driver"):
                     ask("common_cuda", "X", fails)
             running.is_initialized = lambda: True
             with self.assertRaisesRegex(AssertionError, "asked the device"):
-                ask("common_utils", "TEST_MULTIACCELERATOR", fails)
+                ask("common_cuda", "SM90OrLater", fails)
 
     def test_nothing_here_imports_upstreams_harness(self):
         found = []
@@ -280,13 +288,40 @@ class TestOperators(DTensorOpTestBase):
         self.assertEqual(self.build_device_mesh().size(), self.world_size)
 
 
-class TestUpstreamsDecorators(TestCase):
-    """Without it, decorators of upstream that skip in a test would be failures here."""
+class TestUpstreamsBase(FSDPTest, torch._dynamo.test_case.TestCase):
+    """Without it, a test case of PyTorch among the bases could keep ranks from starting."""
 
+    world_size = 2
+
+    def test_ranks(self):
+        self.assertEqual(dist.get_world_size(), 2)
+        self.assertIn(self.rank, (0, 1))
+
+    def test_order(self):
+        wrong = type("Wrong", (torch._dynamo.test_case.TestCase, FSDPTest), {})()
+        words = "name FSDPTest before torch._dynamo.test_case.TestCase in its bases"
+        self.assertEqual(wrong._how_to_start(), words)
+        self.assertEqual(self._how_to_start(), "call self._spawn_processes() in its setUp")
+
+
+class TestUpstreamsDecorators(TestCase):
+    """Without it, a decorator of upstream could be a failure here, or leave a test without its arguments."""
+
+    @onlyMPS
     def test_only_for_another_device(self, device):
-        only = imported("from torch_fsdp_tests.common_device_type import onlyMPS")
-        with self.assertRaises(unittest.SkipTest):
-            only(lambda self: self.fail("ran"))(self)
+        self.fail("it ran")
+
+    @dtypes(torch.float64, torch.int32)
+    def test_data_types(self, device, dtype):
+        self.assertTrue(self._testMethodName.endswith(str(dtype).removeprefix("torch.")))
+        self.assertIn(dtype, (torch.float64, torch.int32))
+
+    @dtypes((torch.float64, torch.int32))
+    def test_tuple_of_data_types(self, device, dtypes):
+        self.assertEqual(dtypes, (torch.float64, torch.int32))
+
+    def test_number_of_variants(self):
+        self.assertEqual(sum(name.startswith("test_data_types_") for name in dir(self)), 2)
 
 
 instantiate_parametrized_tests(TestDecorators)

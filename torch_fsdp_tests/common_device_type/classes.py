@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch_fsdp_tests.common_utils.flags import device_type_under_test, privateuse1_name
-from torch_fsdp_tests.common_utils.parametrization import RECIPE, Test, add_test, bound_test, no_decorators
+from torch_fsdp_tests.common_utils.parametrization import (
+    RECIPE,
+    Test,
+    Variant,
+    add_test,
+    bound_test,
+    no_decorators,
+)
 from torch_fsdp_tests.device import accelerator
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
@@ -105,8 +112,8 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
 
 def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tuple[str, Test]]:
     """The tests of one generic method, under their new names."""
-    recipe: Any = getattr(test, RECIPE, lambda test, **classes: [(test, "", {}, no_decorators)])
     device_type = made.device_type  # type: ignore[attr-defined]
+    recipe: Any = getattr(test, RECIPE, functools.partial(_by_dtype, device_type))
     for variant, suffix, arguments, decorators in recipe(test, generic_cls=generic, device_cls=made):
         takes_device = "device" in inspect.signature(variant).parameters
         # Decorators may read the arguments, including the device, of which only the type is known here.
@@ -114,6 +121,16 @@ def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tupl
         with_device = _with_device(variant) if takes_device else variant
         made_name = "_".join(filter(None, (name, suffix, device_type, _dtype_suffix(arguments))))
         yield made_name, bound_test(with_device, arguments, decorators(known))
+
+
+def _by_dtype(device_type: str, test: Test, **classes: Any) -> list[Variant]:
+    """A variant for each data type, or tuple of them, of upstream's decorators ``dtypes`` and ``dtypesIf``."""
+    dtypes: Any = getattr(test, "dtypes", {})
+    chosen = dtypes.get(device_type, dtypes.get("all"))
+    if chosen is None:
+        return [(test, "", {}, no_decorators)]
+    arguments = ({"dtypes" if isinstance(each, (list, tuple)) else "dtype": each} for each in chosen)
+    return [(test, "", each, no_decorators) for each in arguments]
 
 
 def _dtype_suffix(arguments: Mapping[str, Any]) -> str:

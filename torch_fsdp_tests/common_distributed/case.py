@@ -183,6 +183,11 @@ def _perturbed(test: Any, name: str) -> contextlib.AbstractContextManager[Any]:
     return insertion.perturbed(name, kinds)
 
 
+def _is_torchs(cls: type) -> bool:
+    """Whether PyTorch defines a class, such as ``torch._dynamo.test_case.TestCase``, which tests may have as a base."""
+    return cls.__module__.partition(".")[0] == "torch"
+
+
 class RankTestCase(TestCase):
     """The base class of all test cases whose tests run in ranks. The module's docstring says what runs where.
 
@@ -239,9 +244,17 @@ class RankTestCase(TestCase):
     def _ranks(self) -> RankGroup:
         """The ranks of the current test."""
         if self._group is None:
-            words = f"{self.id()} started no rank, so nothing was tested: call self.{self._spawner}() in its setUp"
+            words = f"{self.id()} started no rank, so nothing was tested: {self._how_to_start()}"
             raise RanksErred(Verdict(State.ERROR, words, Phase.FIXTURE))
         return self._group
+
+    def _how_to_start(self) -> str:
+        mro = type(self).__mro__
+        ours = next(cls for cls in mro if is_ours(cls))
+        for cls in mro[: mro.index(ours)]:
+            if _is_torchs(cls) and "setUp" in vars(cls):
+                return f"name {ours.__name__} before {cls.__module__}.{cls.__qualname__} in its bases"
+        return f"call self.{self._spawner}() in its setUp"
 
     def _join_ranks(self, fn: Callable) -> None:
         """Wait for the ranks and raise their verdict. ``fn`` is the function of the test."""
@@ -254,7 +267,8 @@ class RankTestCase(TestCase):
         size or an unsupported hook of upstream's harness.
         """
         for owner in type(self).__mro__:
-            for name in self._unsupported_hooks.keys() & ({} if is_ours(owner) else vars(owner)).keys():
+            is_written = not (is_ours(owner) or _is_torchs(owner))
+            for name in self._unsupported_hooks.keys() & (vars(owner) if is_written else {}).keys():
                 hook = f"{owner.__qualname__}.{name}"
                 instead = self._unsupported_hooks[name]
                 words = f"{hook} has no effect here, because only upstream's harness uses it: {instead}"
