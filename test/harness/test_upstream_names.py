@@ -108,19 +108,28 @@ class TestBorrowed(TestCase):
         self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
 
     def test_a_constant_is_computed_without_the_driver(self):
-        running = types.SimpleNamespace(is_initialized=lambda: False)
         fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
-        device = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda"))
-        with device, mock.patch.object(torch, "get_device_module", return_value=running):
+        with mock.patch.object(upstream_names, "_idle_device", return_value=torch.cpu):
             ask = upstream_names._without_driver
             self.assertIs(ask("common_cuda", "SM90OrLater", fails), bool(common_cuda.SM90OrLater))
             failed = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: no driver")
             with mock.patch.object(subprocess, "run", return_value=failed):
-                with self.assertRaisesRegex(RuntimeError, "common_cuda.X cannot be computed: ImportError: no driver"):
+                with self.assertRaisesRegex(RuntimeError, "asks the device failed: ImportError: no driver"):
                     ask("common_cuda", "X", fails)
-            running.is_initialized = lambda: True
+        with mock.patch.object(upstream_names, "_idle_device", return_value=None):
             with self.assertRaisesRegex(AssertionError, "asked the device"):
                 ask("common_cuda", "SM90OrLater", fails)
+
+    def test_an_import_asks_no_device(self):
+        fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
+        device = types.SimpleNamespace(is_available=fails, device_count=fails)
+        with mock.patch.object(upstream_names, "_idle_device", return_value=device):
+            with mock.patch.object(upstream_names, "_ask", return_value=[True, 8]) as ask:
+                with upstream_names._answered_by_another_process():
+                    self.assertEqual((device.is_available(), device.device_count()), (True, 8))
+        self.assertEqual(ask.call_count, 1)
+        with self.assertRaisesRegex(AssertionError, "asked the device"):
+            device.device_count()
 
     def test_nothing_here_imports_upstreams_harness(self):
         found = []

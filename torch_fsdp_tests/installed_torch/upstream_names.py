@@ -165,11 +165,44 @@ def _spec(place: str) -> importlib.machinery.ModuleSpec | None:
 
 @functools.cache
 def _module(place: str) -> ModuleType:
-    """Import upstream's module. What the import changes in this process is undone."""
-    # Otherwise torch.cuda.is_available(), or a memory limit that upstream's CI sets, would start the driver.
-    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), _unchanged_torch():
-        os.environ.pop("NUM_PARALLEL_PROCS", None)
+    """Import upstream's module. What the import changes in this process is undone, and it starts no driver."""
+    with mock.patch.dict(os.environ), _unchanged_torch(), _answered_by_another_process():
+        os.environ.pop("NUM_PARALLEL_PROCS", None)  # with it, the import sets a limit for the memory of a device
         return importlib.import_module(f"{UPSTREAM}.{place}")
+
+
+@contextlib.contextmanager
+def _answered_by_another_process() -> Iterator[None]:
+    """Answer the questions of an import, whether there are devices and how many, without this process' runtime."""
+    device = _idle_device()
+    if device is None:
+        yield
+        return
+    it = "torch.get_device_module(torch.accelerator.current_accelerator())"
+    answers = _ask(f"import torch; it = {it}; value = it.is_available(), it.device_count()")
+    with contextlib.ExitStack() as stack:
+        for name, answer in zip(("is_available", "device_count"), answers, strict=True):
+            stack.enter_context(mock.patch.object(device, name, lambda answer=answer: answer))
+        yield
+
+
+def _idle_device() -> ModuleType | None:
+    """torch's module of the accelerator if there is one whose runtime does not run yet in this process."""
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    module = None if current is None else torch.get_device_module(current.type)
+    return None if module is None or getattr(module, "is_initialized", lambda: False)() else module
+
+
+def _ask(code: str) -> Any:
+    """The ``value`` that code computes in another process, in which a driver may start."""
+    words = [sys.executable, "-c", f"{code}; import json; print(json.dumps(value))"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_LIMIT)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"a process that asks the device failed: {last}; it ran: {code}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextlib.contextmanager
@@ -209,18 +242,9 @@ _RANK_CASES = {
 
 def _without_driver(place: str, name: str, compute: Callable[[], Any]) -> Any:
     """The value of a constant that may ask the device, computed in another process if this one may still fork ranks."""
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    module = None if current is None else torch.get_device_module(current.type)
-    if module is None or getattr(module, "is_initialized", lambda: False)():
+    if _idle_device() is None:
         return compute()
-    code = f"import json, {UPSTREAM}.{place} as it; value = it.{name}; bool(value); print(json.dumps(value._value))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_ASK_LIMIT)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise RuntimeError(f"{UPSTREAM}.{place}.{name} cannot be computed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return _ask(f"from {UPSTREAM} import {place} as it; it = it.{name}; bool(it); value = it._value")
 
 
 # --- modules that only upstream has -----------------------------------------------------------------------------------

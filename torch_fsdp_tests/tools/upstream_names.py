@@ -1,15 +1,12 @@
-"""Prints the names of upstream's modules about ranks, in the installed torch, that are neither here nor in the tables.
-
-python -m torch_fsdp_tests.tools.upstream_names
-"""
+"""Prints the names of upstream's modules about ranks that have no place here, for the installed torch."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from collections.abc import Iterator, Sequence
 
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.installed_torch.upstream_names import (
     PACKAGE,
     UPSTREAM,
@@ -18,6 +15,7 @@ from torch_fsdp_tests.installed_torch.upstream_names import (
     tree_of,
 )
 from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD, OF_RANKS
+from torch_fsdp_tests.processes import host
 
 
 def left() -> Iterator[str]:
@@ -40,8 +38,9 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
     return names
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Print what is left. Returns the exit status: 1 if there is anything."""
+    Parser(prog="python -m torch_fsdp_tests.tools.upstream_names", description=__doc__).parse_args(argv)
     names = list(left())
     for name in names:
         print(name)
@@ -50,4 +49,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    host.run_command("upstream_names", main)
