@@ -276,6 +276,11 @@ class TestDevices(FolderCase):
             self.assertTrue(self.asked(find("bar", None, {}), "bar"))  # only torch knows the number
 
     def test_a_negative_index_ends_the_list(self):
+    def test_a_range_in_a_variable(self):
+        found = find(None, None, {"NEURON_RT_VISIBLE_CORES": "0-2, 5"})
+        self.assertEqual((found.type, found.names), ("neuron", ("0", "1", "2", "5")))
+        self.assertEqual(found.environment((1, 3)), {"NEURON_RT_VISIBLE_CORES": "1,5"})
+
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
 
     def test_what_a_run_checks_of_a_device(self):

@@ -124,6 +124,7 @@ BUILT_IN = (
     Vendor("hpu", ("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"), _nodes("/dev/accel/accel[0-9]*"), "hccl"),
     Vendor("musa", ("MUSA_VISIBLE_DEVICES",), _nodes("/dev/mtgpu.[0-9]*"), "mccl"),
     Vendor("mlu", ("MLU_VISIBLE_DEVICES",), _nodes("/dev/cambricon_dev[0-9]*"), "cncl"),
+    Vendor("neuron", ("NEURON_RT_VISIBLE_CORES",), backend="neuron"),  # a node of the file system has several cores
 )
 
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +239,14 @@ def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
     variable = _variable(vendor, environment)
     if variable is None:
         return tuple(map(str, range(vendor.devices_there())))
-    words = [word.strip() for word in environment[variable].split(",")]
+    words = [name for word in environment[variable].split(",") for name in _expanded(word.strip())]
     visible = itertools.takewhile(lambda w: w and w[0] != "-" and w.lower() not in ("all", "none", "void"), words)
     return tuple(dict.fromkeys(visible))
+
+
+def _expanded(word: str) -> Sequence[str]:
+    """The names in a word of a variable: some vendors' variables may have ranges."""
+    return parse_names(word) if re.fullmatch(r"\d{1,4}-\d{1,4}", word) else [word]
 
 
 def _vendor(device_type: str) -> Vendor:
