@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.report import FILE
 from torch_fsdp_tests.dispatch.slower import Report, Test, about_pace, in_seconds, is_longer, pace, side_by_side
 from torch_fsdp_tests.processes import host
@@ -129,9 +129,9 @@ def _machines(before: Report, after: Report) -> dict[str, tuple[str, str]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the differences between two reports."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m torch_fsdp_tests.dispatch.compare",
-        description="Print what differs between the report.json of two runs: tests that newly fail or pass, tests "
+        description="Print what differs between the report.json of two runs: tests that newly fail or pass, tests\n"
         "that are new or gone, and tests that became slower or faster. The exit status is 0 even if something differs.",
     )
     parser.add_argument("before", type=Path, metavar="BEFORE", help="the report.json of the earlier run, or its folder")

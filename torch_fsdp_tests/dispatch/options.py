@@ -41,10 +41,10 @@ WITH_VALUE = "--xdoctest-command"  # also ignored; it takes a value
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that rejects arguments in one sentence, and shows its epilog as it is."""
+    """A parser that rejects arguments and abbreviated options in one sentence, and shows its epilog as it is."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
@@ -52,7 +52,9 @@ class Parser(argparse.ArgumentParser):
 
             options = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
             names = [name.strip("-") for name, action in options.items() if action.help != argparse.SUPPRESS]
-            close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
+            typed = word.split()[0].partition("=")[0].strip("-")
+            begun = [name for name in names if typed and name.startswith(typed)]
+            close = begun or difflib.get_close_matches(typed, names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")
 

@@ -8,7 +8,6 @@ all imports, a second import of torch in helper processes included.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import itertools
 import json
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.devices import cores
+from torch_fsdp_tests.dispatch.options import Parser
 
 OURS = "torch_fsdp_tests"
 UPSTREAM = "torch.testing._internal"
@@ -159,7 +159,7 @@ def _spread(bounds: Sequence[float], digits: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
+    parser = Parser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="world sizes (default: 2 4 8)")
     add("--tests", type=int, default=12, metavar="N", help="tests per file, 2 or more (default: 12)")

@@ -8,7 +8,6 @@ do not run, so that a busy machine gives the same figures.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch import devices, reaching
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.reach import Reached, ReachMap
 from torch_fsdp_tests.reach.diffs import NotADiff, applied
 from torch_fsdp_tests.reach.order import within
@@ -111,7 +111,7 @@ def summary(seconds_of: dict[str, list[float | None]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print a table, one line for each change."""
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
+    parser = Parser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
     words = "only the changes whose ids begin like this, such as F2 or F1-07"
     parser.add_argument("--only", action="append", help=words)
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of tests for one change (default: 50)")

@@ -8,7 +8,6 @@ further rounds do not count.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections import defaultdict
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.compare import load
 from torch_fsdp_tests.dispatch.expectations import MalformedList
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, makespan, order, simulate
 from torch_fsdp_tests.dispatch.report import FILE
 
@@ -129,7 +129,7 @@ def show(report: Mapping[str, Any], number: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks suite", description=__doc__)
+    parser = Parser(prog="python -m torch_fsdp_tests.tools.benchmarks suite", description=__doc__)
     parser.add_argument("report", type=Path, help=f"a report's folder, or its {FILE}")
     parser.add_argument("--tests", type=int, default=30, metavar="N", help="show the N slowest tests (default: 30)")
     options = parser.parse_args(argv)

@@ -43,7 +43,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m torch_fsdp_tests.tools.mutants",
         description="Make one small change to torch's FSDP at a time, and see whether a test kills it.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     add = parser.add_argument_group("which mutants").add_argument
     words = "sample N mutants whose code a test runs, equally from FSDP1, FSDP2 and related modules"

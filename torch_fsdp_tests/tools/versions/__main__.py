@@ -51,7 +51,6 @@ def _parser() -> Parser:
         usage="%(prog)s [VERSION ...] [-i TEST ...] [options] [-- options of run_test.py]",
         description="Run this checkout's suite with several versions of torch, and compare the results test by test.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("versions", nargs="*", metavar="VERSION", help="see below")
