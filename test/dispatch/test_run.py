@@ -371,7 +371,10 @@ class TestForeignDirectories(TreeCase):
     def test_packages_around_another_test_directory(self):
         """``packages`` are the folders with an ``__init__.py``."""
         imports = "from test.more.helper import VALUE; from beside import VALUE as other; print(VALUE, other)"
-        for packages, folder in (((), "."), (("", "more"), "."), (("", "more"), "more"), (("",), ".")):
+        for packages, folder in (
+            *(((), "."), (("", "more"), "."), (("", "more"), "more"), (("",), ".")),
+            *(((), ".."), (("", "more"), ".."), ((), "more")),  # the root of the other project; below a plain folder
+        ):
             with self.subTest(packages=packages, folder=folder):
                 shutil.rmtree(self.tree)
                 self.write({"more/test_x": body(imports)})
@@ -379,7 +382,7 @@ class TestForeignDirectories(TreeCase):
                     (self.root / path).write_text("VALUE = 'theirs'\n")
                 for path in packages:
                     (self.tree / path / "__init__.py").touch()
-                directory = ["--test-directory", self.tree / folder]
+                directory = ["--test-directory", (self.tree / folder).resolve()]
                 self.check({}, directory, passed=1, says=["theirs theirs"], env={"VERBOSE_TEST_LOGS": "1"})
 
     def test_a_source_tree_of_torch_does_not_hide_the_installed_one(self):
@@ -426,6 +429,19 @@ class TestReruns(TreeCase):
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
     def test_failed_ignores_tests_and_files_that_are_gone(self):
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_ranks_that_are_fresh_interpreters_find_the_packages_too(self):
+        text = "#bare\nfrom test.helper import VALUE\n"
+        text += "from torch_fsdp_tests.common_fsdp import FSDPTest\n"
+        text += "from torch_fsdp_tests.common_utils import run_tests\n"
+        text += "class TestX(FSDPTest):\n    world_size = 2\n"
+        text += "    def test_x(self): self.assertEqual(VALUE, 'theirs')\n"
+        text += "if __name__ == '__main__': run_tests()\n"
+        self.write({"more/test_x": text})
+        (self.tree / "helper.py").write_text("VALUE = 'theirs'\n")
+        arguments = ["--test-directory", self.root, "--device", "cpu"]  # the CPU is the subject
+        self.check({}, arguments, passed=1, env={"TORCH_FSDP_TESTS_START": "spawn"}, limit=300)
+
         """They are not reported as unknown names."""
         self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)
         (self.tree / "test_y.py").unlink()

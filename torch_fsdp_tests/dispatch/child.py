@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import hashlib
-import importlib.machinery
-import importlib.util
+import importlib
 import os
 import runpy
 import signal
@@ -29,7 +28,7 @@ from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
-from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.processes import foreign, host, messages
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
 RANK_PROCESS = "--rank-process"
@@ -243,13 +242,19 @@ def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
     above = directory.parent
     while (above / "__init__.py").is_file():
         above = above.parent
-    if not (above / "torch" / "__init__.py").is_file():  # a source tree of PyTorch would hide the installed one
-        sys.path.insert(1, str(above))
-    if directory.name == DEFAULT_DIRECTORY and not (directory / "__init__.py").is_file():
-        # Otherwise Python prefers a package of this name with an __init__.py, such as that of this checkout.
-        spec = importlib.machinery.PathFinder.find_spec(directory.name, [str(directory.parent)])
-        if spec is not None and spec.loader is None:
-            sys.modules[directory.name] = importlib.util.module_from_spec(spec)
+    _add_to_path(above, 1)
+    # The folder whose ``test`` they import: the directory may have it, be it, or lie in it.
+    around = (folder.parent for folder in (directory, *directory.parents) if folder.name == foreign.PACKAGE)
+    root = directory if (directory / foreign.PACKAGE).is_dir() else next(around, None)
+    if root is not None:
+        _add_to_path(root, len(sys.path))  # at the end: a source tree of an extension would hide the installed one
+        foreign.import_tests_from(str(root))
+
+
+def _add_to_path(folder: Path, place: int) -> None:
+    """Let files import from a folder, but not from a source tree of PyTorch, which would hide the installed one."""
+    if not (folder / "torch" / "__init__.py").is_file():
+        sys.path.insert(place, str(folder))
 
 
 def _run_rank_process(worker: str, file: str, *arguments: str) -> NoReturn:

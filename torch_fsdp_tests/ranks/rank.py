@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.processes import foreign, host, messages
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
@@ -210,6 +210,7 @@ def prepare_interpreter(preparation: str) -> None:
 
     recipe = json.loads(preparation)
     modules = recipe.pop("modules")
+    foreign.import_tests_from(recipe.pop("root_of_tests"))
     spawn.prepare(recipe)
     for module in modules:
         importlib.import_module(module)

@@ -29,7 +29,7 @@ from typing import Any
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator, accelerator_probe
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.processes import forkserver, host, messages
+from torch_fsdp_tests.processes import foreign, forkserver, host, messages
 from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
@@ -251,6 +251,7 @@ def preparation() -> str:
     data.pop("authkey", None)
     data["sys_path"] = [path or os.getcwd() for path in data["sys_path"]]
     data["start_method"] = "spawn"
+    data["root_of_tests"] = foreign.root_of_tests()
     data["modules"] = sorted({module for module, _ in rank._classes if module not in ("__main__", "__mp_main__")})
     return json.dumps(data)
 
