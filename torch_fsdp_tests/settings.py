@@ -32,6 +32,9 @@ SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
 SLOW_VARIABLE = "PYTORCH_TEST_WITH_SLOW"
+SHARD_VARIABLE, SHARDS_VARIABLE = "SHARD_NUMBER", "NUM_TEST_SHARDS"
+MAX_SHARDS = 10_000
+TESTS_VARIABLE = "TESTS_TO_INCLUDE"
 MAX_RANKS = 65536  # of one test; more than any launcher makes
 # Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
 USUAL_RANKS = 4
@@ -93,6 +96,11 @@ VARIABLES = (
     *_upstreams("SLOW_TESTS_FILE", option="--slow-tests"),
     Variable(SLOW_VARIABLE, "also run slow tests, and all combinations", is_upstreams=True, is_repeated=True),
     *_upstreams("PYTORCH_TEST_RERUN_DISABLED_TESTS", option="--rerun-disabled-tests"),
+    *_upstreams("PYTORCH_TEST_SKIP_FAST", says="skip tests that are not slow"),
+    *_upstreams("PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL", option="-j 1"),
+    *_upstreams("PYTORCH_COLLECT_COVERAGE", option="--coverage"),
+    *_upstreams(TESTS_VARIABLE, says="of the selected files, run only these"),
+    *_upstreams(SHARD_VARIABLE, SHARDS_VARIABLE, option="--shard"),
     *_upstreams("JOB_NAME", "BUILD_ENVIRONMENT", "TEST_CONFIG", says="select which recorded times are used"),
     Variable(
         TIMEOUT_VARIABLE,
@@ -116,21 +124,56 @@ VARIABLES = (
 )
 
 
+# Variables of upstream's run_test.py and harness that have no effect here, with the value that has none there.
+WITHOUT_EFFECT = {
+    "NO_TD": "0",
+    "PYTORCH_TEST_WITH_DYNAMO": "0",
+    "PYTORCH_TEST_WITH_INDUCTOR": "0",
+    "PYTORCH_TEST_WITH_CROSSREF": "0",
+    "PYTORCH_TEST_CUDA_MEM_LEAK_CHECK": "0",
+    "PYTORCH_PRINT_REPRO_ON_FAILURE": "1",
+}
+
+
+def without_effect(environment: Mapping[str, str]) -> list[str]:
+    """The variables of upstream that are set, and would change a run of upstream, but not one of this suite."""
+    return [name for name, usual in WITHOUT_EFFECT.items() if environment.get(name, "") not in ("", usual)]
+
+
+def tests_to_include(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The files that upstream's variable selects, between spaces or commas."""
+    return tuple(environment.get(TESTS_VARIABLE, "").replace(",", " ").split())
+
+
+def shard(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The number of the part to run and that of all parts, as ``--shard`` takes them; 1 of 1 if no variable is set.
+
+    Raises :class:`ConfigurationError` for an invalid value, or if one of the two is missing.
+    """
+    texts = [environment.get(name) for name in (SHARD_VARIABLE, SHARDS_VARIABLE)]
+    if not any(texts):
+        return 1, 1
+    if not all(texts):
+        raise ConfigurationError(f"set both {SHARD_VARIABLE} and {SHARDS_VARIABLE}, or give --shard")
+    shards = whole(SHARDS_VARIABLE, str(texts[1]), MAX_SHARDS)
+    return whole(SHARD_VARIABLE, str(texts[0]), shards), shards
+
+
 def table() -> str:
     """The variables with what they do, as ``--help`` shows them."""
     heads = {
         True: "environment variables, as in PyTorch (options have priority):",
         False: "environment variables of the suite:",
     }
-    width = max(len(each.name) for each in VARIABLES)
+    rows: dict[bool, dict[str, str]] = {is_upstreams: {} for is_upstreams in heads}
+    for each in VARIABLES:
+        words = f"{each.says or f'as {each.option}'}{f' (default: {each.default})' * bool(each.default)}"
+        names = rows[each.is_upstreams].get(words)
+        rows[each.is_upstreams][words] = f"{names}, {each.name}" if names else each.name
+    width = max(len(names) for part in rows.values() for names in part.values())
     parts = []
     for is_upstreams, head in heads.items():
-        parts.append(head)
-        for each in VARIABLES:
-            if each.is_upstreams is is_upstreams:
-                default = f" (default: {each.default})" * bool(each.default)
-                parts.append(f"  {each.name:{width}}  {each.says or f'as {each.option}'}{default}")
-        parts.append("")
+        parts += [head, *(f"  {names:{width}}  {words}" for words, names in rows[is_upstreams].items()), ""]
     return "\n".join(parts)
 
 

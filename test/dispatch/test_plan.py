@@ -27,6 +27,7 @@ from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, Proce
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
+from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import State
@@ -275,12 +276,12 @@ class TestDevices(FolderCase):
                         devices.check(find("foo", None, environment), "foo", None, None)
             self.assertTrue(self.asked(find("bar", None, {}), "bar"))  # only torch knows the number
 
-    def test_a_negative_index_ends_the_list(self):
     def test_a_range_in_a_variable(self):
         found = find(None, None, {"NEURON_RT_VISIBLE_CORES": "0-2, 5"})
         self.assertEqual((found.type, found.names), ("neuron", ("0", "1", "2", "5")))
         self.assertEqual(found.environment((1, 3)), {"NEURON_RT_VISIBLE_CORES": "1,5"})
 
+    def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
 
     def test_what_a_run_checks_of_a_device(self):
@@ -340,11 +341,11 @@ class TestSelect(FolderCase):
     names = [f"distributed/{name}" for name in ("fsdp/test_core", "fsdp/test_comm", "_composable/fsdp/test_x")]
     names.append("test_top")
 
-    def chosen(self, include: Sequence[str], exclude: Sequence[str] = ()) -> list[TestRun]:
+    def chosen(self, include: Sequence[str], exclude: Sequence[str] = (), within: Sequence[str] = ()) -> list[TestRun]:
         source = "class TestA(TestCase):\n def test_one(self): ...\nclass TestB(TestCase):\n def test_two(self): ...\n"
         with unittest.mock.patch("torch_fsdp_tests.dispatch.select.source_of", lambda path: source):
             files = {name: Path(f"{name}.py") for name in self.names}
-            return select(files, include, exclude, Path("/somewhere/test"))
+            return select(files, include, exclude, Path("/somewhere/test"), within)
 
     def test_files_that_pytest_would_find(self):
         for name in ("test_a.py", "b/c_test.py", "testing.py", "b/latest.py", "b/._d_test.py", ".git/test_e.py"):
@@ -386,6 +387,36 @@ class TestSelect(FolderCase):
                 parts = [{tests[place] for place in part.selected(tests)} for part in self.chosen(include, exclude)]
                 left = named(include) - named(exclude)
                 self.assertEqual(parts, [left] if left else [])
+
+    def test_what_is_both_included_and_within_the_limits(self):
+        """All pairs of a file, a class and some tests, on both sides. A file that the limits do not name is out."""
+        tests = ["TestA.test_one", "TestA.test_two", "TestB.test_one", "TestB.test_two"]
+        names = ["", "::TestA", "::TestA::test_one", "::TestB::test_two"]
+        sides = [[f"test_top{name}" for name in pair] for n in (1, 2) for pair in itertools.combinations(names, n)]
+        for include, within in itertools.product([[], *sides], sides):
+            with self.subTest(include=include, within=within):
+                expected: list[set[str]] = [
+                    {tests[place] for part in self.chosen(words) for place in part.selected(tests)}
+                    for words in (include or ["test_top"], within)
+                ]
+                parts = self.chosen(include, within=[*within, "distributed/fsdp/test_core"])
+                found = [{tests[place] for place in part.selected(tests)} for part in parts if part.file == "test_top"]
+                self.assertEqual(found, [both] if (both := expected[0] & expected[1]) else [])
+                others = [part.file for part in parts if part.file != "test_top"]
+                self.assertEqual(others, [] if include else ["distributed/fsdp/test_core"])
+
+    def test_names_of_upstreams_own_suite(self):
+        files = {name: Path(f"{name}.py") for name in self.names}
+        for word in (
+            *("nn/test_convolution", "test/nn/test_convolution.py", "test_jit", "distributed/rpc", "inductor/test_*"),
+            *("distributed/test_c10d_nccl.py", "test_ops::TestCommon::test_out", "cpp/test_api"),
+            "/somewhere/test/test_ops",
+        ):
+            with self.subTest(word):
+                self.assertEqual(absent([word], files, Path("/somewhere/test")), [word])
+        for word in ("distributed/fsdp/test_core", "distributed", "test_jitt", "distributed/test_c10d_ncc", "nm/x", ""):
+            with self.subTest(word):
+                self.assertEqual(absent([word], files, Path("/somewhere/test")), [])
 
     def test_unknown_names_its_neighbours(self):
         folders = {"distributed/fsdp/test_cor": "test_core", "distributed/fdsp": "distributed/fsdp"}
@@ -465,12 +496,73 @@ class TestOptions(unittest.TestCase):
                 "include": ("a",),
             },
             " ".join(options.WITHOUT_EFFECT): {"without_effect": options.WITHOUT_EFFECT},
+            " ".join(f"{name} 7" for name in options.WITHOUT_EFFECT_WITH_VALUE): {
+                "without_effect": options.WITHOUT_EFFECT_WITH_VALUE
+            },
+            "-pno:cacheprovider -dist=loadfile -vv -rfEX -i a": {
+                "without_effect": ("-p", "-dist", "-r"),
+                "include": ("a",),
+            },
+            "-pt --bring-to-front a b -i c": {"without_effect": ("-pt", "--bring-to-front"), "include": ("c",)},
             "--pytest-k-expr (a) -k b": {"patterns": ("(a)", "b"), "without_effect": ()},
         }
         for line, fields in lines.items():
             with self.subTest(line):
                 run = self.parse(*line.split(), TEST_SHOWLOCALS="1")
                 self.assertEqual({name: getattr(run, name) for name in fields}, fields)
+
+    def test_remarks(self):
+        """One for all options and variables without effect, and one for each thing that differs from upstream's."""
+        nothing = "these options and variables of PyTorch's CI have no effect here: "
+        timeout = "--timeout limits a file here, and a test in PyTorch's CI; "
+        timeout += "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT limits a test"
+        off = {"PYTORCH_TEST_WITH_DYNAMO": "0", "PYTORCH_PRINT_REPRO_ON_FAILURE": "1", "NO_TD": ""}
+        on = {"PYTORCH_TEST_WITH_INDUCTOR": "1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0", "NO_TD": "1"}
+        for line, variables, remarks in (
+            ("-i a --timeout 900 -k b --keep-going", off, []),
+            ("--xpu -p no:cacheprovider --xpu", on, [f"{nothing}--xpu, -p, NO_TD, {', '.join([*on][:2])}"]),
+            ("--distributed-tests --timeout 900", {}, [timeout]),
+            ("--cpp --timeout 900", {}, [f"{nothing}--cpp", timeout]),
+            ("", {"TESTS_TO_INCLUDE": "a"}, ["files that TESTS_TO_INCLUDE does not name are left out"]),
+            ("", {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, ["SHARD_NUMBER selects part 2 of 6"]),
+            ("--shard 1 3", {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, []),
+            ("", {"SHARD_NUMBER": "1", "NUM_TEST_SHARDS": "1"}, []),
+        ):
+            with self.subTest(line, **variables):
+                self.assertEqual(self.parse(*line.split(), **variables).remarks, tuple(remarks))
+
+    def test_no_command_takes_abbreviations(self):
+        for arguments, option in ((("--rank", "3"), "--ranks"), (("--pytest-k", "a"), "--pytest-k-expr")):
+            words = f"unrecognized arguments: {arguments[0]}; did you mean {option}?\n"
+            self.assertIn(words, self.rejected(*arguments))
+        for path in (*(ROOT / "torch_fsdp_tests").rglob("*.py"), ROOT / ".ci/gpu"):
+            with self.subTest(path):
+                self.assertNotRegex(path.read_text(), r"argparse\.ArgumentParser\((?!.*allow_abbrev=False)")
+
+    def test_variables_of_upstreams_ci(self):
+        for variables, fields in (
+            ({"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, {"shard": 2, "num_shards": 6}),
+            ({"TESTS_TO_INCLUDE": "a b,c, d"}, {"within": ("a", "b", "c", "d"), "is_narrowed_by_file": True}),
+            ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "1"}, {"jobs": 1}),
+            ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "0"}, {"jobs": None}),
+            ({"PYTORCH_TEST_SKIP_FAST": "1"}, {"skip_fast": True}),
+            ({"PYTORCH_COLLECT_COVERAGE": "0"}, {"coverage": False}),
+        ):
+            run = self.parse(**variables)
+            self.assertEqual({name: getattr(run, name) for name in fields}, fields)
+        with unittest.mock.patch("torch_fsdp_tests.dispatch.coverage.missing_package", lambda: None):
+            self.assertTrue(self.parse(PYTORCH_COLLECT_COVERAGE="1").coverage)
+        parts = {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}
+        run = self.parse("--shard", "1", "3", "-j", "4", PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL="1", **parts)
+        self.assertEqual((run.shard, run.num_shards, run.jobs), (1, 3, 4))
+        both = "set both SHARD_NUMBER and NUM_TEST_SHARDS, or give --shard\n"
+        for variables, words in (
+            ({"SHARD_NUMBER": "2"}, both),
+            ({"NUM_TEST_SHARDS": "2"}, both),
+            ({"SHARD_NUMBER": "7", "NUM_TEST_SHARDS": "6"}, "SHARD_NUMBER is '7': give a whole number from 1 to 6\n"),
+            ({"SHARD_NUMBER": "1", "NUM_TEST_SHARDS": "x"}, "NUM_TEST_SHARDS is 'x': give a whole number from 1 to "),
+        ):
+            self.assertIn(words, self.rejected(**variables))
 
     def test_variables(self):
         run = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
@@ -496,6 +588,7 @@ class TestOptions(unittest.TestCase):
             ("-k", ""): "an empty pattern would select every test",
             ("-k", "a b"): "-k/--pytest-k-expr: 'a b' is not an expression: join words and globs with and, or, not",
             ("--shrd", "3"): "unrecognized arguments: --shrd; did you mean --shard?\n",
+            ("-f", "a"): "unrecognized arguments: -f; --help shows all options\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
             ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count
             ("--json",): "--json can only be used with --dry-run",

@@ -155,9 +155,53 @@ class TestSelecting(TreeCase):
         self.write({"distributed/test_x": PASS, "test_p": PASS})
         (job,) = self.jobs("--exclude-jit-executor", "--xpu", "--exclude-distributed-tests", "--xpu")
         self.assertEqual(job["file"], "test_p")
-        words = "run_test.py: these options of PyTorch's run_test.py have no effect here: --exclude-jit-executor, --xpu"
-        self.assertEqual(self.err, f"{words}\n")
+        words = "these options and variables of PyTorch's CI have no effect here: --exclude-jit-executor, --xpu"
+        self.assertEqual(self.err, f"run_test.py: {words}\n")
         self.assertEqual((self.jobs("--distributed-tests", "--exclude-distributed-tests"), self.code), ([], 5))
+
+    def test_files_that_only_upstreams_suite_has(self):
+        """They are reported once, and what is here runs. If nothing that is named is here, it is an error."""
+        here = "distributed/fsdp/test_fsdp_core"
+        self.write({here: PASS, "test_p": PASS})
+        for words in (
+            ["-i", "distributed/test_inductor_collectives", here, "nn/test_convolution.py"],
+            ["-x", "distributed/test_inductor_collectives", "test_p", "nn/test_convolution.py"],
+        ):
+            (job,) = self.jobs(*words)
+            lacking = "distributed/test_inductor_collectives, nn/test_convolution.py"
+            remark = f"run_test.py: these test files of PyTorch are not here: {lacking}\n"
+            self.assertEqual((job["file"], self.code, self.err), (here, 0, remark))
+        none = "none of the named test files of PyTorch is here: "
+        wrong = ["-i", here, "distributed/test_inductor_collective"]
+        self.check_errors(
+            [
+                (["-i", "test_nn", "distributed/rpc"], f"{none}test_nn, distributed/rpc; --list shows all files\n"),
+                (wrong, "run_test.py: unknown test 'distributed/test_inductor_collective'"),
+            ]
+        )
+
+    def test_variables_that_select_files(self):
+        self.write({"a/test_x": body("pass", "pass"), "a/test_y": PASS, "test_p": PASS})
+        for variable, words, selected in (
+            ("a/test_x,test_p", [], ["a/test_x", "test_p"]),
+            ("a/test_x test_nn", ["-i", "a"], ["a/test_x"]),
+            ("a", ["-i", "a/test_x", "test_p"], ["a/test_x"]),
+        ):
+            jobs = self.jobs(*words, env={"TESTS_TO_INCLUDE": variable})
+            self.assertEqual((sorted(job["file"] for job in jobs), self.code), (selected, 0), self.err)
+        self.assertEqual((self.jobs("-i", "a", env={"TESTS_TO_INCLUDE": "test_p"}), self.code), ([], 5))
+        parts = [self.jobs(env={"SHARD_NUMBER": str(n), "NUM_TEST_SHARDS": "3"}) for n in (1, 2, 3)]
+        self.assertEqual([len(jobs) for jobs in parts], [1, 1, 1])
+        self.run_command("--dry-run", env={"TESTS_TO_INCLUDE": "test_nn"})
+        self.assertEqual((self.code, self.err.count("none of the named test files")), (2, 1), self.err)
+
+    def test_only_slow_tests(self):
+        """A test is slow if it says so, or if a list does."""
+        slow = {"SLOW_TESTS_FILE": str(self.write_json("slow.json", {"test_2 (__main__.TestX)": 70}))}
+        variables = {"PYTORCH_TEST_SKIP_FAST": "1", "PYTORCH_TEST_WITH_SLOW": "1", **slow}
+        text = body("pass", "pass", "self.fail()") + "TestX.test_1.slow_test = True\n"
+        says = ["fast: PYTORCH_TEST_SKIP_FAST=1 runs only slow tests"]
+        self.check({"test_x": text}, ["-v"], passed=2, skipped=1, env=variables, says=says)
 
     def test_list_and_plan(self):
         self.write({"distributed/test_x": body("pass"), "test_p": PASS})
@@ -385,6 +429,19 @@ class TestForeignDirectories(TreeCase):
                 directory = ["--test-directory", (self.tree / folder).resolve()]
                 self.check({}, directory, passed=1, says=["theirs theirs"], env={"VERBOSE_TEST_LOGS": "1"})
 
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_ranks_that_are_fresh_interpreters_find_the_packages_too(self):
+        text = "#bare\nfrom test.helper import VALUE\n"
+        text += "from torch_fsdp_tests.common_fsdp import FSDPTest\n"
+        text += "from torch_fsdp_tests.common_utils import run_tests\n"
+        text += "class TestX(FSDPTest):\n    world_size = 2\n"
+        text += "    def test_x(self): self.assertEqual(VALUE, 'theirs')\n"
+        text += "if __name__ == '__main__': run_tests()\n"
+        self.write({"more/test_x": text})
+        (self.tree / "helper.py").write_text("VALUE = 'theirs'\n")
+        arguments = ["--test-directory", self.root, "--device", "cpu"]  # the CPU is the subject
+        self.check({}, arguments, passed=1, env={"TORCH_FSDP_TESTS_START": "spawn"}, limit=300)
+
     def test_a_source_tree_of_torch_does_not_hide_the_installed_one(self):
         (self.root / "torch").mkdir()
         (self.root / "torch/__init__.py").touch()
@@ -429,19 +486,6 @@ class TestReruns(TreeCase):
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
     def test_failed_ignores_tests_and_files_that_are_gone(self):
-    @unittest.skipIf(torch_version() is None, "torch is not installed")
-    def test_ranks_that_are_fresh_interpreters_find_the_packages_too(self):
-        text = "#bare\nfrom test.helper import VALUE\n"
-        text += "from torch_fsdp_tests.common_fsdp import FSDPTest\n"
-        text += "from torch_fsdp_tests.common_utils import run_tests\n"
-        text += "class TestX(FSDPTest):\n    world_size = 2\n"
-        text += "    def test_x(self): self.assertEqual(VALUE, 'theirs')\n"
-        text += "if __name__ == '__main__': run_tests()\n"
-        self.write({"more/test_x": text})
-        (self.tree / "helper.py").write_text("VALUE = 'theirs'\n")
-        arguments = ["--test-directory", self.root, "--device", "cpu"]  # the CPU is the subject
-        self.check({}, arguments, passed=1, env={"TORCH_FSDP_TESTS_START": "spawn"}, limit=300)
-
         """They are not reported as unknown names."""
         self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)
         (self.tree / "test_y.py").unlink()

@@ -28,6 +28,8 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.end
 for name in [name for name in ENVIRONMENT if name.lstrip("_").startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
     *("CI", "CONTINUE_THROUGH_ERROR", "VERBOSE_TEST_LOGS", "NO_TEST_TIMEOUT", "TEST_SHOWLOCALS", "PYTHONPATH"),
     *("DISABLED_TESTS_FILE", "SLOW_TESTS_FILE", "JOB_NAME", "BUILD_ENVIRONMENT", "TEST_CONFIG"),
+    *("TESTS_TO_INCLUDE", "SHARD_NUMBER", "NUM_TEST_SHARDS", "NO_TD", "PYTORCH_COLLECT_COVERAGE"),
+    *("PYTORCH_PRINT_REPRO_ON_FAILURE", "NEURON_RT_VISIBLE_CORES"),
     *("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED"),
 ]:
     ENVIRONMENT.pop(name, None)

@@ -126,11 +126,12 @@ class Run:
         return events.Suite(tests[index] for index in picked)
 
     def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
-        """Apply the lists to the selected tests: reasons to skip, known failures, disabled tests.
+        """Apply the lists to the selected tests: reasons to skip, known failures, disabled tests, slow tests.
 
         Also reports which entries name any test of the file, because the others are stale.
         """
         verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
+        fast = {index for index in picked if not _is_declared_slow(tests[index])}
         facts = events.file_facts()
         for position, entry in enumerate(self.orders.entries):
             named = {index for index, name in enumerate(names) if entry.names(self.orders.part.name, name)}
@@ -144,10 +145,19 @@ class Run:
                 elif entry.action == "disable":
                     verdicts["disabled"].append(names[index])
                     verdicts["skip"][names[index]] = Reason(f"disabled: {entry.words}", SkipKind.LIST)
-                elif not self.orders.run.run_slow:
-                    words = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
-                    verdicts["skip"][names[index]] = Reason(words, SkipKind.SLOW)
+                else:
+                    fast.discard(index)
+                    if not self.orders.run.run_slow:
+                        words = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
+                        verdicts["skip"][names[index]] = Reason(words, SkipKind.SLOW)
+        if self.orders.run.skip_fast:
+            reason = Reason("fast: PYTORCH_TEST_SKIP_FAST=1 runs only slow tests", SkipKind.SLOW)
+            verdicts["skip"] = {names[index]: reason for index in fast} | verdicts["skip"]
         return verdicts
+
+
+def _is_declared_slow(test: unittest.TestCase) -> bool:
+    return getattr(getattr(test, test._testMethodName, None), "slow_test", False)
 
 
 def install(orders: Orders) -> Run:

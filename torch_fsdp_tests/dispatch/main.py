@@ -24,6 +24,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
+from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.processes import host, launcher
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import ConfigurationError
@@ -126,9 +127,7 @@ def _with_numbers(run: RunTests) -> Iterator[RunTests]:
 
 
 def _checked(run: RunTests, site: Site) -> ExitStatus:
-    if run.without_effect:
-        names = ", ".join(dict.fromkeys(run.without_effect))
-        _remark(f"these options of PyTorch's run_test.py have no effect here: {names}")
+    _remark(*run.remarks)
     files = discover(run.test_directory)
     device_set = _devices(run, site)
     with _children(run, device_set) as children:
@@ -186,7 +185,8 @@ def _devices(run: RunTests, site: Site) -> DeviceSet:
 
 
 def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
-    selection = select(files, run.include, run.exclude, run.test_directory)
+    include, exclude, within = _present(run, files)
+    selection = select(files, include, exclude, run.test_directory, within)
     below = set(matching("distributed", [*files]))
     if run.distributed_only:
         selection = [test for test in selection if test.file in below]
@@ -203,6 +203,22 @@ def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     narrowed = (reaching.narrow if run.by_reach else reaching.unknown)(run, selection, device)
     _remark(*narrowed.remarks)
     return narrowed
+
+
+def _present(run: RunTests, files: Mapping[str, Path]) -> list[list[str]]:
+    """The names to include, to exclude, and to limit the run to, without those of files that only PyTorch's suite has.
+
+    A remark names these files. Raises :class:`UnknownTest` if no other name is left of one kind that selects.
+    """
+    named = (run.include, run.exclude, run.within)
+    lacking = absent([name for names in named for name in names], files, run.test_directory)
+    left = [[name for name in names if name not in lacking] for names in named]
+    if (run.include and not left[0]) or (run.within and not left[2]):
+        words = f"none of the named test files of PyTorch is here: {first_few(lacking)}"
+        raise UnknownTest(f"{words}; --list shows all files")
+    if lacking:
+        _remark(f"these test files of PyTorch are not here: {first_few(lacking)}")
+    return left
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:

@@ -10,7 +10,7 @@ import argparse
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,23 +21,33 @@ from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.launcher import Launch
-from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, TIMEOUT_VARIABLE, ConfigurationError
 
-MAX_SHARDS = MAX_JOBS = 10_000
+MAX_JOBS = 10_000
 MAX_RERUNS = 1000
 MAX_ROUNDS = 1_000_000
 MAX_TESTS = 10_000_000
 
 # Options of PyTorch's own run_test.py that this suite accepts and ignores, so that command lines of PyTorch's CI can be
-# pasted. They are about other parts of PyTorch, uploads, or a choice of tests by a change.
+# pasted. They are about other parts of PyTorch, uploads, the order of files, or a choice of tests by a change.
 WITHOUT_EFFECT = (
     *("--core", "--cpp", "--dynamo", "--einops", "--functorch", "--inductor", "--jit", "--mps", "--onnx", "--openreg"),
     *("--xpu", "--include-cpython-tests", "--include-dynamo-core-tests", "--include-inductor-core-tests"),
     *("--exclude-aot-dispatch-tests", "--exclude-inductor-tests", "--exclude-jit-executor"),
     *("--exclude-quantization-tests", "--exclude-torch-export-tests", "--enable-td", "--enable-timeout"),
     *("--ignore-win-blocklist", "--no-translation-validation", "--upload-artifacts-while-running"),
+    # What it passes on to pytest. Options that select tests are not here: ignoring them would run other tests.
+    *("--pytest", "--use-pytest", "--flake-finder", "--continue-on-collection-errors", "--disable-warnings"),
+    *("--forked", "--cache-clear", "--exitfirst", "--full-trace", "--no-header", "--no-summary", "-s"),
 )
-WITH_VALUE = "--xdoctest-command"  # also ignored; it takes a value
+# They take a value.
+WITHOUT_EFFECT_WITH_VALUE = (
+    *("--xdoctest-command", "--determine-from", "--flake-runs", "--timeout-method", "--tb", "--color", "--capture"),
+    *("--dist", "-dist", "--numprocesses", "-n", "-p", "-o", "-W", "-r", "--maxfail", "--durations", "--durations-min"),
+    *("--junitxml", "--junit-xml", "--junit-xml-reruns", "--import-mode", "--rootdir", "--log-level"),
+)
+# Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
+_SIGNS_OF_CI = ("without_effect", "distributed_only", "without_distributed")
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             options = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
             names = [name.strip("-") for name, action in options.items() if action.help != argparse.SUPPRESS]
             typed = word.split()[0].partition("=")[0].strip("-")
-            begun = [name for name in names if typed and name.startswith(typed)]
+            begun = [name for name in names if len(typed) > 1 and name.startswith(typed)]
             close = begun or difflib.get_close_matches(typed, names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")
@@ -179,7 +189,7 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("where they run").add_argument
     words = "run the Nth of M parts, counted from 1"
-    add("--shard", nargs=2, type=whole_number(1, MAX_SHARDS), metavar=("N", "M"), help=words)
+    add("--shard", nargs=2, type=whole_number(1, settings.MAX_SHARDS), metavar=("N", "M"), help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
     add("--devices", type=_option_type(devices.parse_names), metavar="LIST", help=words)
     words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
@@ -249,17 +259,26 @@ def make_parser() -> Parser:
     words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
-    words = f"accepted, so that command lines of its CI can be pasted: {', '.join((*WITHOUT_EFFECT, WITH_VALUE))} VALUE"
-    add = parser.add_argument_group("options of PyTorch's run_test.py without effect", words).add_argument
+    add = parser.add_argument
     ignored: dict[str, Any] = {"dest": "without_effect", "help": argparse.SUPPRESS}
-    for name in ("-core", *WITHOUT_EFFECT):
+    for name in ("-core", "-pt", *WITHOUT_EFFECT):
         add(name, action="append_const", const=name, **ignored)
-    add(WITH_VALUE, action="append", type=lambda value: WITH_VALUE, **ignored)
+    for name in WITHOUT_EFFECT_WITH_VALUE:
+        add(name, action="append", type=_named(name), **ignored)
+    add("--bring-to-front", action="extend", nargs="+", type=_named("--bring-to-front"), **ignored)
     return parser
 
 
+def _named(option: str) -> Callable[[str], str]:
+    """The type of an option that is accepted and ignored: its name instead of its value."""
+    return lambda value: option
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that environment variables set. An option overrides its variable."""
+    """The fields that environment variables set. An option overrides its variable.
+
+    Raises :class:`ConfigurationError` for an invalid value.
+    """
     set_ones = {name for name, value in environment.items() if value}
     true_ones = {name for name in set_ones if environment[name].lower() in ("1", "true", "yes", "on", "t", "y")}
     flags = {
@@ -273,11 +292,18 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
         "check_streams": settings.CHECK_STREAMS_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
+        "skip_fast": "PYTORCH_TEST_SKIP_FAST" in true_ones,
+        "coverage": "PYTORCH_COLLECT_COVERAGE" in true_ones,
     }
+    shard, num_shards = settings.shard(environment)
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}
     paths = {"disabled": "DISABLED_TESTS_FILE", "slow": "SLOW_TESTS_FILE"}
     return {
         **flags,
+        "shard": shard,
+        "num_shards": num_shards,
+        "jobs": 1 if "PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL" in true_ones else None,
+        "within": settings.tests_to_include(environment),
         **{field: environment[name] for field, name in words.items() if name in set_ones},
         **{field: Path(environment[name]) for field, name in paths.items() if name in set_ones},
     }
@@ -305,27 +331,44 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
             given["fixes"] = tuple(fixes.requested(given["fixes"]))
         except fixes.NotFixed as error:
             parser.error(f"--with-fixes: {error}")
+    try:
+        settings.check(environment)
+        from_environment = _from_environment(environment)
+        ranks = settings.ranks(environment)
+    except ConfigurationError as error:
+        parser.error(str(error))
+    nothing = tuple(dict.fromkeys((*given.get("without_effect", ()), *settings.without_effect(environment))))
     fields = {
         "test_directory": default_directory,
-        **_from_environment(environment),
+        "ranks": ranks,
+        **from_environment,
         **given,
         "default_directory": default_directory,
         "arguments": tuple(argv[dashes + 1 :]),
         "shuffle": "seed" in given,
         "logs_by_option": "pipe_logs" in given,
+        "without_effect": nothing,
+        "remarks": tuple(_remarks(given, nothing, environment)),
     }
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # the option overrides CONTINUE_THROUGH_ERROR
-    try:
-        settings.check(environment)
-        fields.setdefault("ranks", settings.ranks(environment))
-    except ConfigurationError as error:
-        parser.error(str(error))
     run = RunTests(**fields)
     problem = _launch_problem(launch, run) or _problem(run, rerun_asked="rerun_disabled" in given)
     if problem is not None:
         parser.error(problem)
     return run
+
+
+def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """What a user may not expect of a command line of PyTorch's CI, and of variables that leave out tests."""
+    if nothing:
+        yield f"these options and variables of PyTorch's CI have no effect here: {', '.join(nothing)}"
+    if "timeout" in given and any(name in given for name in _SIGNS_OF_CI):
+        yield f"--timeout limits a file here, and a test in PyTorch's CI; {TIMEOUT_VARIABLE} limits a test"
+    if settings.tests_to_include(environment):
+        yield f"files that {settings.TESTS_VARIABLE} does not name are left out"
+    if "shard" not in given and (parts := settings.shard(environment)) != (1, 1):
+        yield f"{settings.SHARD_VARIABLE} selects part {parts[0]} of {parts[1]}"
 
 
 def _problem(run: RunTests, rerun_asked: bool) -> str | None:

@@ -21,7 +21,9 @@ class RunTests:
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
     arguments: tuple[str, ...] = ()  # for the test files
-    without_effect: tuple[str, ...] = ()  # options of PyTorch's run_test.py
+    within: tuple[str, ...] = ()  # of what is included, only these: TESTS_TO_INCLUDE
+    without_effect: tuple[str, ...] = ()  # options and variables of PyTorch's run_test.py
+    remarks: tuple[str, ...] = ()  # what to say first about options and variables
     distributed_only: bool = False
     without_distributed: bool = False
     failed_only: bool = False
@@ -78,6 +80,7 @@ class RunTests:
     slow: Path | None = None
     known_failures: tuple[Path, ...] = ()
     run_slow: bool = False
+    skip_fast: bool = False
     rerun_disabled: bool = False
 
     @property
@@ -109,4 +112,4 @@ class RunTests:
     def is_narrowed_by_file(self) -> bool:
         """True when not every file below the test directory was asked for."""
         by_option = self.distributed_only, self.without_distributed, self.failed_only, self.by_reach
-        return any((self.include, self.exclude, *by_option, self.num_shards > 1))
+        return any((self.include, self.exclude, self.within, *by_option, self.num_shards > 1))

@@ -32,12 +32,22 @@ class Narrowed:
     is_unguarded: bool = False  # no test is known to enter a changed function
 
 
-def select(files: Mapping[str, Path], include: Sequence[str], exclude: Sequence[str], directory: Path) -> list[TestRun]:
+def select(
+    files: Mapping[str, Path],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    directory: Path,
+    within: Sequence[str] = (),
+) -> list[TestRun]:
     """The parts of files that are included and not excluded, in path order. If nothing is included, all files are.
 
-    Raises :class:`UnknownTest` if a name in either list matches nothing.
+    If names are given in ``within``, what they do not name is also left out. Raises :class:`UnknownTest` if a name
+    matches nothing.
     """
     included = _by_file(include, files, directory) if include else {name: {WHOLE} for name in files}
+    if within:
+        limits = _by_file(within, files, directory)
+        included = {name: _common(parts, limits.get(name, set())) for name, parts in included.items()}
     excluded = _by_file(exclude, files, directory)
     parts = (_part(name, included[name], excluded.get(name, set())) for name in sorted(included))
     return [part for part in parts if part is not None]
@@ -52,9 +62,19 @@ def _by_file(words: Iterable[str], files: Mapping[str, Path], directory: Path) -
     return parts
 
 
+def _common(some: set[str], others: set[str]) -> set[str]:
+    """What both sides have of a file."""
+    return {name for name in some if _is_in(name, others)} | {name for name in others if _is_in(name, some)}
+
+
+def _is_in(name: str, names: Iterable[str]) -> bool:
+    """Whether one of the names is this one, its class, or the whole file."""
+    return bool({WHOLE, class_of(name), name} & {*names})
+
+
 def _part(file: str, included: Iterable[str], excluded: Iterable[str]) -> TestRun | None:
     """The part of a file that is included and not excluded, or None."""
-    left = {name for name in included if not {WHOLE, class_of(name), name} & {*excluded}}
+    left = {name for name in included if not _is_in(name, excluded)}
     if WHOLE in left:
         return TestRun(file, excluded=frozenset(excluded))
     classes = {class_of(name) for name in left}
@@ -68,13 +88,16 @@ def _with_lists(words: Iterable[str], names: Iterable[str], directory: Path) -> 
     A list is a file ``NAME.txt`` in the test directory, unless a folder or a file of tests has that name.
     """
     for word in words:
-        path = directory / f"{word}{LIST}"
-        is_list = "::" not in word and path.is_file()
-        if not is_list or any(matching(name, names) for name in _candidates(word, directory)):
+        if not is_list(word, directory) or any(matching(name, names) for name in candidates(word, directory)):
             yield word
             continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (directory / f"{word}{LIST}").read_text(encoding="utf-8", errors="replace").splitlines()
         yield from filter(None, (line.partition("#")[0].strip() for line in lines))
+
+
+def is_list(word: str, directory: Path) -> bool:
+    """Whether there is a list of this name."""
+    return "::" not in word and (directory / f"{word}{LIST}").is_file()
 
 
 def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[str, str]]:
@@ -83,7 +106,7 @@ def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[st
     An argument is ``folder``, ``folder/file``, ``glob*`` or ``file::Class::test``.
     """
     pattern, *inside = text.split("::")
-    names = list(_candidates(pattern, directory))
+    names = list(candidates(pattern, directory))
     matches = next(filter(None, (matching(name, files) for name in names)), [])
     if not matches:
         known = [*files, *_folders(files), *(path.stem for path in directory.glob(f"*{LIST}"))]
@@ -96,7 +119,7 @@ def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[st
     return [(name, _inside(text, inside, source_of(files[name]))) for name in matches]
 
 
-def _candidates(pattern: str, directory: Path) -> Iterator[str]:
+def candidates(pattern: str, directory: Path) -> Iterator[str]:
     """The names that discovery may give to a path or a glob, with or without ``.py`` after it.
 
     A path that exists relative to the current folder counts first, because shells complete it. All others are names
