@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -16,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_fsdp_tests.common_distributed import needs, requires_world_size
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
-from torch_fsdp_tests.distributed.common_state_dict import EXACT, is_sharded
+from torch_fsdp_tests.distributed.common_state_dict import EXACT, copied, is_sharded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.training import shard_each
@@ -62,14 +69,16 @@ class TestStateDictOptions(StateDictOptionsTest):
         self._test_load_with_tp(6, FULL, torch_defect("dsd_tp_uneven_full_state_dict_is_not_loaded"))
 
     def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: torch_defect = NO_DEFECT) -> None:
-        """``shows`` is the known defect that the load shows."""
-        pair = self._with_tp(rows, fsdp=2)
-        plain = self._with_tp(rows, fsdp=2, seed=1).ref_model
-        state_dict = copy.deepcopy(plain.state_dict())
-        given = self._given(state_dict, options)
+        """Load a plain model's states. ``shows`` is the known defect that each of both loads shows."""
+        pair, source = (self._with_tp(rows, fsdp=2, seed=seed) for seed in (0, 1))
+        msd, osd = get_state_dict(source.ref_model, source.ref_optim)
         with shows:
-            set_model_state_dict(pair.model, given, options=options)
-            self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
+            set_model_state_dict(pair.model, self._given(copied(msd), options), options=options)
+            self._verify_msd(source.ref_model.state_dict(), get_model_state_dict(pair.model), **EXACT)
+        with shows:
+            set_optimizer_state_dict(pair.model, pair.optims, self._given(copied(osd), options), options=options)
+            actual = get_optimizer_state_dict(pair.model, pair.optims)
+            self._verify_osd(source.ref_model, source.ref_optim, source.ref_optim.state_dict(), actual, **EXACT)
 
     def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
         """A trained pair on a mesh of two dimensions: tensor parallelism shards ``rows``, and FSDP each half."""

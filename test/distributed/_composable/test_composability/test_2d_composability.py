@@ -390,6 +390,7 @@ class TestFullyShard2DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
     @subtests(
         case=[
             (SQUARE, SimpleModel, ON_ALL_RANKS),
+            (SQUARE, SimpleModel, ON_FIRST_RANK),
             # Loading full states on all ranks fails here: dsd_tp_uneven_full_state_dict_is_not_loaded.
             ((2, 1, 2), SimpleModelUneven, ON_FIRST_RANK),
         ]
