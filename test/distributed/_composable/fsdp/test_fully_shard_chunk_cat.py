@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
 
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_fsdp import get_devtype
@@ -20,7 +22,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second has four equal chunks
+SHAPES = [(7, 3), (8,), (1, 2, 3), (2049, 2, 2)]  # only the second has four equal chunks
 DTYPES = [
     [F32, F32, F32, F32],
     [BF16, BF16, BF16, BF16],
@@ -31,6 +33,18 @@ DTYPES = [
 
 def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor, dim: int = 0) -> None:
     torch.ops.fsdp.chunk_cat_mixed_dtype(tensors, dim, num_chunks, out=out)
+
+
+def has_own_kernel(device: torch.device) -> bool:
+    """Whether the device has a kernel of the operator, instead of the one that calls other operators."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fsdp::chunk_cat_mixed_dtype", key)
+
+
+def kernels(trace: profile) -> list[str]:
+    """The kernels that the device ran, without its copies of memory."""
+    events = [event.name for event in trace.events() if event.device_type != DeviceType.CPU]
+    return [name for name in events if not name.startswith(("Memcpy", "Memset"))]
 
 
 def random_tensors(dtypes: list[torch.dtype], transposed: bool = False) -> list[torch.Tensor]:
@@ -64,9 +78,9 @@ def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs(torch_facts.HAS_MIXED_DTYPE_CHUNK_CAT)
-class TestFullyShardChunkCat(TestCase):
+class TestFullyShardChunkCatMixedDtype(TestCase):
     @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
-    def test_values(self, dtypes, out_dtype, num_chunks, transposed):
+    def test_numerics(self, dtypes, out_dtype, num_chunks, transposed):
         """The output is bitwise equal to ``by_hand``, and to ``torch._chunk_cat`` of inputs that are cast first."""
         tensors = random_tensors(dtypes, transposed)
         self.assertEqual(tensors[0].is_contiguous(), not transposed)
@@ -75,6 +89,20 @@ class TestFullyShardChunkCat(TestCase):
         self.assertEqual(out, by_hand(tensors, num_chunks, out_dtype), rtol=0, atol=0)
         cast = [tensor.to(out_dtype) for tensor in tensors]
         self.assertEqual(out, torch._chunk_cat(cast, 0, num_chunks), rtol=0, atol=0)
+
+    @subtests(dtypes=[(F32, F32), (BF16, BF16), (BF16, F32, BF16)])
+    def test_kernels(self, dtypes):
+        """Inputs of one dtype are cast while they are copied. A device's own kernel does so for each dtype."""
+        tensors = [torch.ones(8, 3, dtype=dtype, device=get_devtype()) for dtype in dtypes]
+        out = torch.empty(2, 12 * len(tensors), device=get_devtype())
+        with profile(activities=supported_activities()) as trace:
+            chunk_cat(tensors, 2, out)
+            torch.get_device_module(get_devtype()).synchronize()
+        of_one_dtype, has_own = len(set(dtypes)) == 1, has_own_kernel(get_devtype())
+        casts = [event for event in trace.events() if event.name == "aten::_to_copy"]
+        self.assertEqual(len(casts), 0 if of_one_dtype or has_own else sum(dtype != F32 for dtype in dtypes))
+        if has_own:
+            self.assertEqual(len(kernels(trace)), len(set(dtypes)))
 
     @subtests(dtypes=[(F32, BF16), (BF16, BF16)])
     def test_second_dimension(self, dtypes):
