@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
@@ -359,50 +358,6 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertIsNone(layer.table.grad)
             self.assertTrue(torch.equal(full(layer.table.detach()), values))
             self.assertTrue(torch.equal(seen.pop(), values))
-
-    def _check_reduce_dtype_after(self, first_is_frozen: bool, policy: MixedPrecisionPolicy) -> None:
-        """Train a layer after a forward in which it was frozen or trainable. All values are exact in bfloat16."""
-        manual_seed(42)
-        layer = nn.Linear(4, 4, bias=False, device=self.device)
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-        layer.requires_grad_(not first_is_frozen)
-        layer(self._inputs(0, 2, 4))
-        layer.requires_grad_(True)
-        inp = self._inputs(1, 2, 4).mul(4).round()
-        with recorded() as calls:
-            layer(inp).sum().backward()
-        self.assertEqual([output.dtype for output in calls.values("reduce_scatter", "output")], [policy.reduce_dtype])
-        self.assertEqual(layer.weight.grad.dtype, torch.float32)
-        dist.all_reduce(expected := inp.sum(0) / self.world_size)
-        self.assertTrue(expected.any())
-        self.assertEqual(layer.weight.grad.to_local(), expected.expand(4 // self.world_size, 4), rtol=0, atol=0)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
-    def test_reduce_dtype_after_trainable_forward(self, dtypes):
-        """A layer that is trainable in its first forward reduces in the requested dtype."""
-        self._check_reduce_dtype_after(False, MixedPrecisionPolicy(*dtypes))
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
-    def test_reduce_dtype_after_frozen_forward(self, dtypes):
-        """A layer that is frozen in its first forward and trained later reduces in the requested dtype.
-
-        Before 2.14 it does not, which is a defect. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of gradients
-        once, from the parameters that are trainable in the first forward. If there are none, the dtypes stay unset.
-        The gradient is reduced in bfloat16 and cannot be assigned to the float32 parameter. On each rank::
-
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)
-            layer.requires_grad_(False)
-            layer(torch.ones(4))
-            layer.requires_grad_(True)
-            layer(torch.ones(4)).sum().backward()  # RuntimeError: attempting to assign a gradient with dtype ...
-
-        Without a ``param_dtype`` nothing raises, and the gradient is reduced in the parameter's dtype.
-        """
-        with torch_defect("fsdp2_frozen_first_forward_breaks_training"):
-            self._check_reduce_dtype_after(True, MixedPrecisionPolicy(*dtypes))
 
     @skip_if_lt_x_gpu(2)
     @torch_defect("fsdp2_freezing_before_a_transform_raises")

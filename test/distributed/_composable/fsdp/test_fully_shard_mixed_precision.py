@@ -175,6 +175,68 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         calls = self._check_training(*made, inp_dtype=param_dtype)
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype] * 3 * ITERATIONS)
 
+    def _check_reduce_dtype_after(
+        self,
+        first_is_frozen: bool,
+        policy: MixedPrecisionPolicy,
+        beside: torch.dtype | None = None,
+        grad_mode: type = torch.enable_grad,
+    ) -> None:
+        """Train a layer after a forward in which it was frozen or trainable. All values are exact in bfloat16.
+
+        The first forward runs in ``grad_mode``. ``beside`` is the dtype of another parameter, which stays frozen.
+        """
+        manual_seed(42 + self.rank)
+        layer = nn.Linear(4, 4, bias=False, device=self.device)
+        if beside is not None:
+            layer.table = nn.Parameter(torch.arange(4, device=self.device, dtype=beside), requires_grad=False)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
+        layer.weight.requires_grad_(not first_is_frozen)
+        first, inp = torch.randint(1, 9, (2, 2, 4), device=self.device).float()
+        with grad_mode():
+            layer(first)
+        layer.weight.requires_grad_(True)
+        with recorded() as calls:
+            layer(inp).sum().backward()
+        self.assertEqual(calls.dtypes("reduce_scatter"), [policy.reduce_dtype])
+        self.assertEqual(layer.weight.grad.dtype, torch.float32)
+        average([expected := inp.sum(0)])
+        self.assertEqual(layer.weight.grad.to_local(), expected.expand(4 // self.world_size, 4), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
+    def test_reduce_dtype_after_trainable_forward(self, dtypes):
+        """A layer that is trainable in its first forward reduces in the requested dtype."""
+        self._check_reduce_dtype_after(False, MixedPrecisionPolicy(*dtypes))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        dtypes=[(torch.bfloat16, torch.float32), (None, torch.bfloat16)],
+        beside=[None, torch.int64],
+        grad_mode=[torch.enable_grad, torch.no_grad],
+    )
+    def test_reduce_dtype_after_frozen_first_forward(self, dtypes, beside, grad_mode):
+        """A layer that is frozen in its first forward and trained later reduces in the requested dtype.
+
+        With the defect it does not. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of gradients once, from the
+        parameters that are trainable in the first forward. If there are none, the dtypes stay unset. The gradient is
+        reduced in bfloat16 and cannot be assigned to the float32 parameter. On each rank::
+
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)
+            layer.requires_grad_(False)
+            layer(torch.ones(4))
+            layer.requires_grad_(True)
+            layer(torch.ones(4)).sum().backward()  # RuntimeError: attempting to assign a gradient with dtype ...
+
+        Without a ``param_dtype`` nothing raises, and the gradient is reduced in the parameter's dtype. Integer
+        parameters have no part in the dtypes.
+        """
+        if beside is not None:
+            skip_unless([torch_facts.SHARDS_INTEGER_PARAMETERS.lacks])
+        with torch_defect("fsdp2_frozen_first_forward_breaks_training"):
+            self._check_reduce_dtype_after(True, MixedPrecisionPolicy(*dtypes), beside, grad_mode)
+
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
     def test_grad_acc_with_reduce_dtype(self, reshard_after_forward):
