@@ -119,7 +119,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     def test_split_backward_in_low_precision(self):
         """The split backward also adds up gradients of parameters in float32, even several in a row.
 
-        Before 2.15 they are added in bfloat16, the dtype in which autograd computes them.
+        With the defect they are added in bfloat16, the dtype in which autograd computes them.
         """
         with torch_defect("pipeline_split_backward_adds_up_in_low_precision"):
             self._check_one_step("FSDP_MP", "ScheduleDualPipeV")
@@ -298,7 +298,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         self.assertEqual(calls, [], may_be="empty")
         if output is not None:  # on the rank of the last stage
             self.assertEqual(output, plain(batch[0]))
-        # Without a backward, a stage may stay unsharded (since 2.15), but an optimizer needs sharded parameters.
+        # Without a backward, a stage may stay unsharded, but an optimizer needs sharded parameters.
         for module in internals.fsdp_modules(pipeline.modules):
             module.reshard()
         self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
@@ -308,7 +308,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     def test_evaluation_keeps_gradients(self, schedule):
         """The gradients of two steps also add up with ``schedule.eval`` between them.
 
-        Since 2.13, ``schedule.eval`` sets them to None.
+        With the defect ``schedule.eval`` sets them to None.
         """
         with torch_defect("pipeline_evaluation_clears_gradients"):
             self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))

@@ -74,7 +74,7 @@ def reordering(module: nn.Module) -> nn.Module:
     return module
 
 
-# The exception, what its message must contain (nothing if an assertion of torch 2.9 has none), and what raises it.
+# The exception, what its message must contain (nothing if the assertion has no message), and what raises it.
 Case = tuple[type[Exception], str, Callable[["TestRejections"], object]]
 CASES: dict[str, Case] = {
     "gradients of gradients": (

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import tempfile
+import tokenize
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,6 +225,18 @@ class TestWherePrivateNamesStand(TestCase):
         self.assertEqual(actual, {Path(__file__).resolve()})
 
 
+_WORDS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+_ADDRESS = re.compile(r"https?://\S+")
+_VERSION = re.compile(r"torch \d+\.\d|(?<![\w.#/])2\.(9|[1-9]\d)(\.\d+)?(?![\w/])", re.IGNORECASE)
+
+
+def lines_with_versions(source: str) -> list[int]:
+    """The numbers of the lines whose comments or strings name a version of torch, except in addresses."""
+    words = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type in _WORDS]
+    lines = [(token.start[0] + index, line) for token in words for index, line in enumerate(token.string.split("\n"))]
+    return [number for number, line in lines if _VERSION.search(_ADDRESS.sub("", line))]
+
+
 def _private_names(tree: ast.Module) -> Iterator[str]:
     """The private attributes that a file reads from objects other than ``self`` and ``cls``, and private imports."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -256,6 +269,27 @@ class TestFacts(TestCase):
         """Probes that return true, return false, and raise."""
         fails = mock.Mock(side_effect=TypeError("changed"))
         return [mock.Mock(return_value=True), mock.Mock(return_value=False), fails]
+
+    def test_no_test_names_a_version(self):
+        """Comments, docstrings and messages of tests name a fact or a defect, or say what differs."""
+        files = sorted(TESTS_OF_FSDP.rglob("*.py"))
+        found = {path: lines_with_versions(path.read_text(encoding="utf-8")) for path in files}
+        actual = [f"{path.relative_to(TESTS)}:{line}" for path, lines in found.items() for line in lines]
+        self.assertEqual(actual, [], "write the name of a fact (torch_facts.py) or of a defect, or what differs")
+
+    def test_versions_in_words_are_found(self):
+        names = (
+            "# Before 2.15",
+            '"since torch 2.3"',
+            "#PyTorch 2.9.1 raises",
+            '"""\nFrom 2.11 on\n"""',
+            'f"in {x} 2.13"',
+        )
+        others = "2.13", "# 2.5 ms", '"layer2.11"', "# https://pytorch.org/docs/2.13/fsdp.html", "# #2.13", "torch.x"
+        for source in names:
+            self.assertEqual(len(lines_with_versions(source)), 1, source)
+        for source in others:
+            self.assertEqual(lines_with_versions(source), [], source)
 
     def test_probes_agree_with_versions(self):
         """On the installed torch, the probe of a fact agrees with the version since which the fact holds."""

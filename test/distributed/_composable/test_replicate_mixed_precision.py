@@ -66,9 +66,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(param_dtype=[BF16, FP16])
     def test_compute_dtype(self, param_dtype):
-        """Without a ``reduce_dtype`` gradients are reduced in ``param_dtype``, since 2.15 in the dtype of the sharded
-        parameters.
-        """
+        """Without a ``reduce_dtype`` gradients are reduced in one dtype, see ``REDUCES_IN_PARAMETER_DTYPE``."""
         calls = self._check_training(*self._init(param_dtype, None), inp_dtype=param_dtype)
         reduced_in = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self._check_reductions(calls, reduced_in, 3 * ITERATIONS)

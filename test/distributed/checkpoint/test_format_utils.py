@@ -96,7 +96,7 @@ class TestFormatUtils(DTensorTestBase):
     def test_torch_save_file_into_shards(self):
         """A file is loaded into the DTensors of an FSDP2 model.
 
-        In PyTorch 2.13.0 (a defect) the first rank broadcasts a full tensor, but the others receive it in a DTensor
+        With the defect the first rank broadcasts a full tensor, but the others receive it in a DTensor
         like that of their state dict, and hang. So the test compares the tensors of all ranks before each broadcast.
         """
         plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
@@ -130,7 +130,7 @@ class TestFormatUtils(DTensorTestBase):
     def test_torch_save_file_of_another_dtype(self):
         """A bfloat16 file is converted to the model's dtype.
 
-        In PyTorch 2.13.0 all ranks but the first interpret the bytes as float32 (a defect).
+        With the defect all ranks but the first interpret the bytes as float32.
         """
         plain = filled(nn.Linear(2, 4), seed=0).to(torch.bfloat16)
         path = self._write(plain.state_dict())

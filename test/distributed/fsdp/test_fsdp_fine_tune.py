@@ -208,7 +208,7 @@ class TestFSDPFineTune(FSDPTest):
     def test_frozen_unit_is_freed_at_the_end(self, device):
         """With SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
 
-        With flat parameters, PyTorch 2.9.1, 2.11.0 and 2.13.0 do not free it (a defect): the first unit stays unsharded
+        With flat parameters, the defect keeps it: the first unit stays unsharded
         between iterations if its input needs no gradient. The first linear layer below is such a unit.
         ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat parameter that points at
         its shard has freed its unsharded form. Forward has already made the flat parameter point at its shard, but does

@@ -182,7 +182,7 @@ class TestFSDPHybridShard(FSDPTest):
     def test_sync_of_uneven_shapes_and_buffers(self):
         """All ranks get rank 0's parameters and buffers, through either group.
 
-        PyTorch 2.9.1 and 2.11.0 skip buffers in the second of two broadcasts, so ranks 2 and 3 have those of rank 2.
+        With the defect FSDP1 skips buffers in the second of two broadcasts, so ranks 2 and 3 have those of rank 2.
         """
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)

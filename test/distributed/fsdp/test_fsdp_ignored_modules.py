@@ -414,7 +414,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     def test_ignored_buffer_of_the_same_name(self):
         """The root's buffer is cast even if an inner instance ignores one of the same local name.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it is not (a defect). ``_get_ignored_buffer_names`` adds the names of a
+        With the defect it is not. ``_get_ignored_buffer_names`` adds the names of a
         nested instance's ignored buffers to those of the root, without the path to that instance. So FSDP does not cast
         the root's own "0.buf"::
 

@@ -403,7 +403,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_forward_without_backward(self):
         """A forward without a backward does not change the gradients of the next iteration.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it does with a low ``param_dtype`` (a defect), in training and in eval mode,
+        With the defect it does if ``param_dtype`` is low, in training and in eval mode,
         except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first forward leaves
         its post-backward hook on a gradient accumulator that autograd replaces when the parameter's dtype changes. As
         long as that hook exists, ``_register_post_backward_hook`` registers no other. On two ranks::
@@ -431,7 +431,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_offloaded_low_grads_after_zero_grad(self):
         """Backward creates offloaded low precision gradients again after they were set to None.
 
-        PyTorch 2.9.1, 2.11.0 and 2.13.0 raise (a defect). FSDP casts the flat parameter's own pinned gradient to the
+        With the defect it raises. FSDP casts the flat parameter's own pinned gradient to the
         low dtype, and casts it back only if the parameter still has a gradient. The second backward raises when it
         assigns a gradient of another dtype. On any device::
 

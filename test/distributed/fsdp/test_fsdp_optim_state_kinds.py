@@ -226,7 +226,7 @@ class TestFSDPOptimState(OptimStateTest):
     def test_steps_are_apart(self):
         """Each parameter of a saved state has its own step count, which increases by one per step.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 all parameters of one flat parameter share one step tensor
+        With the defect all parameters of one flat parameter share one step tensor
         (``_unflatten_communicated_optim_state``), also after ``torch.save``. If an optimizer with separate parameters
         loads it, the tensor stays shared and is increased once for each parameter. This test is a minimal reproducer.
         """
@@ -245,8 +245,8 @@ class TestFSDPOptimState(OptimStateTest):
     def test_offloaded_state_of_original_parameters(self):
         """With or without offloading, ``exp_avg`` is the average, not a state gathered later.
 
-        torch 2.9.1, 2.11.0 and 2.13.0 gather the states of a parameter one after another into the same tensor
-        (``_allgather_orig_param_states``) and rely on offloading to copy it. On the CPU offloading does not copy, so
+        With the defect FSDP1 gathers the states of a parameter one after another into the same tensor
+        (``_allgather_orig_param_states``) and relies on offloading to copy it. On the CPU offloading does not copy, so
         all states equal the last one. Offloading is the default. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
         use_orig_params=True)`` on two ranks, one step of Adam, and ``FSDP.optim_state_dict(model, optim)``.
         """

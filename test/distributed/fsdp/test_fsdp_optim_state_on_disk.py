@@ -102,7 +102,7 @@ class TestFSDPOptimState(OptimStateTest):
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
         """A state of the wrong shape is an error, as with flat parameters, and is not loaded.
 
-        torch 2.9.1, 2.11.0 and 2.13.0 shard the given state (``_shard_orig_param_state``) without a check of its shape,
+        With the defect FSDP1 shards the given state (``_shard_orig_param_state``) without a check of its shape,
         so a transposed state is loaded in the wrong order. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
         use_orig_params=True)``, one step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose
         ``osd["state"]["weight"]["exp_avg"]`` and call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
@@ -193,9 +193,9 @@ class TestFSDPOptimState(OptimStateTest):
     def test_load_where_a_rank_has_no_rows(self):
         """An optimizer state dict loads from disk even if a rank has an empty shard of a parameter.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then
-        lacks the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". This test is a
-        minimal reproducer.
+        With the defect ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then lacks the tensor's
+        name, assumes a checkpoint of an old version, and fails on "optim.param_groups". This test is a minimal
+        reproducer.
         """
         model = FSDP(nn.Linear(3, 1, device=self.device))
         optim = torch.optim.Adam(model.parameters())

@@ -197,7 +197,7 @@ class TestShardGradScaler(TestCase):
     def test_update_with_a_vector_of_one(self):
         """A new scale may be any tensor with one element, as the error message for other tensors says.
 
-        With torch 2.9.1, 2.11.0 and 2.13.0 a vector raises, which is a defect, also of ``torch.amp.GradScaler``. The
+        With the defect a vector raises, also with ``torch.amp.GradScaler``. The
         scale has no dimensions, and ``copy_`` cannot copy a vector into it::
 
             scaler = torch.amp.GradScaler(accelerator.current().type)

@@ -552,7 +552,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_state_dict_type_after_exception(self):
         """The context restores the state dict type even after an exception.
 
-        PyTorch 2.9.1, 2.11.0 and 2.13.0 restore the type after a ``yield`` without ``finally`` (a defect). So after a
+        With the defect FSDP1 restores the type after a ``yield`` without ``finally``. So after a
         failed load, every later ``model.state_dict()`` silently has the wrong kind. On one rank or more::
 
             model = FSDP(nn.Linear(2, 2))
@@ -711,7 +711,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_save_after_refused_load(self):
         """If an inner instance rejects a load, the outer instances can still be saved.
 
-        PyTorch 2.9.1, 2.11.0 and 2.13.0 do not exit the contexts that FSDP entered for the outer instances (a defect).
+        With the defect FSDP1 does not exit the contexts that it entered for the outer instances.
         Their parameters stay unsharded, and the model can no longer be saved or loaded. On two ranks::
 
             model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)))

@@ -42,7 +42,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_trained_local_state_dict_offloaded(self):
         """The same holds for a local state dict that is offloaded to CPU memory.
 
-        In PyTorch 2.13.0 this fails for trainable parameters on other devices than the CPU (a defect). A flat shard is
+        With the defect this fails for trainable parameters on other devices than the CPU. A flat shard is
         a view created without autograd. Its copy does not require a gradient, so ``ShardedTensor.cpu`` rejects it. ::
 
             model = FSDP(nn.Linear(2, 2, device=device))

@@ -37,7 +37,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def test_unused_flat_parameter_that_stayed_gathered(self):
         """A unit that stays unsharded after forward is resharded also without ``use_orig_params``.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it is not (a defect). A SHARD_GRAD_OP unit that ran in forward, and whose
+        With the defect it is not. A SHARD_GRAD_OP unit that ran in forward, and whose
         output no loss uses, is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter
         that points to its shard has been freed. If the optimizer still changes the parameter, here by momentum, the
         next forward computes with the old values::

@@ -303,7 +303,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         kwargs = {"sharding_strategy": sharding_strategy, "cpu_offload": cpu_offload}
         models = [
-            # Before 2.13, DDP's broadcast of buffers overwrites what an earlier forward saved for backward.
+            # DDP's broadcast of buffers may overwrite what an earlier forward saved for backward.
             data_parallel(self._transformer(), broadcast_buffers=False),
             *(self._transformer(use_orig_params=use_orig_params, **kwargs) for use_orig_params in (False, True)),
         ]
@@ -787,7 +787,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def test_forward_without_backward_in_mixed_precision(self):
         """The gradients of a forward are right if the forward before it had no backward.
 
-        With torch 2.9.1, 2.11.0 and 2.13.0 they are lost under every strategy, which is a defect. With half precision
+        With the defect they are lost under every strategy. With half precision
         parameters, ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward
         left it, without an error. With ``use_orig_params=False`` it leaves the rank's own gradient, neither reduced nor
         sharded. Each change of the flat parameter's dtype gives it a new gradient accumulator, but the hook that
@@ -809,7 +809,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def test_update_in_place_between_forwards(self):
         """A forward uses in-place updates of parameters, even without a backward since the last forward.
 
-        With torch 2.9.1, 2.11.0 and 2.13.0 it does not, which is a defect: under ``no_grad``, ``model(inp);
+        With the defect it does not: under ``no_grad``, ``model(inp);
         param.zero_(); model(inp)`` computes the same output twice. After forward, FULL_SHARD keeps the unsharded
         parameters of the root, and SHARD_GRAD_OP those of every instance. The next forward uses them unchanged
         (``FlatParamHandle.needs_unshard``).

@@ -30,7 +30,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     def test_forward_without_backward_with_offload(self, strategy):
         """The gradients of a forward are right if the forward before it had no backward.
 
-        With torch 2.13.0 they are lost under every strategy, which is a defect. With offloaded parameters on a device
+        With the defect they are lost under every strategy. With offloaded parameters on a device
         with its own memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an
         error. Each move of the flat parameter between CPU and device gives it a new gradient accumulator, but the hook
         that reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in

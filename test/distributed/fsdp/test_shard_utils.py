@@ -201,7 +201,7 @@ class TestShardUtilsFourRanks(FSDPTest):
     def test_local_shard_of_one_group(self):
         """The local shard has the same placement as in the common metadata.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it has the rank within the group (a defect). ::
+        With the defect it has the rank within the group. ::
 
             group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             sharded = _create_chunk_sharded_tensor(torch.ones(2), dist.get_rank(group), 2, 1, group)
@@ -216,7 +216,7 @@ class TestShardUtilsFourRanks(FSDPTest):
     def test_gather_within_one_group(self):
         """``ShardedTensor.gather`` collects the shards of a group on its first rank.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it raises an IndexError on every rank (a defect), because it indexes a list
+        With the defect it raises an IndexError on every rank, because it indexes a list
         of the group's length by ranks of the world. To reproduce it, add this to the example of
         ``test_local_shard_of_one_group``: ``sharded.gather(0, torch.empty(2) if dist.get_rank(group) == 0 else None)``.
         """

@@ -174,7 +174,7 @@ class TestUtils(TestCase):
     def test_a_kind_of_dict_stays(self):
         """A subclass of ``dict`` keeps its type, like subclasses of ``list``, ``set`` and ``OrderedDict``.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 it becomes a ``dict``: under FSDP1's mixed precision, forward gets another
+        With the defect it becomes a ``dict``: under FSDP1's mixed precision, forward gets another
         type than its caller passed. ::
 
             class Batch(dict): pass
@@ -189,7 +189,7 @@ class TestUtils(TestCase):
     def test_a_dataclass_may_compute_a_field(self):
         """A dataclass may have a field that ``__init__`` does not take.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` rejects such a field with a ValueError. So a
+        With the defect ``dataclasses.replace`` rejects such a field with a ValueError. So a
         module under FSDP can neither take nor return such a dataclass. ::
 
             @dataclasses.dataclass
@@ -240,7 +240,7 @@ class TestUtils(TestCase):
     def test_cast_forward_inputs_casts_packed_sequences(self):
         """The data of a packed sequence is cast.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 the function is applied to the data, but its result is dropped. So a recurrent
+        With the defect the function is applied to the data, but its result is dropped. So a recurrent
         layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
 
             packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
@@ -295,7 +295,7 @@ class TestUtils(TestCase):
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
         """A named tuple without fields is an ordinary input.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 moving it gives no result instead of one, and all inputs beside it are lost.
+        With the defect moving it gives no result instead of one, and all inputs beside it are lost.
         ``_to_kwargs`` does not add the missing empty arguments, because it counts inputs and not results. ::
 
             class Nothing(NamedTuple): pass
@@ -308,7 +308,7 @@ class TestUtils(TestCase):
     def test_to_kwargs_takes_a_defaultdict(self):
         """A dict can be moved even if its constructor does not take its items.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, and ``defaultdict`` then raises a
+        With the defect the type is called with the items, and ``defaultdict`` then raises a
         TypeError. So a module under FSDP1 or DDP cannot take one. ::
 
             utils._to_kwargs((collections.defaultdict(list, a=tensor),), {}, device, False)
@@ -321,7 +321,7 @@ class TestUtils(TestCase):
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
         """Tensors in dataclasses are moved, because FSDP1 documents that it moves inputs to its device.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts tensors in dataclasses, but they are not moved. ::
+        With the defect mixed precision casts tensors in dataclasses, but they are not moved. ::
 
             given = SomeDataClass("", 1.0, [torch.ones(1)])
             utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the CPU

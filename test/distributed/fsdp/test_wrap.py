@@ -274,7 +274,7 @@ class TestFSDPWrap(FSDPTest):
                 optim.step()
         self.assertEqual(full_parameters(model), reference.state_dict())
 
-    @unperturbed("fsdp1_auto_wrap_leaves_a_shared_module, which has no fix in PyTorch 2.9", "dsd", "dsd_load", "dcp")
+    @unperturbed("fsdp1_auto_wrap_leaves_a_shared_module, without a fix in each version", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(
         policy=["by hand", "classes", "custom", "function"], shared=[False, True], parents=[1, 2], flat=[True, False]
@@ -642,7 +642,7 @@ class TestAutoWrap(TestCase):
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
         """A norm that no policy lists gets its own arguments, not the caller's dict.
 
-        In PyTorch 2.9.1, 2.11.0 and 2.13.0 it gets the caller's dict, changed (a defect). No public caller is affected,
+        With the defect it gets the caller's dict, changed. No public caller is affected,
         since FSDP creates the dict only for this call. ::
 
             norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}

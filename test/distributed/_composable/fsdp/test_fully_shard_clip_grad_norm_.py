@@ -287,7 +287,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     def test_nan_in_largest_magnitude(self, rank):
         """A NaN on one rank makes the infinity norm NaN, so all ranks raise an error.
 
-        With torch 2.13.0 no rank raises, which is a defect. gloo's MAX drops a NaN from any rank but the first, so the
+        With the defect no rank raises. gloo's MAX drops a NaN from any rank but the first, so the
         norm is finite, and the NaN reaches the optimizer. On four ranks::
 
             value = torch.tensor(torch.nan if dist.get_rank() == 2 else 1.0)
@@ -320,7 +320,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
     def test_largest_magnitude_of_empty_shard(self):
         """The infinity norm is right if the local shard of the last rank is empty.
 
-        With torch 2.13.0 the last rank raises "cannot compute the infinity norm on an empty tensor", which is a defect.
+        With the defect the last rank raises "cannot compute the infinity norm on an empty tensor".
         DTensor computes the norm of each local shard (``common_reduction_strategy`` in
         ``torch.distributed.tensor._ops._math_ops``). The other ranks wait in the all-reduce until they time out. This
         test runs in threads, where an error on one rank ends the wait of the others. On four ranks::

@@ -350,7 +350,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_communication_count_after_evaluation(self):
         """A forward under ``no_grad`` adds no all-gather to the backward of the next step.
 
-        PyTorch 2.13.0 adds one (a defect). Backward prefetching uses the recorded order of the forward. FSDP also
+        With the defect it adds one. Backward prefetching uses the recorded order of the forward. FSDP also
         records this order under ``no_grad``, and only a backward clears it. The first layer's backward then prefetches
         the last layer of the forward under ``no_grad``. The result is not used, and the end of the backward frees it.
         This happens only if the root has no parameters of its own. Otherwise the root is recorded between the two
@@ -978,7 +978,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_force_sum(self, divide_factor):
         """A forced sum over one rank divides by the factor once.
 
-        PyTorch 2.13.0 divides twice (a defect). ``foreach_reduce`` copies the gradient instead of reducing it, and
+        With the defect FSDP divides twice. ``foreach_reduce`` copies the gradient instead of reducing it, and
         divides in the copy. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
         gradient is 0.75 instead of 1.5. On one rank::
 
@@ -996,8 +996,8 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_fp16(self, divide_factor):
         """A reduction in float16 over one rank divides by the factor once.
 
-        PyTorch 2.13.0 divides twice, as in ``test_singleton_force_sum``, because FSDP divides float16 gradients before
-        and after a reduction. To see it with the example of that test, replace the forced sum by
+        With the defect FSDP divides twice, as in ``test_singleton_force_sum``, because it divides float16 gradients
+        before and after a reduction. To see it with the example of that test, replace the forced sum by
         ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.
         """
         shows = torch_defect("fsdp2_divides_twice", when=divide_factor in (0.5, 2.0))

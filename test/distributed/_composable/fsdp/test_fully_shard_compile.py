@@ -46,7 +46,7 @@ from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 16
 ITERATIONS = 5  # upstream has 10; nothing new is compiled after the second (test_no_recompiles)
-HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # the functions around hooks; the second name is that before 2.13
+HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # the functions around hooks, by two names
 
 INDUCTOR_TESTS = (
     "test_simple_mlp_fullgraph_backend_inductor",

@@ -98,7 +98,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_hsdp_of_one_shard_force_sum(self):
         """HSDP with one shard sums the gradients of the replicas and divides the sum by the factor once.
 
-        PyTorch 2.13.0 divides twice, so the result is half of that. For the reason, see
+        With the defect FSDP divides twice, so the result is half of that. For the reason, see
         ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
         """
         self._test_hsdp_of_one_shard()

@@ -86,7 +86,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     def test_inference_before_first_step(self, reshard_after_forward):
         """A model may run under ``inference_mode`` before it is trained.
 
-        PyTorch 2.9.1, 2.11.0 and 2.13.0 raise. The first forward allocates the all-gather outputs, here as inference
+        With the defect training raises. The first forward allocates the all-gather outputs, here as inference
         tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". There is no error if
         the model trains before it runs under ``inference_mode``, or if it runs under ``no_grad`` instead.
 

@@ -618,7 +618,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_one_unpadded_payload_of_two_is_refused(self):
         """A pre-hook must pad all the tensors that it returns for a short shard, not only the first."""
         layer = fully_shard(positive(nn.Linear(3, 9, bias=False, device=self.device)))
-        internals.initialize_lazily(layer)  # torch 2.9 replaces the tensor of a short shard here, without its hooks
+        internals.initialize_lazily(layer)  # without KEEPS_PADDED_STORAGE it replaces a short shard
         extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
         (fsdp_param,) = internals.group_of(layer).fsdp_params
         fsdp_param._init_extensions()
@@ -806,7 +806,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_mesh_of_one_rank_with_two_payloads(self):
         """On a mesh of one rank the post-hook receives both tensors that the pre-hook returned.
 
-        With torch 2.13.0 it receives only the first, which is a defect. If the shard group has one rank,
+        With the defect it receives only the first. If the shard group has one rank,
         ``FSDPParamGroup.wait_for_unshard`` takes ``all_gather_inputs[0]`` and drops the rest. In one process::
 
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -149,7 +149,7 @@ class TestProfilerLabels(FSDPTest):
     def test_label_of_wait(self):
         """The label of the wait for the previous reduce-scatter has the same form as the others.
 
-        In PyTorch 2.13.0 the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
+        With the defect the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
         the parentheses itself. Every other label uses ``_with_fqn``.
         """
         waits = {name for name in self._labels_of_a_step() if name.startswith("FSDP::post_backward_rs_wait")}

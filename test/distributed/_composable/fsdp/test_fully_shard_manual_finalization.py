@@ -407,8 +407,8 @@ class TestFullyShardManualFinalization(ManualTest):
     def test_mixed_precision_of_synchronized_backwards(self):
         """Gradients are accumulated in ``reduce_dtype`` also if every backward has gradient synchronization on.
 
-        With 2.15.0 a group that only finalization reduces accumulates in bfloat16, which is a defect. With
-        synchronization on FSDP expects to reduce the gradient in the same backward, so it does not cast it.
+        With the defect a group that only finalization reduces accumulates in bfloat16. With synchronization on, FSDP
+        expects to reduce the gradient in the same backward, so it does not cast it.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         plain, model = self._models(lambda: nn.Sequential(nn.Linear(DIM, DIM)), mp_policy=policy)
@@ -740,7 +740,7 @@ class TestFullyShardSharedContext(ManualTest):
     def test_automatic_end_between_forward_and_backward_of_another(self):
         """One root's backward may end between the forward and the backward of another root with the same context.
 
-        From 2.11 to 2.15 the other root's backward raises an IndexError, which is a defect. The roots share the
+        With the defect the other root's backward raises an IndexError. The roots share the
         post-forward order, and the end of a backward clears it for both.
         """
         from torch.distributed.fsdp import share_comm_ctx
@@ -903,7 +903,7 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
     def test_schedule_resharding_after_forward(self):
         """The gradients are right if FSDP2 reshards after forward, which is the default below the root.
 
-        From 2.11 to 2.15 some gradients are silently lost, which is a defect. The schedule lists the parameters of the
+        With the defect some gradients are silently lost. The schedule lists the parameters of the
         stage before backward. At this time they are sharded parameters. These are not in the autograd graph, so they
         get no gradients.
         """

@@ -157,7 +157,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         use_shard_placement_fn=[False, True],
     )
     def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
-        """Without a reduce dtype, gradients are reduced in the param dtype; since 2.15 in the parameters' own dtype."""
+        """Without a reduce dtype, gradients are reduced in one dtype, see ``REDUCES_IN_PARAMETER_DTYPE``."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         calls = self._check_training(*made, inp_dtype=param_dtype)
         reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype

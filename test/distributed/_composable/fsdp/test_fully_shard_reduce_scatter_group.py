@@ -97,7 +97,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     """A separate process group for the reductions over shards.
 
-    Each test has its own ranks and does not destroy its groups. PyTorch 2.13 gives a new group the name of a destroyed
+    Each test has its own ranks and does not destroy its groups. PyTorch may give a new group the name of a destroyed
     group with the same ranks, and the new group's ranks then do not connect.
     """
 

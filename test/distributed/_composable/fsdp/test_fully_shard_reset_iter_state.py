@@ -135,8 +135,8 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
         """A reset drops gradients that were accumulated without reduction, as its docstring says.
 
-        Before 2.15 they stay on the unsharded parameters, where ``zero_grad`` does not clear them, and are reduced with
-        the gradients of the next step.
+        With the defect they stay on the unsharded parameters, where ``zero_grad`` does not clear them, and are reduced
+        with the gradients of the next step.
         """
         param_dtype = None if reduce_dtype is None else torch.bfloat16
         kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
@@ -154,7 +154,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
         """If backward raises inside a module, a reset drops the gradients that the module already has.
 
-        Before 2.15 they stay on the unsharded parameters, because the exception comes before they are reduced.
+        With the defect they stay on the unsharded parameters, because the exception comes before they are reduced.
         """
         model = self._mlps()
         self._seed()

@@ -58,7 +58,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_uneven_shards_after_forward(self, rows):
         """``full_tensor()`` is right between forward and backward, while the parameter is sharded over a smaller mesh.
 
-        With torch 2.13.0 it is wrong for 5 rows, which is a defect. FSDP takes the new shards from the all-gather
+        With the defect it is wrong for 5 rows. FSDP takes the new shards from the all-gather
         output, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor assumes that 5 rows
         were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
 

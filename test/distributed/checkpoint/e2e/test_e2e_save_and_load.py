@@ -569,7 +569,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     def test_optimizer_state_while_gathered(self):
         """``get_optimizer_state_dict`` gets the same states while parameters are unsharded.
 
-        PyTorch 2.13.0 raises a ``KeyError`` (a defect).
+        With the defect it raises a ``KeyError``.
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
         expected = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))

@@ -121,7 +121,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     def _parallelize(self, model: nn.Sequential, mesh: DeviceMesh, mlps: Sequence[int]) -> None:
         plan: dict[str, Any] = {f"{index}.in_proj": ColwiseParallel() for index in mlps}
         parallelize_module(model, mesh, plan | {f"{index}.out_proj": RowwiseParallel() for index in mlps})
-        model[1].out_proj.requires_grad_(False)  # PyTorch 2.9 loses this flag
+        model[1].out_proj.requires_grad_(False)  # without TP_KEEPS_REQUIRES_GRAD this flag is lost
 
     def _pair(self, layout: str, seed: int, mlps: Sequence[int] = (0, 1, 2), plain: Any = None, **kwargs: Any) -> Pair:
         """A pair whose second model has this layout. ``kwargs`` go to FSDP; ``mlps`` are the MLPs under TP."""
