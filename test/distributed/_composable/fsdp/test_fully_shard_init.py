@@ -23,14 +23,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, check_sharded_parity
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -38,6 +39,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, check_defaults
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
+from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -142,6 +144,52 @@ class TestFullyShardDeviceDTensor(InitTest):
             mesh = make_mesh(2, 2, names=("dp", "tp"))
             with self.assertRaisesRegex(ValueError, message.format(HOST.type, self.device.type)):
                 fully_shard(model, mesh=mesh["dp"])
+
+
+class RunnableDict(nn.ModuleDict):
+    """A container with a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.values():
+            x = module(x)
+        return x
+
+
+class RunnableList(nn.ModuleList):
+    """A container with a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+@needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
+class TestFullyShardContainerSubclasses(InitTest):
+    """``fully_shard`` accepts a container that has a forward, and the container trains."""
+
+    world_size = 2
+
+    def _check_container(self, ref_model: nn.Module) -> None:
+        filled(ref_model).to(self.device)
+        model = fully_shard(copy.deepcopy(ref_model))
+        self.assertEqual(type(model).__name__, f"FSDP{type(ref_model).__name__}")
+        optims = optimizers(ref_model, model)
+        for _ in range(3):
+            for each in (ref_model, model):
+                each(self._input(2, 4)).square().sum().backward()
+            average_gradients(ref_model)
+            check_sharded_parity(self, ref_model, model)
+            take_step(optims)
+        check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(1)
+    def test_moduledict_subclass_with_forward(self):
+        self._check_container(RunnableDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}))
+
+    @skip_if_lt_x_gpu(1)
+    def test_modulelist_subclass_with_forward(self):
+        self._check_container(RunnableList([nn.Linear(4, 4), nn.Linear(4, 4)]))
 
 
 class TestFullyShardMeshArg(InitTest):
@@ -940,6 +988,38 @@ class TestFullyShardMixedDtypeParam(InitTest):
         fully_shard(model)
         with self.assertRaisesRegex(AssertionError, "FSDP expects uniform original parameter dtype"):
             model(self._input(2, 8))
+
+
+@needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
+class TestFullyShardNonFloatParam(FSDPTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        dtypes=[[torch.uint8], [torch.int64], [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]],
+        mp_policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)],
+        frozen=[False, True],
+    )
+    def test_non_float_param(self, dtypes, mp_policy, frozen):
+        """Integer parameters are all-gathered in their own dtype, even with a ``param_dtype``, and are not reduced."""
+        model: Any = filled(nn.Linear(4, 4)).to(self.device)
+        values = [torch.arange(4, device=self.device).to(dtype) + index for index, dtype in enumerate(dtypes)]
+        model.tables = nn.ParameterList(nn.Parameter(value.clone(), requires_grad=False) for value in values)
+        model.bias.requires_grad_(not frozen)
+        floats = 16 + 4
+        nbytes = floats * (mp_policy.param_dtype or torch.float32).itemsize + sum(value.nbytes for value in values)
+        seen: list[list[torch.Tensor]] = []
+        model.register_forward_hook(lambda module, *_: seen.append([each.detach().clone() for each in module.tables]))
+        fully_shard(model, mp_policy=mp_policy, reshard_after_forward=True)
+        for _ in range(2):
+            with recorded() as calls:
+                model(torch.ones(2, 4, device=self.device)).sum().backward()
+            sent = [(call.dtype, call.nbytes) for call in calls if call.name == "all_gather"]
+            self.assertEqual(sent, [(torch.uint8, nbytes // self.world_size)] * 2)
+            reduced = [call.numel for call in calls if call.name == "reduce_scatter"]
+            self.assertEqual(reduced, [16 if frozen else floats])
+            self.assertEqual(seen.pop(), values, rtol=0, atol=0)
+            self.assertEqual([each.grad for each in model.tables], [None] * len(values))
 
 
 class TestDefaults(TestCase):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
@@ -28,15 +28,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
-
-
-class RunnableList(nn.ModuleList):
-    """A container with a forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self:
-            x = module(x)
-        return x
 
 
 class Base(nn.Module):
@@ -168,21 +159,6 @@ class TestFullyShardState(FSDPTestMultiThread):
         for whole in (model, nn.Sequential(model)):
             with self.assertRaisesRegex(AssertionError, "FSDP does not support deepcopy"):
                 copy.deepcopy(whole)
-
-    @needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
-    @skip_if_lt_x_gpu(1)
-    def test_container_with_forward(self):
-        """``fully_shard`` accepts a container that has a forward, and the container trains."""
-        ref_model = RunnableList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(self.device)
-        model = fully_shard(copy.deepcopy(ref_model))
-        self.assertEqual(type(model).__name__, "FSDPRunnableList")
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
-        for _ in range(3):
-            for each, optim in zip((ref_model, model), optims):
-                optim.zero_grad()
-                each(self._input(4)).square().sum().backward()
-                optim.step()
-            check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(1)
     def test_prefetch_setters(self):
