@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import get_required_world_size, needs, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -39,9 +42,11 @@ from torch_fsdp_tests.fsdp.compiling import (
     requires_inductor,
     target_name,
 )
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import mean_backward
-from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
+from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 16
@@ -202,6 +207,77 @@ class TestFullyShardCompileCompute(CompileTest):
         self.assertGreater(sum(seen.values()), 0)
         self.assertGreater(counting.count("linear"), 0)
         self.assertEqual(out, ref_model(inp))
+
+    @needs(torch_facts.RUNS_HOOKS_OUTSIDE_OF_COMPILED_BACKWARDS)
+    @skip_if_lt_x_gpu(2)
+    @subtests(input_requires_grad=[False, True])
+    def test_compiled_autograd_fsdp2_backward(self, input_requires_grad):
+        """A backward in a compiled function has the gradients of an eager one, with and without a gradient to pass on.
+
+        With the defect they are not reduced if the input needs no gradient.
+        """
+        torch._dynamo.reset()
+        model, ref_model = (fully_shard(filled(MLP(4, device=self.device))) for _ in range(2))
+        inp = uniform(4, 4, seed=self.rank).requires_grad_(input_requires_grad)
+
+        def step(model: nn.Module) -> None:
+            model(inp).sum().backward()
+
+        step(ref_model)
+        counting, before = CountingBackend(), counters["compiled_autograd"]["captures"]
+        with torch_defect("fsdp2_compiled_backward_skips_the_last_reduction", when=not input_requires_grad):
+            with torch._dynamo.config.patch(compiled_autograd=True):
+                torch.compile(step, backend=counting)(model)
+            self.assertEqual(counters["compiled_autograd"]["captures"], before + 1)
+            for param, ref_param in zip(model.parameters(), ref_model.parameters()):
+                self.assertEqual(param.grad.to_local(), ref_param.grad.to_local(), rtol=0, atol=0)
+        torch._dynamo.reset()
+
+    @needs(torch_facts.COMPILES_STEPS_ON_UNEVEN_SHARDS)
+    @skip_if_lt_x_gpu(2)
+    @subtests(backend=["eager", "aot_eager"])
+    def test_compile_optimizer_uneven_shard(self, backend):
+        """A compiled step changes parameters with padded shards like an eager step (#176667)."""
+        torch._dynamo.reset()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        convolutions = [filled(nn.Conv2d(3, 7, 3)).to(self.device) for _ in range(2)]
+        models = [fully_shard(each, mp_policy=policy, reshard_after_forward=False) for each in convolutions]
+        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in models)
+        counting, inp = CountingBackend(backend), uniform(2, 3, 8, 8, seed=self.rank)
+        compiled_step = torch.compile(optim.step, backend=counting)
+        for step in range(3):
+            for model in models:
+                model(inp).float().square().sum().backward()
+            (compiled_step if step > 0 else optim.step)()
+            ref_optim.step()
+            optim.zero_grad()
+            ref_optim.zero_grad()
+        self.assertGreater(counting.op_count, 0)
+        for param, ref_param in zip(*(model.parameters() for model in models)):
+            self.assertEqual(param.to_local(), ref_param.to_local())
+        torch._dynamo.reset()
+
+    @needs(torch_facts.UNSHARDED_SPECS_HAVE_COMPUTE_DTYPE)
+    @requires_world_size(4)
+    @subtests(compiled=[False, True])
+    def test_tp_mixed_precision_dtensor_spec_dtype(self, compiled):
+        """With TP, the spec of an unsharded parameter has the dtype of its local tensor."""
+        torch._dynamo.reset()
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        model = nn.Sequential(filled(nn.Linear(8, 8, bias=False)).to(self.device), nn.Identity())
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+        if compiled:
+            model.compile(backend="eager")
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
+        inp = uniform(2, 8, seed=mesh.get_local_rank("dp")).bfloat16()
+        out = model(inp.chunk(2, dim=1)[mesh.get_local_rank("tp")])
+        weight = model[0].weight
+        dtypes = weight.dtype, weight.to_local().dtype, weight._spec.tensor_meta.dtype
+        self.assertEqual(dtypes, (torch.bfloat16,) * 3)
+        out.sum().backward()
+        self.assertEqual(model[0].weight.grad.dtype, torch.float32)
+        torch._dynamo.reset()
 
 
 @unperturbed("it compares with what was compiled before")

@@ -639,7 +639,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
-    def test_released_all_gather_outputs(self, reshard_after_forward):
+    def test_release_all_gather_outputs_after_post_all_gather(self, reshard_after_forward):
         """If the tensor's release hook returns True, the all-gather outputs are freed right after the post-hook."""
         gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
         self.assertEqual(gathered, [0] * 6)
@@ -757,6 +757,29 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         with self.assertRaisesRegex(NotImplementedError, "^$"):  # other errors have a message
             loss.backward()
         self.assertEqual(len(extension.pre_arguments), 1)
+
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extension_smaller_payload(self):
+        """A payload may be shorter than in the first all-gather. It fills the first elements of the output."""
+        lengths = iter([4, 4, 2])
+        tags: list[list[float]] = []
+
+        def encode(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+            length = next(lengths)
+            return (shard, torch.arange(length, device=shard.device) + 10.0 * self.rank), length
+
+        def decode(gathered: tuple[torch.Tensor, ...], length: int) -> torch.Tensor:
+            tags.append(gathered[1][: length * self.world_size].tolist())
+            return gathered[0].view(16, 8)
+
+        layer = filled(nn.Linear(8, 16, bias=False)).to(self.device)
+        weight = layer.weight.detach().clone()
+        extend(fully_shard(layer, reshard_after_forward=True), encode, decode)
+        for seed in range(3):
+            inp = uniform(2, 8, seed=seed)
+            self.assertEqual(layer(inp), inp @ weight.T)
+        expected = [[10.0 * rank + tag for rank in range(self.world_size) for tag in range(n)] for n in (4, 4, 2)]
+        self.assertEqual(tags, expected)
 
     def _alone(self, encode: Callable, decode: Callable) -> tuple[nn.Module, Extension]:
         """A layer sharded over a mesh of only this rank, so FSDP runs no all-gather. Weights differ by rank."""

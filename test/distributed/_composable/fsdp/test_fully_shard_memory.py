@@ -337,9 +337,10 @@ class TestFullyShardMemory(FSDPTest):
         with patch_post_backward(post_backward):
             yield seen
 
-    def _alive(self) -> int:
+    def _alive(self, collects: bool = True) -> int:
         """The bytes of the storages of all tensors that the garbage collector tracks."""
-        gc.collect()
+        if collects:
+            gc.collect()
         return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
     @skip_if_lt_x_gpu(2)
@@ -357,6 +358,26 @@ class TestFullyShardMemory(FSDPTest):
             if iteration in (3, 13):
                 waiting = len(internals.comm_context(model).post_forward_order)
                 actual[iteration] = self._held(model, [optim]), waiting, self._alive()
+        self.assertEqual(actual[13], actual[3])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False])
+    def test_fully_shard_training_memory_no_gc(self, reshard_after_forward):
+        """Iterations leave no memory that only the garbage collector could free (#173415)."""
+        model = self._sharded(SMALL, reshard_after_forward)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        tokens = self._tokens(SMALL)
+        actual = {}
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for iteration in range(1, 14):
+            model(tokens).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            if iteration == 3:
+                gc.collect()
+            if iteration in (3, 13):
+                actual[iteration] = self._alive(collects=False)
         self.assertEqual(actual[13], actual[3])
 
     @skip_if_lt_x_gpu(2)
