@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from torch_fsdp_tests.common_distributed import at_most, needs, requires, requires_capability, skip_if_lt_x_gpu
@@ -183,7 +184,9 @@ overlaps = requires_capability("asynchronous_collectives")
 exact_time = requires(lambda: None if is_virtual() else "time is real here, and not exact")
 
 
-class TestFullyShardOverlap(FSDPTest):
+class OverlapTest(FSDPTest):
+    """A test case that measures time on the device."""
+
     world_size = at_most(2)
 
     def _time_fn(self, fn: Callable[[], object]) -> float:
@@ -212,6 +215,15 @@ class TestFullyShardOverlap(FSDPTest):
         if at_most is not None:
             self.assertLessEqual(found, at_most)
 
+    def _inputs(self) -> torch.Tensor:
+        torch.manual_seed(42 + self.rank + 1)
+        return torch.rand((2, DIM), device=self.device)
+
+    def _step(self, model: nn.Module) -> None:
+        model(self._inputs()).sum().backward()
+
+
+class TestFullyShardOverlap(OverlapTest):
     def _models(self, compute_ms: float, layers: int = LAYERS, together: int = 1, **kwargs: Any) -> tuple[Any, Any]:
         """Return a plain model, and a sharded copy after one step. Each group has ``together`` one-parameter layers."""
         torch.manual_seed(42)
@@ -225,13 +237,6 @@ class TestFullyShardOverlap(FSDPTest):
         self._step(model)
         model.zero_grad()
         return ref_model, model
-
-    def _inputs(self) -> torch.Tensor:
-        torch.manual_seed(42 + self.rank + 1)
-        return torch.rand((2, DIM), device=self.device)
-
-    def _step(self, model: nn.Module) -> None:
-        model(self._inputs()).sum().backward()
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Compare the gradients of a step with a plain model's. They differ if FSDP reads before a collective ends."""
@@ -548,6 +553,80 @@ class TestFullyShardOverlap(FSDPTest):
                 for param, twin_param in zip(model.parameters(), twin.parameters()):
                     self.assertTrue(torch.equal(param.grad.to_local(), twin_param.grad.to_local()))
                     self.assertGreater(param.grad.to_local().abs().max().item(), 0)
+
+
+class TwoWeights(LinearWithSleep):
+    """A layer with two weights, of which the second may be sharded over another mesh."""
+
+    def __init__(self, dim: int, sleep_ms: float) -> None:
+        super().__init__(dim, sleep_ms)
+        self.other = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(Matmul.apply(x, self.weight + self.other, self.sleep_ms))
+
+
+class Residual(nn.Sequential):
+    """Layers whose inputs need no gradient, so FSDP reduces their gradients at the end of backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = x + layer(x.detach())
+        return x
+
+
+@needs(torch_facts.HAS_MESH_PER_PARAMETER)
+class TestFullyShardPerParamMeshOverlap(OverlapTest):
+    """The reductions of one layer over two meshes run at the same time. Each layer waits for those of the previous."""
+
+    def _late(self, milliseconds: float) -> Callable[..., Any]:
+        """FSDP's reduction of a group that ends later, with one stream for each process group."""
+        original = internals.fsdp2_param_group.foreach_reduce
+        streams_of: dict[Any, Any] = {}
+
+        def late(params: Any, grads: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            reduced, event, *others = original(params, grads, group, *args, **kwargs)
+            stream = streams_of.setdefault(group, device_module().Stream())
+            stream.wait_event(event)
+            with device_module().stream(stream):
+                sleep(milliseconds)
+                return reduced, stream.record_event(), *others
+
+        return late
+
+    def _check_overlap(self, model: nn.Sequential, exactly: float, at_most: float, comm_ms: float) -> None:
+        model.to(self.device)
+        other = internals.fsdp2_common.FSDPMeshInfo(
+            DeviceMesh.from_group(dist.new_group(), self.device.type), shard_mesh_dim=0
+        )
+        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
+        others = {layer.other for layer in model}
+        for layer in model:
+            fully_shard(layer, shard_placement_fn=lambda param: result if param in others else None)
+        fully_shard(model)
+        self._step(model)
+        with patch_foreach_reduce(self._late(comm_ms)):
+            self._check_time(self._time_fn(lambda: self._step(model)), exactly, at_most)
+
+    @overlaps
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard_per_param_mesh_training_overlap(self):
+        compute_ms, comm_ms = 5, 40
+        with streams():
+            model = nn.Sequential(*(TwoWeights(DIM, compute_ms) for _ in range(LAYERS)))
+            # Forward and the backward of the last layer come before the first reduction.
+            before, in_turn = (LAYERS + 2) * compute_ms, LAYERS * comm_ms
+            self._check_overlap(model, before + in_turn, before + 1.5 * in_turn, comm_ms)
+
+    @overlaps
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard_per_param_mesh_no_grad_input_overlap(self):
+        """The same holds for reductions at the end of backward."""
+        compute_ms, comm_ms = 5, 40
+        with streams():
+            model = Residual(*(TwoWeights(DIM, compute_ms) for _ in range(LAYERS)))
+            before, in_turn = 3 * LAYERS * compute_ms, LAYERS * comm_ms
+            self._check_overlap(model, before + in_turn, before + 1.5 * in_turn, comm_ms)
 
 
 if __name__ == "__main__":
