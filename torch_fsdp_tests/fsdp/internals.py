@@ -55,6 +55,7 @@ replicate_on_fsdp2 = torch_names.module("torch.distributed._composable.replicate
 dtensor_utils = torch_names.module("torch.distributed.tensor._utils")
 tensor_parallel_fsdp = torch_names.module("torch.distributed.tensor.parallel.fsdp")
 fsdp2_memory = torch_names.module("torch.distributed._tools.fsdp2_mem_tracker")
+dispatcher = torch_names.module("torch._C")
 dynamo_config = torch_names.module("torch._dynamo.config")
 fake_tensors = torch_names.module("torch._subclasses.fake_tensor")
 
@@ -272,6 +273,17 @@ def strided_shard() -> type:
 def local_shape_and_offsets(shape: torch.Size, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's part of a DTensor, and its offset in each dimension."""
     return dtensor_utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def spec_dtype(dtensor: Any) -> torch.dtype:
+    """The dtype in the metadata of a DTensor, which may differ from that of its local tensor."""
+    return attribute(dtensor, "_spec").tensor_meta.dtype
+
+
+def has_own_kernel(operator: str, device: torch.device) -> bool:
+    """Whether a device has its own kernel of an operator such as ``aten::add``."""
+    key = dispatcher._dispatch_key_for_device(device.type)
+    return dispatcher._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:

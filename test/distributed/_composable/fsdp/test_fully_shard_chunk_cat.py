@@ -18,6 +18,7 @@ from torch.profiler import profile, supported_activities
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_fsdp import get_devtype
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -33,12 +34,6 @@ DTYPES = [
 
 def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor, dim: int = 0) -> None:
     torch.ops.fsdp.chunk_cat_mixed_dtype(tensors, dim, num_chunks, out=out)
-
-
-def has_own_kernel(device: torch.device) -> bool:
-    """Whether the device has a kernel of the operator, instead of the one that calls other operators."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fsdp::chunk_cat_mixed_dtype", key)
 
 
 def kernels(trace: profile) -> list[str]:
@@ -98,7 +93,10 @@ class TestFullyShardChunkCatMixedDtype(TestCase):
         with profile(activities=supported_activities()) as trace:
             chunk_cat(tensors, 2, out)
             torch.get_device_module(get_devtype()).synchronize()
-        of_one_dtype, has_own = len(set(dtypes)) == 1, has_own_kernel(get_devtype())
+        of_one_dtype, has_own = (
+            len(set(dtypes)) == 1,
+            internals.has_own_kernel("fsdp::chunk_cat_mixed_dtype", get_devtype()),
+        )
         casts = [event for event in trace.events() if event.name == "aten::_to_copy"]
         self.assertEqual(len(casts), 0 if of_one_dtype or has_own else sum(dtype != F32 for dtype in dtypes))
         if has_own:

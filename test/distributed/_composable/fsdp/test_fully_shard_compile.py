@@ -273,7 +273,7 @@ class TestFullyShardCompileCompute(CompileTest):
         inp = uniform(2, 8, seed=mesh.get_local_rank("dp")).bfloat16()
         out = model(inp.chunk(2, dim=1)[mesh.get_local_rank("tp")])
         weight = model[0].weight
-        dtypes = weight.dtype, weight.to_local().dtype, weight._spec.tensor_meta.dtype
+        dtypes = weight.dtype, weight.to_local().dtype, internals.spec_dtype(weight)
         self.assertEqual(dtypes, (torch.bfloat16,) * 3)
         out.sum().backward()
         self.assertEqual(model[0].weight.grad.dtype, torch.float32)

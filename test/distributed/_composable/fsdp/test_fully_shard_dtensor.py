@@ -475,7 +475,7 @@ class TestFullyShardDTensor(FSDPTest):
         def look(module: nn.Module, args: Any) -> None:
             for param in module.parameters():
                 self.assertIsInstance(param, DTensor)
-                self.assertEqual(param._spec.tensor_meta.dtype, torch.bfloat16)
+                self.assertEqual(internals.spec_dtype(param), torch.bfloat16)
                 seen.append((param.dtype, param.to_local().dtype, param.device_mesh is mesh))
 
         model.in_proj.register_forward_pre_hook(look)

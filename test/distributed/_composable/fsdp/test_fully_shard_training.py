@@ -273,7 +273,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
 
     def _check_dtypes(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            dtypes = tensor.dtype, tensor.to_local().dtype, tensor._spec.tensor_meta.dtype
+            dtypes = tensor.dtype, tensor.to_local().dtype, internals.spec_dtype(tensor)
             self.assertEqual(dtypes, (torch.float64,) * 3)
 
 
