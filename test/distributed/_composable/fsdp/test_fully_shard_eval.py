@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    fully_shard,
-)
 
 from torch_fsdp_tests.common_distributed import at_most, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -22,7 +19,6 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     TrainingMixin,
@@ -182,37 +178,6 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         shard_each([model[0], model[1], model], reshard_after_forward=reshard_after_forward)
         self._seed()
         return ref_model, model
-
-
-class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
-    world_size = at_most(8)
-
-    @skip_if_lt_x_gpu(4)
-    @subtests(
-        without_grad=[torch.inference_mode, torch.no_grad],
-        placement_fn=[shard_largest_dim, None],
-        shard_size=[4, 1],
-    )
-    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
-        """The first forward may be under ``inference_mode``, also with column shards or shard groups of one rank."""
-        manual_seed(42)
-        model = nn.Linear(16, 4)
-        ref_model = self._replica(model)
-        mesh = self._mesh(self.world_size // shard_size, shard_size, names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh, shard_placement_fn=placement_fn, reshard_after_forward=True)
-        self._seed()
-        inference, one_rank = without_grad is torch.inference_mode, shard_size == 1
-        with (
-            torch_defect("fsdp2_inference_mode_with_one_rank_raises", when=inference and one_rank),
-            torch_defect("fsdp2_inference_mode_with_columns_raises", when=inference and placement_fn and not one_rank),
-        ):
-            for _ in range(2):
-                inp = self._inputs(2, 16)
-                with without_grad():
-                    self.assertEqual(model(inp), ref_model(inp))
-                with torch.no_grad():
-                    for param in (*model.parameters(), *ref_model.parameters()):
-                        param.mul_(3)  # the second forward reads the new shards
 
 
 if __name__ == "__main__":

@@ -1244,6 +1244,37 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
         self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {}, may_be="empty")
 
 
+class TestFullyShardInference(TrainingMixin, FSDPTest):
+    world_size = at_most(8)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        without_grad=[torch.inference_mode, torch.no_grad],
+        placement_fn=[shard_largest_dim, None],
+        shard_size=[4, 1],
+    )
+    def test_inference(self, without_grad, placement_fn, shard_size):
+        """The first forward may be under ``inference_mode``, also with column shards or shard groups of one rank."""
+        manual_seed(42)
+        model = nn.Linear(16, 4)
+        ref_model = self._replica(model)
+        mesh = self._mesh(self.world_size // shard_size, shard_size, names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh, shard_placement_fn=placement_fn, reshard_after_forward=True)
+        self._seed()
+        inference, one_rank = without_grad is torch.inference_mode, shard_size == 1
+        with (
+            torch_defect("fsdp2_inference_mode_with_one_rank_raises", when=inference and one_rank),
+            torch_defect("fsdp2_inference_mode_with_columns_raises", when=inference and placement_fn and not one_rank),
+        ):
+            for _ in range(2):
+                inp = self._inputs(2, 16)
+                with without_grad():
+                    self.assertEqual(model(inp), ref_model(inp))
+                with torch.no_grad():
+                    for param in (*model.parameters(), *ref_model.parameters()):
+                        param.mul_(3)  # the second forward reads the new shards
+
+
 class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
     world_size = 1
 
