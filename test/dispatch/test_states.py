@@ -109,6 +109,10 @@ FIXTURE = """class TestX(unittest.TestCase):
     def test_1(self): pass
     def test_2(self): pass
 """
+# What pytest raises. Without allow_module_level it is for tests only.
+MODULE_SKIP = """class Skipped(BaseException): allow_module_level = {}
+raise Skipped("by pytest.skip")
+"""
 SUBTESTS = """
 class TestX(unittest.TestCase):
     def test_fails(self):
@@ -178,6 +182,9 @@ FILES = {
     "test_module_skips": "def setUpModule(): raise unittest.SkipTest('not in this module')\n" + PASS,
     "test_down": "def tearDownModule(): raise OSError('down')\n" + PASS,
     "test_import": "import no_such_module\n",
+    "test_import_skips": "raise unittest.SkipTest('no such thing')\n" + PASS,
+    "test_import_skips_by_pytest": MODULE_SKIP.format(True) + PASS,
+    "test_import_skips_nothing": MODULE_SKIP.format(False) + PASS,
     "test_syntax": "def broken(:\n",
     "test_sigkill": body("pass", "os.kill(os.getpid(), signal.SIGKILL)", "pass"),
     "test_sigsegv": body("pass", "os.kill(os.getpid(), signal.SIGSEGV)", "pass"),
@@ -211,6 +218,9 @@ test_forgot::(the file itself): error, file: the file ended without running its 
 test_garbage::TestX.test_1: passed
 test_garbage::TestX.test_2: failed, body: AssertionError: None
 test_import::(the file itself): error, file: ModuleNotFoundError: No module named 'no_such_module'
+test_import_skips::(the file itself): skipped, file: no such thing
+test_import_skips_by_pytest::(the file itself): skipped, file: by pytest.skip
+test_import_skips_nothing::(the file itself): error, file: Skipped: by pytest.skip
 test_late::(the file itself): crashed, file: the process exited with code 7 after its tests
 test_late::TestP.test_p: passed
 test_link::(the file itself): error, file: FileNotFoundError: [Errno 2] No such file or directory: ...
@@ -340,7 +350,7 @@ class TestStatesOfProcesses(StatesCase):
         tests = self.run_and_report(env={"VERBOSE_TEST_LOGS": "1"})
         states = sorted(f"{file}::{name}: {self.summary(test)}" for (file, name), test in tests.items())
         self.assertEqual("\n".join(states), STATES_OF_FILES.strip())
-        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "30", "5")]))
+        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "31", "7")]))
         self.check_console()
         self.check_subtests({test: result for (file, test), result in tests.items() if file == "test_subtests"})
         self.assertNotRegex(self.page, r"[\x00-\x08\x0b-\x1f]")
@@ -365,6 +375,7 @@ class TestStatesOfProcesses(StatesCase):
         for words in (
             *("ok +test_p  1 test ", "FAILED +test_exits  0 tests ", "FAILED +test_down  1 test, 1 failed fixture "),
             "FAILED +test_class  0 tests, 1 failed fixture, 2 not run ",
+            "skipped +test_import_skips  0 tests, 1 skipped ",
             "FAILED +test_module  0 tests, 1 failed fixture, 1 not run ",
             "FAILED +test_subtests  3 tests, 1 skipped, 1 skipped in part ",
             r"\n  failed: a/test_f::TestF.test_f\n    AssertionError: 1 != 2\n.* -i a/test_f::TestF::test_f --seed 1",

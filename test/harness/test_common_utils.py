@@ -405,6 +405,21 @@ class RunTestsTest(TestCase):
                 self.assertEqual(status, expected, text)
                 self.assertRegex(text, pattern)
 
+    def test_a_file_whose_import_skips(self):
+        for raises, status, words in (
+            ("import unittest; raise unittest.SkipTest('why')", 0, r"^skips.py: skipped: why\n\nOK \(skipped=1\)\n$"),
+            ("import pytest; pytest.importorskip('no_module')", 0, "^skips.py: skipped: could not import 'no_module'"),
+            ("import pytest; pytest.skip('no test')", 1, r"^Traceback[^$]*Skipped: no test\n"),
+        ):
+            if "pytest" in raises and importlib.util.find_spec("pytest") is None:
+                continue
+            file = self.ours.with_name("skips.py")
+            file.write_text(f"from torch_fsdp_tests.common_utils import run_tests\n{raises}\nrun_tests()\n")
+            with self.subTest(raises):
+                code, text = self.call(file)
+                self.assertEqual(code, status, text)
+                self.assertRegex(text, words)
+
     def test_file_of_another_checkout_is_refused(self):
         """Its tests belong to the harness of that checkout. A file outside of any checkout runs."""
         with tempfile.TemporaryDirectory() as name:

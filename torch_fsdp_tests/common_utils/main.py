@@ -115,6 +115,21 @@ class _Program(unittest.TestProgram):
         sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
 
 
+_show_exception = sys.excepthook
+
+
+def _skip_file(kind: Any, error: BaseException, trace: Any) -> None:
+    """Exit with 0 if the program is a test file whose import raises a skip. Show any other exception as before."""
+    if not events.skips_file(error):
+        _show_exception(kind, error, trace)
+        return
+    print(f"{os.path.basename(sys.argv[0])}: skipped: {error}\n\nOK (skipped=1)", file=sys.stderr)
+    sys.exit(0)
+
+
+sys.excepthook = _skip_file
+
+
 def run_tests(argv: Sequence[str] | None = None) -> None:
     """Run the tests of the file that runs as a program, like :func:`unittest.main`, and exit.
 

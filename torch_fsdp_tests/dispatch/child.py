@@ -219,9 +219,12 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as left:
         if not run.happened and host.exit_status(left) == 0:
             words = "the file ended before its tests with exit status 0, as if they had passed: to skip them, raise "
-            stream.send(stream.Broken(f"{words}unittest.SkipTest in setUpModule()"))
+            stream.send(stream.Broken(f"{words}unittest.SkipTest"))
         raise
     except BaseException as error:
+        if events.skips_file(error) and not run.happened:
+            events.skip_file(str(error))
+            sys.exit(0)
         trace = _below(error.__traceback__, file)
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
             trace = None  # all its frames belong to the machinery that read the file
@@ -275,7 +278,11 @@ def _run_rank_process(worker: str, file: str, *arguments: str) -> NoReturn:
     _become(file, arguments, Path.cwd())
     try:
         runpy.run_path(file, run_name="__main__")
-    except Exception as error:
+    except BaseException as error:
+        if events.skips_file(error):
+            sys.exit(0)
+        if not isinstance(error, Exception):
+            raise
         traceback.print_exception(type(error), error, _below(error.__traceback__, file))
         sys.exit(1)
     sys.exit(f"{os.path.basename(file)}: the file ended without following rank 0: its last lines must call run_tests()")

@@ -34,6 +34,20 @@ class Skipped(unittest.SkipTest):
         return reason
 
 
+def skips_file(error: BaseException) -> bool:
+    """Whether this exception, raised while a test file is imported, skips the file.
+
+    As for pytest: ``unittest.SkipTest``, ``pytest.importorskip``, and ``pytest.skip`` with ``allow_module_level=True``.
+    """
+    return isinstance(error, unittest.SkipTest) or getattr(error, "allow_module_level", False) is True
+
+
+def skip_file(reason: str) -> None:
+    """Report that the file is skipped, for this reason."""
+    _ended(stream.FILE_ITSELF, Verdict(State.SKIPPED, reason), scope=Scope.FILE)
+    stream.send(stream.Over())
+
+
 def note(text: str) -> None:
     """Add a note, such as a leak, to the running test, or to the file if no test runs."""
     stream.send(stream.Note(_running, text))
