@@ -121,12 +121,16 @@ class TestParallelModels(DTensorTestBase):
 
     @with_comms
     def test_tensor_parallelism(self):
-        for use_seq_parallel, weight_tying in ((False, True), (True, True), (True, False)):
+        options = ((False, True, False), (True, True, False), (True, False, False), (True, True, True))
+        for use_seq_parallel, weight_tying, local_heads in options:
             plain = transformer(weight_tying=weight_tying)
-            parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel)
+            parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel, local_heads)
+            hook = mock.Mock(return_value=None)
+            parallel.layers[0].attention.wq.register_forward_hook(hook)
             self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, weight_tying)
             self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
             self.compare(plain, parallel, local=lambda x: x)
+            self.assertIs(type(hook.call_args.args[-1]), torch.Tensor if local_heads else DTensor)
 
     @with_comms
     def test_expert_parallelism(self):
@@ -155,7 +159,7 @@ class TestParallelModels(DTensorTestBase):
             Transformer.parallelize(transformer(), None, False)
         for ep_mesh, use_seq_parallel in ((None, False), (self.mesh, True)):
             with self.assertRaisesRegex(ValueError, "experts need"):
-                Transformer.parallelize(transformer(num_experts=4), self.mesh, use_seq_parallel, ep_mesh)
+                Transformer.parallelize(transformer(num_experts=4), self.mesh, use_seq_parallel, ep_mesh=ep_mesh)
 
 
 class TestProcesses(DTensorTestBase):

@@ -126,6 +126,10 @@ class TestBase(DistributedTestBase):
         dist.all_reduce(total, group=group)
         self.assertEqual(total, torch.ones(2, device=device))
 
+    def test_create_pg_with_a_backend(self, device):
+        group = self.create_pg(device, backend="fake")
+        self.assertEqual(dist.get_backend(group), "fake")
+
 
 class TestDebugLevels(DynamoDistributedMultiProcTestCase):
     """Without it, a test for several levels of torch's checks could run once, or leak a level."""

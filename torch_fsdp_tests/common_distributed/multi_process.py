@@ -394,8 +394,9 @@ class DistributedTestBase(MultiProcessTestCase):
         current = accelerator.current()
         return current.backend if kind == current.type else dist.get_default_backend_for_device(kind)
 
-    def create_pg(self, device: str, world_size: int | None = None) -> dist.ProcessGroup:
+    def create_pg(self, device: str, world_size: int | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """Make the default group of all ranks (or of ``world_size``), bind the rank to its device, return the group.
+        Without ``backend`` it has that of :meth:`backend`.
 
         Differs from upstream's: its collectives time out before the test does, the rank is bound to the device that the
         harness gives it, and torch's default device is restored. Raises what ``init_process_group`` raises.
@@ -404,7 +405,7 @@ class DistributedTestBase(MultiProcessTestCase):
         store = dist.FileStore(self.file_name, world_size)
         timeout = timedelta(seconds=self.collective_timeout)
         dist.init_process_group(
-            self.backend(device), world_size=world_size, rank=self.rank, store=store, timeout=timeout
+            backend or self.backend(device), world_size=world_size, rank=self.rank, store=store, timeout=timeout
         )
         if not accelerator.current().is_cpu and torch.device(device).type != "cpu":
             self._device_before = torch.get_default_device()

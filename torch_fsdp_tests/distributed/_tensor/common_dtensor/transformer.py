@@ -150,12 +150,17 @@ class Transformer(nn.Module):
 
     @staticmethod
     def parallelize(
-        module: Transformer, tp_mesh: DeviceMesh | None, use_seq_parallel: bool, ep_mesh: DeviceMesh | None = None
+        module: Transformer,
+        tp_mesh: DeviceMesh | None,
+        use_seq_parallel: bool,
+        local_output_for_attn: bool = False,
+        ep_mesh: DeviceMesh | None = None,
     ) -> Transformer:
         """Apply tensor and expert parallelism over one-dimensional meshes, in place, and return the module.
 
         With ``use_seq_parallel`` activations between the layers are sharded along the sequence, which experts do not
-        support. A tied weight stays tied. Raises ``TypeError`` for another module, and ``ValueError`` without any mesh
+        support. With ``local_output_for_attn`` attention gets the plain tensors of this rank's heads, and not DTensors.
+        A tied weight stays tied. Raises ``TypeError`` for another module, and ``ValueError`` without any mesh
         or for experts without ``ep_mesh``.
         """
         if not isinstance(module, Transformer):
@@ -169,7 +174,9 @@ class Transformer(nn.Module):
             between = Shard(1) if use_seq_parallel else Replicate()
             parallelize_module(module, tp_mesh, _root_plan(use_seq_parallel))
             for block in blocks:
-                parallelize_module(block, tp_mesh, _block_plan(block, between))
+                parallelize_module(block, tp_mesh, _block_plan(block, between, local_output_for_attn))
+                if local_output_for_attn:
+                    block.attention.n_heads //= tp_mesh.size()
             # A tied weight is sharded twice in the same way: the embedding by rows of its table, the output by columns.
             output = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
             parallelize_module(module.output, tp_mesh, output)
@@ -196,9 +203,9 @@ def _root_plan(use_seq_parallel: bool) -> Plan:
     return plan
 
 
-def _block_plan(block: TransformerBlock, between: Placement) -> Plan:
+def _block_plan(block: TransformerBlock, between: Placement, local_heads: bool) -> Plan:
     """``between`` is the placement of activations of shape (batch, sequence, dim) between the layers."""
-    plan: Plan = {f"attention.{name}": ColwiseParallel(use_local_output=False) for name in ("wq", "wk", "wv")}
+    plan: Plan = {f"attention.{name}": ColwiseParallel(use_local_output=local_heads) for name in ("wq", "wk", "wv")}
     plan["attention.wo"] = RowwiseParallel(output_layouts=between)
     if between == Shard(1):
         plan["attention"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
