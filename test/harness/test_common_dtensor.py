@@ -279,5 +279,19 @@ class TestContinuous(DTensorContinuousTestBase):
     test_second = test_first
 
 
+class TestEqualMeshes(DTensorContinuousTestBase):
+    """Without it, the caches of torch could name groups of an equal mesh that the harness has destroyed."""
+
+    world_size = 4
+
+    def test_first(self):
+        mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+        x = torch.arange(8.0, device=self.device_type)
+        doubled = distribute_tensor(x, mesh["tp"], [Shard(0)]) * 2
+        self.assertEqual(doubled.full_tensor(), 2 * x)
+
+    test_second = test_first
+
+
 if __name__ == "__main__":
     run_tests()

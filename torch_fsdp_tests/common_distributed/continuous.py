@@ -20,6 +20,7 @@ from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
     HarnessError,
+    Outcome,
     RankGroup,
     RanksErred,
     Verdict,
@@ -42,10 +43,11 @@ class MultiProcContinuousTest(RankTestCase):
     :class:`~torch_fsdp_tests.ranks.RanksErred` if a rank dies after it passed a test.
 
     Differs from upstream's: a test that fails or skips never affects the next one, which gets new ranks (upstream skips
-    the rest of the class). Settings that a test changed in a rank are restored, and groups that it left open are
-    destroyed. The default ``world_size`` is that of the device under test (upstream's is the number of devices, and it
-    skips if there is none). ``timeout`` is that of a collective. A test file may set ``poison_pill`` to skip the rest
-    of the class. The harness never does.
+    the rest of the class). Settings that a test changed in a rank are restored. Groups that it left open are reported,
+    and stay until the class ends, as upstream, because torch's caches may name those of meshes. The default
+    ``world_size`` is that of the device under test (upstream's is the number of devices, and it skips if there is
+    none). ``timeout`` is that of a collective. A test file may set ``poison_pill`` to skip the rest of the class. The
+    harness never does.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
@@ -54,7 +56,6 @@ class MultiProcContinuousTest(RankTestCase):
         "_spawn_processes": "override _init_pg, which each rank calls when it starts",
         "_ensure_processes_spawned": "override _init_pg, which each rank calls when it starts",
         "_processes_spawned": "override _init_pg, which each rank calls when it starts",
-        "_worker_loop": "override _init_pg for the start of a rank, and _run_test_given_id for each test",
         "_worker_run_main_wait": "override join_or_run",
         "_get_world_size": "set world_size",
     }
@@ -65,6 +66,7 @@ class MultiProcContinuousTest(RankTestCase):
     poison_pill: bool = False
     pg: dist.ProcessGroup
 
+    _assignment: Assignment  # in a rank
     _late_deaths: list[Verdict]
     _last_test: str = ""
 
@@ -160,15 +162,25 @@ class MultiProcContinuousTest(RankTestCase):
     @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
         accelerator.expect(assignment.world_size)
-        rank = cls.rank = assignment.index
-        cls.world_size = assignment.world_size
-        started = False
-        for test in assignment.orders():
+        cls._assignment = assignment
+        tests = _Tests(assignment)
+        cls._worker_loop(assignment.index, assignment.world_size, assignment.file_name, tests, tests)
+
+    @classmethod
+    @enters_test
+    def _worker_loop(cls, rank: int, world_size: int, rdvz_file: str, task_queue: Any, completion_queue: Any) -> None:
+        """Run tests of the class in this rank until the queue has no more. Subclasses prepare the rank before this.
+
+        The queues have only the methods that this method calls, so an override must call it.
+        """
+        assignment, started = cls._assignment, False
+        cls.rank, cls.world_size = rank, world_size
+        while (test := task_queue.get()) is not None:
 
             def live(test: str = test) -> None:
                 nonlocal started
                 if not started:
-                    cls._init_pg(rank, assignment.world_size, assignment.file_name)
+                    cls._init_pg(rank, world_size, rdvz_file)
                     assignment.meet()  # a rank that fails at once would break the connections of a slower one
                     started = True
                 with named_leaks(assignment), _same_groups(assignment):
@@ -179,9 +191,9 @@ class MultiProcContinuousTest(RankTestCase):
                 # The others may wait for this rank in a collective, and learn of its end when it exits. The group is
                 # useless now, and to destroy it properly could take forever.
                 assignment.leave()
-                assignment.report(outcome)
+                completion_queue.put(outcome)
                 return
-            assignment.report(outcome)
+            completion_queue.put(outcome)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -196,6 +208,22 @@ class MultiProcContinuousTest(RankTestCase):
         self.rank = cls.rank
         set_rng_seed()
         self._run_body(test_name, **kwargs)
+
+
+class _Tests:
+    """The queues of :meth:`MultiProcContinuousTest._worker_loop`: of the tests to run, and of their outcomes."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._tests = iter(assignment.orders())
+
+    def get(self) -> str | None:
+        return next(self._tests, None)
+
+    def put(self, outcome: Outcome) -> None:
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{outcome!r} is not the outcome of a test: let _worker_loop call super()._worker_loop()")
+        self._assignment.report(outcome)
 
 
 class DeviceContinuousTest(MultiProcContinuousTest):
@@ -215,9 +243,9 @@ class DeviceContinuousTest(MultiProcContinuousTest):
 
 @contextlib.contextmanager
 def _same_groups(assignment: Assignment) -> Iterator[None]:
-    """Destroy the process groups that a test has left open, and report them.
+    """Report the process groups that a test has left open. If the class' own group is gone, run no further test.
 
-    If the class' own group is gone, the rank runs no further test. After a failure nothing is destroyed.
+    They stay open: torch caches what it has computed for a mesh, and uses it and its groups for an equal one.
     """
     before = list(c10d._world.pg_map)
     yield
@@ -227,7 +255,5 @@ def _same_groups(assignment: Assignment) -> Iterator[None]:
         assignment.leave()
     left = [group for group in c10d._world.pg_map if group not in before]
     meant = [group for group in left if not group.group_desc.startswith(_MESH)]  # a device mesh cannot be closed
-    for group in left:
-        dist.destroy_process_group(group)
     if meant:
         assignment.name_leak(f"left {len(meant)} process group{'s' if len(meant) > 1 else ''} open")

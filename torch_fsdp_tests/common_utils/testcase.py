@@ -34,10 +34,10 @@ _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 # Private names that a test class may override: upstream's, and the last one, which is meant to be extended.
 _OPEN_NAMES = frozenset(
-    "_run _init_pg _run_test_given_id _current_test_name _spawn_processes _spawn_threads _fork_processes "
-    "_start_processes _join_processes _check_return_codes _get_timedout_process_traceback _event_listener "
-    "_check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity _test_op "
-    "_test_op_on_dtensor _train_for_several_steps _assert_same_parameters".split()
+    "_run _init_pg _worker_loop _run_test_given_id _current_test_name _spawn_processes _spawn_threads "
+    "_fork_processes _start_processes _join_processes _check_return_codes _get_timedout_process_traceback "
+    "_event_listener _check_backward_prefetch _check_cpu_offload _check_forward_prefetch _test_fsdp_parity "
+    "_test_op _test_op_on_dtensor _train_for_several_steps _assert_same_parameters".split()
 )
 
 

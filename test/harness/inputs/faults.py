@@ -670,7 +670,8 @@ class StayingLeaks(Leaks, Staying):
         dist.new_group([0, 1])
 
     def test_groups_after(self):
-        self.assertEqual(len(dist.distributed_c10d._world.pg_map), 1)
+        """They stay until the class ends, because torch's caches may name them."""
+        self.assertEqual(len(dist.distributed_c10d._world.pg_map), 2)
 
     def test_own_group(self):
         dist.destroy_process_group()
